@@ -47,7 +47,7 @@ class BoundedHandler(web.RequestHandler):
         """The body of the newest request; the rest of it may arrive after an early answer."""
         parser: HttpParser = self._parser  # type: ignore[assignment]
         self.intake = BoundedParser(parser, room, self._may_parse, self.max_line_size)
-        self._parser = self.intake  # type: ignore[assignment]  # has all that is used of it
+        self._parser = self.intake  # type: ignore[assignment]  # it has what aiohttp calls
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

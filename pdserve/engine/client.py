@@ -359,7 +359,7 @@ class CoreClient:
         raise. The death of a core is reported as `PoolCleared`."""
         self._kv_listeners.append(listener)
 
-    # ------------------------------------------------------------------ the port: handing over
+    # ------------------------------------------------------------------ the port: remote prefill
 
     def submit_remote(self, request: GenerateRequest, sink: RemotePrefillSink) -> Handle:
         """Post a request whose prompt another worker prefills. Errors: those of `submit`, and

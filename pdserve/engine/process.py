@@ -67,7 +67,7 @@ class CoreProcess:
         pages: list[HeartbeatPage] = []
         try:
             for _ in socks:
-                pages.append(HeartbeatPage.create())  # noqa: PERF401  those made are closed below
+                pages.append(HeartbeatPage.create())  # noqa: PERF401  closed after errors
             return await cls._start(arguments, socks, pages, on_line, inherits)
         except BaseException:
             for page in pages:

@@ -444,7 +444,7 @@ class SelfSchedulingCore(ABC):
         """
         return 0
 
-    # ------------------------------------------------------------------ what it may call
+    # ------------------------------------------------------------------ what an engine may call
 
     @property
     def sequences(self) -> int:

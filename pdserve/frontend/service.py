@@ -311,7 +311,7 @@ class FrontendService:
         """Waits a moment for first requests that are still on their way, so that they get an
         answer."""
         until = self._loop.time() + _FIRST_WORDS
-        while self._server.unheard and self._loop.time() < until:  # noqa: ASYNC110  at its end
+        while self._server.unheard and self._loop.time() < until:  # noqa: ASYNC110  no event
             await asyncio.sleep(_FIRST_WORDS / 20)
 
     def _note_stuck(self, text: TextPoolStats) -> None:

@@ -154,7 +154,7 @@ def wire_layout(layout: RankKvLayout) -> StridedLayout:
     return strided_layout(layout, WIRE, blocks=1)
 
 
-# ------------------------------------------------------------------------------ the map
+# ------------------------------------------------------------------------------ conversion plans
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +291,7 @@ def _dense(planes: tuple[tuple[int, Bytes], ...], together: int, run: Bytes) -> 
     )
 
 
-# ------------------------------------------------------------------------------ moving
+# ------------------------------------------------------------------------------ conversion
 
 
 def convert(

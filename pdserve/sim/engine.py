@@ -209,7 +209,7 @@ class VirtualTimeEngine:
         """Wait until no submission is in flight; False if `timeout` came first. New ones are still
         accepted."""
         until = self._loop.time() + timeout
-        while self._owed and self._loop.time() < until:  # noqa: ASYNC110  as a core is polled
+        while self._owed and self._loop.time() < until:  # noqa: ASYNC110  no event
             await asyncio.sleep(self._pace)
         return not self._owed
 
@@ -293,7 +293,7 @@ class VirtualTimeEngine:
             self._core.handle(command)
             self._arm()
 
-    # ------------------------------------------------------------------ handing prompts over
+    # ------------------------------------------------------------------ remote prefill
 
     def submit_remote(self, request: GenerateRequest, sink: RemotePrefillSink) -> Handle:
         """Post a request whose prompt another engine prefills. Errors: those of `submit`, and

@@ -400,7 +400,7 @@ class EngineConformance:
             for sink in sinks:
                 sink.checked()
 
-    # ------------------------------------------------------------------ what it tells
+    # ------------------------------------------------------------------ statistics and events
 
     async def test_statistics_count_what_was_done(self) -> None:
         async with self.running() as engine:

@@ -181,7 +181,7 @@ class FakeQueuePair:
             self._send_late(write, 0.0)
         self.destroy()
 
-    # ------------------------------------------------------------------ one after the other
+    # ------------------------------------------------------------------ work queue
 
     def pump(self) -> None:
         """Start the first work request, unless one is under way."""

@@ -94,7 +94,7 @@ class ScriptedExecutor:
         self._means: dict[SequenceKey, tuple[int, bytes]] = {}
         """Tokens that are in a mean, and a hash of them."""
 
-    # ------------------------------------------------------------------ the executor's seam
+    # ------------------------------------------------------------------ executor interface
 
     def load(self, spec: EngineSpec, progress: ProgressFn) -> ModelInfo:
         unknown = spec.options.keys() - _DEFAULTS.keys()
@@ -174,7 +174,7 @@ class ScriptedExecutor:
             self._memory.close()
             self._memory = None
 
-    # ------------------------------------------------------------------ the KV that matters
+    # ------------------------------------------------------------------ KV content
 
     @property
     def _kv(self) -> BlockMemory:

@@ -78,5 +78,5 @@ class CheckingSink:
 async def until(condition: Callable[[], bool], patience: Seconds = PATIENCE) -> None:
     """Poll until a condition holds. Errors: TimeoutError."""
     async with asyncio.timeout(patience):
-        while not condition():  # noqa: ASYNC110  nothing signals it
+        while not condition():  # noqa: ASYNC110  no event
             await asyncio.sleep(0.005)

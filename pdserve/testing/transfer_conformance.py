@@ -288,7 +288,7 @@ class TransferConformance:
         for word in words:
             assert word in error.message, f"{error.message!r} does not name {word!r}"
 
-    # ------------------------------------------------------------------ what is refused
+    # ------------------------------------------------------------------ refusals
 
     async def test_pools_that_do_not_fit_have_no_path(self) -> None:
         (one,) = layouts(2, 1)

@@ -72,7 +72,7 @@ class SimExecutor:
         """Return an executor for another worker of this process; there are no weights to share."""
         return SimExecutor()
 
-    # ------------------------------------------------------------------ the executor's seam
+    # ------------------------------------------------------------------ executor interface
 
     def load(self, spec: EngineSpec, progress: ProgressFn) -> ModelInfo:
         self.options = options = parse_options(spec.options)

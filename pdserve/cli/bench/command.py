@@ -84,7 +84,7 @@ def run(arguments: list[str]) -> int:
     return exit_codes.OK if numbers["completed"] else exit_codes.FAILED
 
 
-# ---------------------------------------------------------------- what is asked for
+# ---------------------------------------------------------------- arguments
 
 
 def _parser() -> Parser:

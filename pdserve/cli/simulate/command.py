@@ -58,7 +58,7 @@ def run(arguments: list[str]) -> int:
     return exit_codes.OK
 
 
-# ---------------------------------------------------------------- what is asked for
+# ---------------------------------------------------------------- arguments
 
 
 def _parser() -> Parser:

@@ -416,7 +416,7 @@ class LoopKvConnector:
             reply = InboundControlReply(number=call.number, control=answer)
         self.emit(NodeMessage(reply))
 
-    # ------------------------------------------------------------------ what it tells
+    # ------------------------------------------------------------------ events
 
     def emit(self, moved: ConnectorEvent) -> None:
         """Append an event for `poll`."""

@@ -155,7 +155,7 @@ class PeerPaths:
             await transport.close()
         self._changed()
 
-    # ------------------------------------------------------------------ paths of ours
+    # ------------------------------------------------------------------ paths to peers
 
     async def path(self, peer: NodeLife) -> KvPath:
         """Return the best path to a peer, and set it up if need be. Raises `TransferError`, or
@@ -292,7 +292,7 @@ class PeerPaths:
         in_device = any(region.view is None for region in self._regions)
         return "; device memory: content is not compared" if backend == "rdma" and in_device else ""
 
-    # ------------------------------------------------------------------ what becomes of them
+    # ------------------------------------------------------------------ use and end of paths
 
     def lost(self, meter: PathMeter) -> None:
         """A transfer has failed. If its path is down, count that against the back end, once."""
@@ -339,7 +339,7 @@ class PeerPaths:
         for path in paths:
             await path.close(reason)
 
-    # ------------------------------------------------------------------ what peers ask
+    # ------------------------------------------------------------------ questions of peers
 
     async def answer(
         self, peer: NodeLife, backend: str, control: TransferControl

@@ -88,7 +88,7 @@ class KvReceiver:
         """Bytes of the received blocks in this pool."""
         return self.received_blocks * block_bytes(self._region.layout)
 
-    # ------------------------------------------------------------------ what the node wants
+    # ------------------------------------------------------------------ commands of the node
 
     def open(self, command: OpenAttemptBlocks, now: Seconds) -> None:
         """Let a peer fill the blocks of a submission that has been admitted."""
@@ -135,7 +135,7 @@ class KvReceiver:
             self.give_up(handle)
             self._scheduler.prefill_here(handle)
 
-    # ------------------------------------------------------------------ what the mover says
+    # ------------------------------------------------------------------ events of the mover
 
     def moved(
         self, moved: AttemptGranted | PartArrived | AttemptBroken | AttemptFenced, now: Seconds

@@ -174,7 +174,7 @@ class ThreadKvConnector:
         """Pass a command of the node to the transports."""
         self._call("take", command)
 
-    # ------------------------------------------------------------------ what has happened
+    # ------------------------------------------------------------------ events
 
     def poll(self) -> list[ConnectorEvent]:
         """Return all events since the last call. Raises `EngineDied` if the thread has broken

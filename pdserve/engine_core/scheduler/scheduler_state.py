@@ -213,7 +213,7 @@ class SchedulerState:
             self._unstarted -= 1
         self._uncounted -= not submission.counted
 
-    # ------------------------------------------------------------------ room
+    # ------------------------------------------------------------------ free capacity
 
     @property
     def _room(self) -> int:
@@ -340,7 +340,7 @@ class SchedulerState:
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._pool.block_size)
 
-    # ------------------------------------------------------------------ going on
+    # ------------------------------------------------------------------ running sequences
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.RUNNING

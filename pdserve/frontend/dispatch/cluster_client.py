@@ -228,7 +228,7 @@ class ClusterClient:
         for channel in (*self._channels.values(), *self._retired):
             channel.close(error)
 
-    # ------------------------------------------------------------------ which worker
+    # ------------------------------------------------------------------ routing
 
     def now(self) -> Seconds:
         """The node's time in seconds."""
@@ -553,7 +553,7 @@ class ClusterClient:
         if self._channels.get(channel.worker) is channel:
             del self._channels[channel.worker]
 
-    # ------------------------------------------------------------------ what changes
+    # ------------------------------------------------------------------ membership
 
     def _on_member(self, event: MemberEvent) -> None:
         member = event.member

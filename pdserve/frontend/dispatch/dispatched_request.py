@@ -293,7 +293,7 @@ class DispatchedRequest:
         self._over = False
         self._task: asyncio.Task[None] | None = None
 
-    # ------------------------------------------------------------------ what routers are asked
+    # ------------------------------------------------------------------ questions to routers
 
     def question(self) -> RouteRequest:
         """The question for a router, from the request's present state.
@@ -356,7 +356,7 @@ class DispatchedRequest:
     def _spent(self) -> Seconds:
         return max(0.0, self._ways.now() - self._start)
 
-    # ------------------------------------------------------------------ to the first worker
+    # ------------------------------------------------------------------ first worker
 
     async def dispatch(self) -> None:
         """Returns when a worker has accepted the request. Errors: as `backend.Backend.open`."""
@@ -473,7 +473,7 @@ class DispatchedRequest:
     def _leave_out(self, life: NodeLife) -> None:
         self._excluded.add(life, self._ways.now() + _APART if self._keep_on else None)
 
-    # ------------------------------------------------------------------ what comes back
+    # ------------------------------------------------------------------ output of workers
 
     def heard(self, attempt: Assignment, delta: TokenDelta) -> TokenDelta | None:
         """Processes a delta that needs a check; returns it as the sink gets it, or None if it is
@@ -558,7 +558,7 @@ class DispatchedRequest:
         since = now if self._migration is None else self._migration.since
         self._migration = _Migration(reason, since, attempt.life.node, words)
 
-    # ------------------------------------------------------------------ to the next worker
+    # ------------------------------------------------------------------ next worker
 
     def _run(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
         try:
@@ -684,7 +684,7 @@ class DispatchedRequest:
                 return
             await ways.wait_news(timeout=wait, at_least=_PAUSE)
 
-    # ------------------------------------------------------------------ elsewhere, if possible
+    # ------------------------------------------------------------------ live migration
 
     def unwanted(self, attempt: Assignment, reason: MigrationHintReason) -> None:
         """Handles a wish of the worker or a router that the request be served elsewhere: searches

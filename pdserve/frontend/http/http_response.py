@@ -60,7 +60,7 @@ def connection_of(request: web.BaseRequest) -> ClientConnection:
     connection = request.protocol
     if connection.transport is None or connection.transport.is_closing():
         raise ConnectionResetError("the client is gone")
-    return connection  # type: ignore[return-value]  # the server makes no other kind
+    return connection  # type: ignore[return-value]  # the server makes no other class
 
 
 def status_line(status: int) -> bytes:

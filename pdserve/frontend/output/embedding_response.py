@@ -53,7 +53,7 @@ class EmbeddingChoice:
 class EmbeddingResponseBuilder(ResponseBuilder):
     """Collects the vectors of all inputs; `body` is the answer once `finished` is set."""
 
-    choices: list[EmbeddingChoice]  # type: ignore[assignment]  # made below, of this kind only
+    choices: list[EmbeddingChoice]  # type: ignore[assignment]  # `_choice` makes no other kind
 
     def __init__(
         self,

@@ -173,7 +173,7 @@ class BufferedChoice:
 class FullResponseBuilder(ResponseBuilder):
     """Collects all choices; `body` is the answer once `finished` is set."""
 
-    choices: list[BufferedChoice]  # type: ignore[assignment]  # made below, of this kind only
+    choices: list[BufferedChoice]  # type: ignore[assignment]  # `_choice` makes no other kind
 
     def __init__(
         self,

@@ -111,7 +111,7 @@ def input_list(given: str | list[str | int | list[int]]) -> list[str | list[int]
     Errors: `InvalidRequest`.
     """
     if isinstance(given, list) and given and all(type(item) is int for item in given):
-        return [given]  # type: ignore[list-item]  # just checked
+        return [given]  # type: ignore[list-item]  # checked above
     inputs: list[str | int | list[int]] = [given] if isinstance(given, str) else given
     if not 0 < len(inputs) <= MAX_INPUTS:
         raise InvalidRequest(
@@ -124,7 +124,7 @@ def input_list(given: str | list[str | int | list[int]]) -> list[str | list[int]
             raise InvalidRequest(_MIXTURE, param=name)
         if not item:
             raise InvalidRequest(f"'{name}' must not be empty", param=name)
-    return inputs  # type: ignore[return-value]  # just checked
+    return inputs  # type: ignore[return-value]  # checked above
 
 
 async def _tokens(

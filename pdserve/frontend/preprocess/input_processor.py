@@ -366,7 +366,7 @@ def prompt_list(prompt: str | list[str | int | list[int]]) -> list[str | list[in
     if not prompt:
         raise InvalidRequest("'prompt' must not be empty", param="prompt")
     if set(map(type, prompt)) == {int}:
-        return [prompt]  # type: ignore[list-item]  # just checked
+        return [prompt]  # type: ignore[list-item]  # checked above
     kind = type(prompt[0])
     for index, item in enumerate(prompt):
         if type(item) is not kind or kind is int:
@@ -375,14 +375,14 @@ def prompt_list(prompt: str | list[str | int | list[int]]) -> list[str | list[in
                 "lists of token ids, not a mixture",
                 param=f"prompt[{index}]",
             )
-    return prompt  # type: ignore[return-value]  # just checked
+    return prompt  # type: ignore[return-value]  # checked above
 
 
 def _is_batch(prompt: str | list[str | int | list[int]]) -> bool:
     return isinstance(prompt, list) and type(prompt[0]) is not int
 
 
-# ---------------------------------------------------------------- both
+# ---------------------------------------------------------------- chat and completions
 
 
 def _check_chars(

@@ -250,7 +250,7 @@ def _stop_token_ids(request: GenerationRequest, card: ModelCard) -> tuple[int, .
     return tuple(dict.fromkeys(ids))
 
 
-# ---------------------------------------------------------------- what may be sampled
+# ---------------------------------------------------------------- token bans
 
 
 def check_token_bans(request: GenerationRequest, card: ModelCard) -> None:

@@ -22,7 +22,7 @@ _WINDOWS: Final = 60
 def check_library() -> None:
     """Errors: `ConfigError`, with the remedy, if matplotlib is missing."""
     try:
-        import matplotlib  # noqa: F401  only whether it is there
+        import matplotlib  # noqa: F401  this only tests whether it is installed
     except ImportError:
         raise ConfigError(
             "plots need matplotlib, which is not installed: pip install matplotlib"

@@ -70,7 +70,7 @@ class TraceClients:
         self._next()
         await self._over
 
-    # ------------------------------------------------------------------ when
+    # ------------------------------------------------------------------ request times
 
     def _next(self) -> None:
         """Ask all that is due, and come back for the next."""
@@ -116,7 +116,7 @@ class TraceClients:
             return
         self._loop.call_later(request.pause, self._ask, request, record, said)
 
-    # ------------------------------------------------------------------ asking
+    # ------------------------------------------------------------------ requests
 
     def _ask(self, request: TraceRequest, record: ReplayRecord, said: list[int]) -> None:
         record.arrival = self.now()

@@ -143,7 +143,7 @@ def copy_plain_json(value: Any, where: str, depth: int = 0) -> Any:
     raise InvalidRequest(f"{where} holds a {type(value).__name__}, which is not JSON", param=where)
 
 
-# -------------------------------------------------------------------- an open last message
+# -------------------------------------------------------------------- continued last message
 
 
 def mark_final(chat: list[dict[str, Any]]) -> str:

@@ -257,7 +257,7 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-# -------------------------------------------------------------------- what a template takes
+# -------------------------------------------------------------------- test chats
 
 _TOOL_CALL_FORMS = [
     ToolCallForm(missing_content, arguments)

@@ -97,7 +97,7 @@ def metered(limits: TemplateLimits, clock: Callable[[], float] = time.monotonic)
         _meter.reset(token)
 
 
-# -------------------------------------------------------------------- the dialect
+# -------------------------------------------------------------------- additions to Jinja2
 
 
 class _GenerationTag(Extension):
@@ -159,7 +159,7 @@ def _format(value: Any, *args: Any, **kwargs: Any) -> str:
     return form % (kwargs or args)
 
 
-# -------------------------------------------------------------------- the meter's places
+# -------------------------------------------------------------------- metered environment
 
 _MAX_NUMBER_BITS = 4096
 _MAX_ARGUMENT = 2**24

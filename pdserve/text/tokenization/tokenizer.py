@@ -100,7 +100,7 @@ class Tokenizer:
         size = max(model_vocab_size, _highest_id(raw) + 1)
         return cls(raw, TokenTextTable(raw, shape, size, _special_ids(raw)), config, tokenizer_json)
 
-    # ---------------------------------------------------------------- what it is
+    # ---------------------------------------------------------------- properties
 
     @property
     def vocab_size(self) -> int:

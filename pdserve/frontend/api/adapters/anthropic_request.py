@@ -259,7 +259,7 @@ def _text(block: Block, where: str, understood: str) -> str:
     return required(block.text, f"{where}.text")
 
 
-# ---------------------------------------------------------------- what is wanted
+# ---------------------------------------------------------------- thinking and tools
 
 
 def _thinking(request: CountTokensRequest) -> dict[str, Any]:
@@ -286,7 +286,7 @@ def _effort(request: CountTokensRequest) -> ReasoningEffort | None:
     if effort is not None and effort not in get_args(ReasoningEffort):
         words = ", ".join(get_args(ReasoningEffort))
         raise unsupported("output_config.effort", effort, f"use one of {words}")
-    return effort  # type: ignore[return-value]  # just looked
+    return effort  # type: ignore[return-value]  # checked above
 
 
 def _tools(request: CountTokensRequest) -> list[Tool] | None:

@@ -354,7 +354,7 @@ def _said(content: str, logprobs: list[ChatLogprob]) -> list[ChatLogprob]:
     return []
 
 
-# ---------------------------------------------------------------- what is known beforehand
+# ---------------------------------------------------------------- initial response
 
 
 def initial_response(

@@ -223,7 +223,7 @@ class _Conversation:
         role = required(item.role, f"{where}.role")
         content = _content(item.content, f"{where}.content")
         if role in ("user", "system", "developer"):
-            self._add(Message(role=role, content=content))  # type: ignore[arg-type]  # just looked
+            self._add(Message(role=role, content=content))  # type: ignore[arg-type]  # checked above
         elif role == "assistant":
             self._unanswered().message.content = content
         else:

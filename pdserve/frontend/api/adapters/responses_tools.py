@@ -213,7 +213,7 @@ def _grammar(form: CustomFormat | None) -> str:
     return "" if form is None or form.type != "grammar" else form.definition or ""
 
 
-# ---------------------------------------------------------------- which may, or must, be called
+# ---------------------------------------------------------------- tool choice
 
 
 def _chosen(tools: Toolset, choice: str | ResponsesToolChoice | None) -> Toolset:
@@ -223,7 +223,7 @@ def _chosen(tools: Toolset, choice: str | ResponsesToolChoice | None) -> Toolset
     if isinstance(choice, str):
         if choice not in get_args(ToolChoice):
             raise unsupported("tool_choice", choice, _CHOICES)
-        return _wanted(tools, choice)  # type: ignore[arg-type]  # just looked
+        return _wanted(tools, choice)  # type: ignore[arg-type]  # checked above
     if choice.type == "allowed_tools":
         return _allowed(tools, choice)
     _check_kind(choice.type, "tool_choice.type")
