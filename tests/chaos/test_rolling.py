@@ -24,6 +24,8 @@ USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 PROMPTS = [f"{number} green bottles hanging on the wall, " * 8 for number in range(10)]
 PACE = {"base": 0.05, "sequence": 0.0, "weights": 0.0, "token": 1e-5, "pair": 0.0, "kv": 0.0}
 """Twenty tokens a second for each stream, however many there are."""
+SPAN = TOKENS * PACE["base"]
+"""Seconds that a stream takes."""
 
 
 def question(number: int) -> list[dict[str, str]]:
@@ -31,7 +33,7 @@ def question(number: int) -> list[dict[str, str]]:
 
 
 class Load:
-    """So many streams at any time: who is done begins anew."""
+    """So many streams at any time, at different points: each that ends is followed by another."""
 
     def __init__(self, frontend: Node) -> None:
         self._frontend = frontend
@@ -50,6 +52,8 @@ class Load:
             thread.join()
 
     def _run(self, number: int) -> None:
+        # In step with each other, all could be near their ends when a worker drains, and stay.
+        self._over.wait(number / STREAMS * SPAN)
         while not self._over.is_set():
             stream = Stream(self._frontend, tokens=TOKENS, messages=question(number), **USAGE)
             self.done.append((number, stream.wait()))
