@@ -28,7 +28,7 @@
     │   └── NoMethod                it does not know the question: of another release or role
     ├── LinkError                   a link to another node; `sent`: the peer may have acted on it
     │   ├── DialFailed              no connection came about; nothing was sent
-    │   │   ├── DialRefused         nobody listens at the address
+    │   │   ├── DialRefused         nothing listens at the address
     │   │   ├── DialTimeout         nothing answered in time
     │   │   └── HandshakeRefused    one side would not have the other
     │   │       ├── WrongClusterKey

@@ -321,7 +321,7 @@ class CoreClient:
         if self.state is EngineState.STOPPED:
             raise Draining("the engine has stopped")
         if self.state is EngineState.FAILED:
-            raise EngineDied(f"the engine is down and stays down: {self.state_reason}")
+            raise EngineDied(f"the engine has failed and is not restarted: {self.state_reason}")
         if self._life is None or self.state is not EngineState.READY:
             raise NotReady(f"the engine is not ready: {self.state_reason}", retry_after=1.0)
         return self._life

@@ -51,8 +51,9 @@ class AbortRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 MigrationHintReason = Literal["drain", "queue", "itl", "kv"]
-"""Why a worker asks to move a request: `drain`: the worker is going away; `queue`: another worker
-would begin it sooner; `itl`: the worker's streams are too slow; `kv`: it runs out of KV blocks.
+"""Why a worker asks to move a request: `drain`: the worker is shutting down; `queue`: another
+worker would begin it sooner; `itl`: the worker's streams are too slow; `kv`: it runs out of KV
+blocks.
 """
 
 

@@ -64,7 +64,8 @@ class ConnectionOwner(Protocol):
 
 
 class ConnectionDriver(asyncio.BufferedProtocol):
-    """See above. `rules` maps event types to what the owner does; the owner may replace it."""
+    """Moves bytes between one transport and one `Connection`, and its events to the owner. `rules`
+    maps event types to what the owner does; the owner may replace it."""
 
     transport: asyncio.Transport
     connection: Connection

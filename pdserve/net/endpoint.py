@@ -151,7 +151,7 @@ class Endpoint:
         if known is not None and not known.retiring:
             return known
         if self._closing:
-            raise DialFailed("this node is going away")
+            raise DialFailed("this node is shutting down")
         task = self._dials.get(address)
         if task is None:
             task = self._spawn(self._dial(address), f"dial {address}")
@@ -159,7 +159,7 @@ class Endpoint:
             task.add_done_callback(lambda _: self._dials.pop(address, None))
         await asyncio.wait({task})  # unlike `await`, cancelling this does not end the others' dial
         if task.cancelled():
-            raise DialFailed("this node is going away")
+            raise DialFailed("this node is shutting down")
         link = task.result()
         if expect is not None and link.peer.node != expect:
             raise WrongPeer(f"{link.peer.node} is at {address}, not {expect}")
@@ -259,7 +259,7 @@ class Endpoint:
         connection = guest.shell.connection
         if self._closing:
             guest.refuse(
-                HandshakeRefusalReason.CLOSING, HandshakeRefused("this node is going away")
+                HandshakeRefusalReason.CLOSING, HandshakeRefused("this node is shutting down")
             )
         elif claim.channel == ConnectionRole.BULK:
             self._admit_bulk(guest, claim)
@@ -440,13 +440,13 @@ class Endpoint:
             await listener.close()
         self._listeners.clear()
         for guest in self._pending.drain():
-            guest.give_up(HandshakeRefusalReason.CLOSING, "this node is going away")
+            guest.give_up(HandshakeRefusalReason.CLOSING, "this node is shutting down")
         deadline = self._loop.time() + grace
         for link in tuple(self._all):
-            link.close("the node is going away")
+            link.close("the node is shutting down")
         await self._until(lambda: not self._all, deadline)
         for link in tuple(self._all):
-            link.abort("the node is going away")
+            link.abort("the node is shutting down")
         await self._until(lambda: not self._guests, self._loop.time() + self.settings.close_timeout)
         for guest in tuple(self._guests):
             guest.shell.abort()
@@ -488,7 +488,7 @@ class _PendingConnection:
         self.settled: asyncio.Future[None] | None = None
         """Done when the handshake of a dialled connection is over."""
         self.on_lost: Callable[[BaseException | None], None] | None = None
-        """Who hears of the end once the handshake is over."""
+        """The listener that the end is reported to once the handshake has succeeded."""
         self._endpoint = endpoint
 
     def connected(self, shell: ConnectionDriver) -> Connection:

@@ -280,7 +280,7 @@ class HashSecrets:
             self._degradations.add(
                 _MISSING,
                 f"this node does not have the cluster's hash secret: {why}; until it has, its "
-                "blocks are found by nobody else. Check that the nodes reach each other",
+                "blocks do not match those of other nodes. Check that the nodes reach each other",
             )
         self._node.timers.call_later(_RETRY, self._look)
 

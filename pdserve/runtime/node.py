@@ -261,7 +261,7 @@ class Node:
             self._life = None
         self._past.clear()
         self.registry.clear("closed")
-        self._stop_fetching("this node is going away")
+        self._stop_fetching("this node is shutting down")
         self._give_up(Draining("the node was closed before it had joined", retry_after=1.0))
 
     def publish_card(self, card: NodeCard, parts: Mapping[bytes, bytes]) -> None:
@@ -368,7 +368,7 @@ class Node:
         another."""
         old, self._life = self._life, None
         self.registry.clear("own rejoin")
-        self._stop_fetching("this node begins another life")
+        self._stop_fetching("this node rejoins with a new epoch")
         if old is not None:
             self._past[old] = None
             await old.close()
@@ -388,7 +388,7 @@ class Node:
             if effect.alone and set(self.config.join) - life.own - {self.address}:
                 why = "; ".join(life.troubles.values()) or "no answer"
                 _log.warning(
-                    "no seed accepted this node (%s): it is alone for now and goes on trying", why
+                    "no seed accepted this node (%s): it runs alone and keeps retrying", why
                 )
             life.ready()
             if not self._joined.done():

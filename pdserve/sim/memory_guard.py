@@ -25,7 +25,7 @@ class MemoryGuard:
 
     def __init__(self) -> None:
         self.core: EngineCore | None = None
-        """None: it has ended, and its memory is nobody's."""
+        """None if the process has ended."""
 
     def read(self, blocks: range) -> None:
         """Bytes of these blocks are being sent to a peer."""

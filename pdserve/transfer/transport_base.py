@@ -160,7 +160,7 @@ class TransportBase:
             )
             answer = await self._asked(peer, hello, timeout)
             if not isinstance(answer, PathWelcome) or answer.epoch != peer.epoch:
-                reason = f"another life of the peer answered: {getattr(answer, 'epoch', answer)}"
+                reason = f"the peer has restarted: {getattr(answer, 'epoch', answer)}"
                 raise TransferRefused.at("", self._name(peer), "connect", reason)
             return answer
 

@@ -215,7 +215,7 @@ _TEXT: Final[dict[int, tuple[type[HandshakeRefused], str]]] = {
         HandshakeRefused,
         "the peer knows no such session for a bulk connection",
     ),
-    HandshakeRefusalReason.CLOSING: (HandshakeRefused, "the peer is going away"),
+    HandshakeRefusalReason.CLOSING: (HandshakeRefused, "the peer is shutting down"),
 }
 
 

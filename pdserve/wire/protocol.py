@@ -308,7 +308,7 @@ class Connection:
                 self._on_frames(frames, events)
                 return
         if self.state is ConnectionState.JUDGING and self._parser.pending:
-            raise ProtocolError("the peer spoke before it was admitted")
+            raise ProtocolError("the peer sent a frame before the handshake ended")
 
     def _on_greeting(self, kind: int, body: Buffer, events: list[ev.Event]) -> None:
         handshake, state = self._handshake, self.state
@@ -436,7 +436,7 @@ class Connection:
             if kind == _RESPONSE:
                 context = calls.pop(stream_id, _MISSING)
                 if context is _MISSING:
-                    raise ProtocolError("an answer to nothing that was asked")
+                    raise ProtocolError("a response to an unknown request")
                 following = stream_id + GENERATION
                 free.append(following if following < ids_end else following - ACCEPTORS)
                 if context is not None:
@@ -663,7 +663,7 @@ class Connection:
     def _on_error(self, header: Header, body: Buffer, events: list[ev.Event]) -> None:
         context = self.calls.pop(header[4], _MISSING)
         if context is _MISSING:
-            raise ProtocolError("an error for nothing that was asked")
+            raise ProtocolError("an error for an unknown request")
         self._slots.give(header[4])
         error = error_of(decode_failure(body))
         if context is not None:

@@ -376,7 +376,7 @@ class WorkerAgent:
 
 
 def _going() -> PdserveError:
-    return Draining("the worker is going away", retry_after=1.0)
+    return Draining("the worker is shutting down", retry_after=1.0)
 
 
 _REASON: Final = 500

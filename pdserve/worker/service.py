@@ -202,7 +202,7 @@ class WorkerService:
         while the model is being found.
         """
         if self._draining:
-            raise Draining("this worker is going away and takes no new requests")
+            raise Draining("this worker is shutting down and takes no new requests")
         if not self._engine_begun:
             raise NotReady(f"starting: {self._stage}", retry_after=_RETRY_AFTER)
 

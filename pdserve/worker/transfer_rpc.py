@@ -107,7 +107,7 @@ class TransferRpc:
         self._attach()
         if question.epoch != self._node.epoch:
             raise TransferRefused(
-                f"it is meant for life {question.epoch} of {self._node.id}, which is over"
+                f"it is meant for epoch {question.epoch} of {self._node.id}, which has ended"
             )
 
         def reply(answer: TransportReply | PdserveError) -> None:
@@ -155,7 +155,7 @@ class TransferRpc:
         timeout: Seconds,
         answered: Answered,
     ) -> None:
-        """Performs one call. Cancellation: the node is going away, and the engine with it."""
+        """Performs one call. Cancellation: the node is shutting down, and the engine with it."""
         until = self._node.now() + timeout
         try:
             link = await self._node.link(node, timeout=timeout)

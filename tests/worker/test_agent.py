@@ -120,7 +120,7 @@ class FakeService:
 
     def check_accepts(self) -> None:
         if self.draining:
-            raise Draining("the worker is going away")
+            raise Draining("the worker is shutting down")
 
     def drain(self) -> None:
         self.draining, self.reason = True, "draining: no new requests are taken"

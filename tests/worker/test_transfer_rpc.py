@@ -116,7 +116,7 @@ def test_questions_reach_the_life_that_was_meant() -> None:
             ours.ask(b.id, b.epoch + 1, TransportCall(b.epoch + 1, "shm", ASK), 5.0, answers)
             assert isinstance(await answers.one(), LinkLost)
             link = await a.link(b.id, timeout=5.0)
-            with pytest.raises(TransferRefused, match="which is over"):
+            with pytest.raises(TransferRefused, match="which has ended"):
                 await link.request(TRANSFER, TransportCall(b.epoch - 1, "shm", ASK), timeout=5.0)
             assert len(theirs.calls) == 2
 

@@ -115,7 +115,7 @@ def test_every_fault_is_felt_where_it_is_made_on_purpose(seed: int) -> None:
     ):
         assert cells[cell], cell
     assert report.outcomes["completed"]
-    assert report.events["own-rejoin"], "who was cut off for long has begun another life"
+    assert report.events["own-rejoin"], "who was cut off for long has restarted"
 
 
 @pytest.mark.timeout(240)

@@ -168,7 +168,7 @@ def parse_keys(data: bytes, source: str) -> KeyRing:
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise where.error(None, "key", "write each key under its own [[key]] header")
     if not entries:
-        raise ConfigError(f"{source}: no [[key]] entry; nobody could use the API")
+        raise ConfigError(f"{source}: no [[key]] entry: every request would be refused")
     keys: dict[bytes, ApiKey] = {}
     for number, entry in enumerate(entries):
         key = _entry(entry, number, where)

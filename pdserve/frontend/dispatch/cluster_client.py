@@ -486,7 +486,7 @@ class ClusterClient:
         those of the worker, `DeadlineExceeded`. Cancellation: the request is cancelled."""
         channel = await self._channel(routed.worker, routed.epoch)
         if channel is None:
-            raise LinkLost(f"worker {routed.worker} has begun another life", sent=False)
+            raise LinkLost(f"worker {routed.worker} has restarted", sent=False)
         warming = PrewarmSink(asyncio.get_running_loop())
         sequence = await channel.open(
             request, 0, warming, lambda outcome: None, timeout=min(timeout, _ACCEPT_TIMEOUT)
@@ -520,7 +520,7 @@ class ClusterClient:
         link = self._node.link_nowait(worker)
         if link is not None and link.peer.epoch < epoch:
             # This end has not noticed yet that the older life is over.
-            link.abort("the peer has begun another life")
+            link.abort("the peer has restarted")
             link = None
         if link is None or link.retiring:
             try:

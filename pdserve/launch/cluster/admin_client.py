@@ -163,7 +163,7 @@ class _Deaf:
         pass
 
     def on_request(self, call: IncomingCall) -> None:
-        raise LinkLost("a visitor answers nothing", sent=False)
+        raise LinkLost("this connection takes no calls", sent=False)
 
     def on_stream(self, stream: IncomingStream, method: int, body: Buffer) -> None:
-        raise LinkLost("a visitor answers nothing", sent=False)
+        raise LinkLost("this connection takes no calls", sent=False)

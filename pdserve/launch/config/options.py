@@ -37,9 +37,9 @@ GROUPS = {
     "server": "where to listen",
     "engine": "how to compute",
     "limits": "what one client or all together may use",
-    "security": "who may do what",
+    "security": "keys, certificates and what clients may do",
     "logging": "what to tell the operator",
-    "cluster": "who else there is, and how to reach them",
+    "cluster": "other nodes, and how requests reach them",
     "process": "role, configuration, shutdown",
 }
 
@@ -762,7 +762,7 @@ OPTIONS: tuple[Option, ...] = (
         "remember-models",
         "frontend.remember_models",
         "cluster",
-        "How long a model whose last worker is gone gets a 503; after that a 404.",
+        "How long requests get a 503 after a model's last worker has gone; then a 404.",
     ),
     _duration(
         "router-wait",

@@ -43,7 +43,9 @@ def log_listening(config: Config, port: int) -> None:
     if is_loopback(host):
         return
     if config.frontend.api_keys_file is None:
-        _log.warning("everyone who reaches this address may use it: there is no --api-keys-file")
+        _log.warning(
+            "everyone who reaches this address may use the API: there is no --api-keys-file"
+        )
     if config.cluster.tls_cert is not None:
         _log.warning(
             "HTTP is not encrypted: --tls-cert is for the links between nodes; put a proxy that "

@@ -202,7 +202,7 @@ class MemoryWorld:
         listener = self._listeners.get((target, port))
         await self._trip(target, source)
         if listener is None or self._listeners.get((target, port)) is not listener:
-            raise DialRefused(f"nobody listens at {address}")
+            raise DialRefused(f"nothing listens at {address}")
         loop = asyncio.get_running_loop()
         dialler = (source, self._take_port()), factory(), contextvars.copy_context()
         context = listener.context.copy()

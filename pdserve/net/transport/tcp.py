@@ -82,7 +82,7 @@ class TcpNetwork:
         except TimeoutError:
             raise DialTimeout(f"{address} did not answer within {timeout:g} s") from None
         except ConnectionRefusedError:
-            raise DialRefused(f"nobody listens at {address}") from None
+            raise DialRefused(f"nothing listens at {address}") from None
         except ssl.SSLError as error:
             raise HandshakeRefused(f"{address}: TLS: {_tls_words(error)}") from None
         except OSError as error:

@@ -59,7 +59,7 @@ async def receive_exactly(connection: socket.socket, size: Bytes) -> bytes:
         step = partial(connection.recv, size - len(found))
         piece = await _done(connection, step, write=False)
         if not piece:
-            raise PlanError("the connection ended before the peer had proved its secret")
+            raise PlanError("the peer ended the connection before it proved the path's secret")
         found += piece
     return found
 

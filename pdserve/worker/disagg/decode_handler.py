@@ -307,7 +307,7 @@ class DecodeHandler:
         try:
             link = await self.node.link(life.node, timeout=_WITHDRAW_TIMEOUT)
             if link.peer.epoch != life.epoch:
-                raise LinkLost(f"{life.node} has begun another life", sent=False)
+                raise LinkLost(f"{life.node} has restarted", sent=False)
             await link.request(WITHDRAW, words, timeout=_WITHDRAW_TIMEOUT)
         except PdserveError as error:
             _log.debug("attempt %d of %d: %s", words.attempt, words.request, error.message)

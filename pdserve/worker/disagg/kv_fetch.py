@@ -63,7 +63,7 @@ class KvFetcher:
         try:
             link = await self._node.link(self.life.node, timeout=_ANSWER)
             if link.peer.epoch != self.life.epoch:
-                raise LinkLost(f"{self.life.node} has begun another life", sent=False)
+                raise LinkLost(f"{self.life.node} has restarted", sent=False)
             taken = await link.request(HAND_OVER, words, timeout=_ANSWER)
         except PdserveError as error:
             _log.info("%s cannot be asked for KV: %s", self.life.node, error.message)

@@ -257,7 +257,7 @@ class PrefillHandler:
         try:
             link = await self.node.link(decode.node, timeout=_RENEW_TIMEOUT)
             if link.peer.epoch != decode.epoch:
-                raise LinkLost(f"{decode.node} has begun another life", sent=False)
+                raise LinkLost(f"{decode.node} has restarted", sent=False)
             sent = self.node.now()
             answer = await link.request(RENEW, question, timeout=_RENEW_TIMEOUT)
         except PdserveError as error:

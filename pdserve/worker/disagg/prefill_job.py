@@ -160,7 +160,7 @@ class PrefillJob:
         """The link to the life of the decode worker that queued the item. Errors: `LinkError`."""
         link = await self._owner.node.link(self.decode.node, timeout=timeout)
         if link.peer.epoch != self.decode.epoch:
-            raise LinkLost(f"{self.decode.node} has begun another life", sent=False)
+            raise LinkLost(f"{self.decode.node} has restarted", sent=False)
         return link
 
     async def _ask(self) -> None:

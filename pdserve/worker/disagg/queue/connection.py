@@ -104,7 +104,7 @@ class QueueConnection:
         try:
             link = await self._node.link(self.router, timeout=_LINK_TIMEOUT)
             if link.peer.epoch != self.epoch:
-                raise LinkLost(f"{self.router} has begun another life", sent=False)
+                raise LinkLost(f"{self.router} has restarted", sent=False)
             self._stream = link.open_stream(PREFILL_QUEUE, b"", self, window=_WINDOW)
         except PdserveError as error:
             _log.debug("%r cannot be opened: %s", self, error)
