@@ -101,7 +101,7 @@ class WorkerRole:
         )
 
     def _note_state(self, state: EngineState, reason: str) -> None:
-        # The engine has its new state only at the end of this turn of the event loop.
+        # The engine completes its change in this turn of the event loop; the agent reads it after.
         self.node.call_soon(self.worker.agent.tell)
         mode = self._config.mode
         name = "engine_down" if mode == "aggregated" else f"{mode}_engine_down"
