@@ -83,7 +83,7 @@ A router in a process pinned to one core; four frontends and all workers in anot
 another core, over TCP. Default policy. Each request is asked, decided, booked, held by its
 worker, started, ended and released; the worker's pool tells what it stores and removes, ten load
 reports a second come from each. Of a prompt's blocks (32 tokens) the first half is one of 32
-beginnings that others share; a quarter of the prompts come again. 64 questions under way for
+beginnings that others share; a quarter of the prompts come again. 64 requests under way for
 throughput; for latency {RATES[40]:.0f} (of 4,096 blocks {RATES[4096]:.0f}) come a second, and both
 processes are in the time. Aim: 5,000 decisions per second of a core.
 """

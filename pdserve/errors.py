@@ -25,7 +25,7 @@
     ├── DeadlineExceeded            the request's time ran out, at a named stage
     ├── Cancelled                   the client went away
     ├── ProtocolError               the other side of a connection broke its rules
-    │   └── NoMethod                it does not know the question: of another release or role
+    │   └── NoMethod                the peer does not serve this method: another release or role
     ├── LinkError                   a link to another node; `sent`: the peer may have acted on it
     │   ├── DialFailed              no connection came about; nothing was sent
     │   │   ├── DialRefused         nothing listens at the address

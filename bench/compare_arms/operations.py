@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import gc
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -437,7 +438,10 @@ async def engine_port() -> AsyncIterator[Run]:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
         spec = find("pdserve.messages.engine:EngineSpec")(engine="instant", model=folder)
-        client = find("pdserve.engine.client:CoreClient")(spec, make_carrier=launcher)
+        make_client = find("pdserve.engine.client:CoreClient")
+        parameters = inspect.signature(make_client).parameters
+        name = "make_launcher" if "make_launcher" in parameters else "make_carrier"
+        client = make_client(spec, **{name: launcher})
         await client.start()
 
     async def run(count: int) -> None:

@@ -125,16 +125,16 @@ def cpu_seconds(work: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 async def whole(spec: EngineSpec) -> tuple[float, float, float]:
     """Elapsed, our CPU and the core's CPU seconds of one run over a real child process."""
-    carriers: list[ProcessLauncher] = []
+    launchers: list[ProcessLauncher] = []
 
-    def carrier() -> ProcessLauncher:
-        carriers.append(ProcessLauncher())
-        return carriers[-1]
+    def launcher() -> ProcessLauncher:
+        launchers.append(ProcessLauncher())
+        return launchers[-1]
 
-    client = CoreClient(spec, make_carrier=carrier)
+    client = CoreClient(spec, make_launcher=launcher)
     await client.start()
     sinks = [Counter() for _ in range(STREAMS)]
-    child = carriers[0].pid or 0
+    child = launchers[0].pid or 0
     before, ours, start = _child_cpu(child), time.process_time(), time.perf_counter()
     for sink in sinks:
         client.submit(request(), sink)

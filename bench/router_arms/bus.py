@@ -67,7 +67,7 @@ class Bus:
     workers: int = 16
     frontends: int = 4
     under_way: int = 64
-    """Questions at once, for throughput,"""
+    """Requests at once, for throughput,"""
     rate: float = 100.0
     """and per second, for latency."""
     seconds: Seconds = 5.0
@@ -87,7 +87,7 @@ class Seen:
     wall: Seconds
     held: int
     p50: Seconds
-    """From question to answer, at low rate."""
+    """From request to answer, at low rate."""
     p99: Seconds
     events: int
     """Of workers' pools, that the router's index took in."""
@@ -314,7 +314,7 @@ class _Load:
         self._asked += 1
         front = self._fronts[self._asked % len(self._fronts)]
         names = self._prompts.draw()
-        question = RouteRequest(
+        request = RouteRequest(
             request_id="r",
             model="m",
             prompt_tokens=BLOCK * self._bus.blocks + 5,
@@ -324,7 +324,7 @@ class _Load:
         )
         asked = time.perf_counter()
         link = await front.link(ROUTER, timeout=5.0)  # the last one may have been replaced
-        routed = await link.request(ROUTE, question, timeout=30.0)
+        routed = await link.request(ROUTE, request, timeout=30.0)
         self.times.append(time.perf_counter() - asked)
         worker = self._workers[routed.worker]
         worker.take(names, routed.booking)

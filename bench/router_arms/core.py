@@ -31,7 +31,7 @@ _ASKER: Final = NodeLife(NodeId("frontend"), 1)
 _OPEN_PER_WORKER: Final = 2
 _WARM: Final = 200
 _EACH: Final[Seconds] = 0.001
-"""Of the core's own clock, between two questions."""
+"""Of the core's own clock, between two requests."""
 
 
 def policies() -> list[str]:
@@ -80,7 +80,7 @@ class CoreArm:
         )
         self._core.load(worker, load, self._now)
 
-    def _question(self) -> RouteRequest:
+    def _route_request(self) -> RouteRequest:
         names = self._prompts.draw()
         return RouteRequest(
             request_id="r",
@@ -93,11 +93,11 @@ class CoreArm:
         )
 
     def _turn(self, most: int) -> Seconds:
-        """One question and all that comes of it; how long this thread computed for the decision."""
-        core, question = self._core, self._question()
+        """One request and all that comes of it; how long this thread computed for the decision."""
+        core, request = self._core, self._route_request()
         self._now += _EACH
         begin = time.thread_time()
-        outcome = core.offer(self._now, _ASKER, question, lambda outcome: None)
+        outcome = core.offer(self._now, _ASKER, request, lambda outcome: None)
         took = time.thread_time() - begin
         if not isinstance(outcome, PlacedRequest):
             raise TypeError("a worker should be open")

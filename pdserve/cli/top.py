@@ -199,7 +199,7 @@ class _Top:
         self._text = ""
 
     async def run(self) -> None:
-        """Runs the display. Errors: those of the first question; later ones are shown, because
+        """Runs the display. Errors: those of the first query; later ones are shown, because
         nodes may come back."""
         self._over = asyncio.get_running_loop().create_future()
         try:

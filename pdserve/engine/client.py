@@ -156,14 +156,14 @@ class CoreClient:
         *,
         on_state: Callable[[EngineState, str], None] | None = None,
         on_cancelled: Callable[[str, Seconds], None] | None = None,
-        make_carrier: Callable[[], CoreLauncher] | None = None,
+        make_launcher: Callable[[], CoreLauncher] | None = None,
         clock: Clock | None = None,
         rng: random.Random | None = None,
         oom_kills: Callable[[], int] = oom_kills,
     ) -> None:
         """`on_state` is called at every change of state with the reason in words. `on_cancelled` is
         called when the blocks of an aborted submission are free, with what it was doing and how
-        many seconds that took. `make_carrier` makes the launcher of each run of the core; by
+        many seconds that took. `make_launcher` makes the launcher of each run of the core; by
         default the core gets a process of its own. `oom_kills` returns how many processes the
         kernel's OOM killer has ended."""
         # Configuration
@@ -171,7 +171,7 @@ class CoreClient:
         self._options = options or CoreClientOptions()
         self._on_state = on_state
         self._on_cancelled = on_cancelled
-        self._make_carrier = make_carrier or self._default_carrier
+        self._make_launcher = make_launcher or self._default_launcher
         self._clock = clock or SystemClock()
         self._oom_kills = oom_kills
         # The client's life
@@ -627,7 +627,7 @@ class CoreClient:
         state = EngineState.RESTARTING if loaded_before else EngineState.LOADING
         self._set_state(state, "starting")
         life = self._life = CoreRun(
-            self._make_carrier(),
+            self._make_launcher(),
             self._options,
             self._clock,
             on_event=self._on_event,
@@ -727,7 +727,7 @@ class CoreClient:
         else:
             self._ready.set_exception(error)
 
-    def _default_carrier(self) -> CoreLauncher:
+    def _default_launcher(self) -> CoreLauncher:
         options = self._options
         return ProcessLauncher(log_format=options.log_format, log_level=options.log_level)
 

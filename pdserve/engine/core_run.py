@@ -51,7 +51,7 @@ class CoreRun:
 
     def __init__(
         self,
-        carrier: CoreLauncher,
+        launcher: CoreLauncher,
         options: CoreTimeouts,
         clock: Clock,
         *,
@@ -62,7 +62,7 @@ class CoreRun:
         """`on_lost` is called when no more events can come, before the exit is known, with
         `EngineStalled` if the core was killed for that. `on_look` is called after each check that
         found a ready core making progress."""
-        self._carrier = carrier
+        self._launcher = launcher
         self._options = options
         self._clock = clock
         self._on_event = on_event
@@ -83,26 +83,26 @@ class CoreRun:
         Cancellation: the core is killed; its exit is not waited for.
         """
         try:
-            sock = await self._carrier.launch()
+            sock = await self._launcher.launch()
         except OSError as error:
             return EngineDied(f"the engine process cannot be started: {error}")
         if self._doomed:
             # `kill` was called during the launch, when there was no process to kill.
-            self._carrier.kill()
+            self._launcher.kill()
         loop = asyncio.get_running_loop()
         connection = CoreConnection(loop, self._receive)
         try:
             await loop.create_unix_connection(lambda: connection, sock=sock)
         except BaseException:
             sock.close()
-            self._carrier.kill()
+            self._launcher.kill()
             raise
         self._connection = connection
         try:
             connection.post(StartCore(spec=spec))
             complaint = await self._watch(connection)
         except BaseException:
-            self._carrier.kill()
+            self._launcher.kill()
             raise
         finally:
             connection.close()
@@ -132,7 +132,7 @@ class CoreRun:
         elif type(event) is CoreFailed:
             self._failure = error_of(event)
             loop = asyncio.get_running_loop()
-            self._reaper = loop.call_later(self._options.stop_timeout, self._carrier.kill)
+            self._reaper = loop.call_later(self._options.stop_timeout, self._launcher.kill)
         self._on_event(event)
 
     # ------------------------------------------------------------------ watching
@@ -145,13 +145,13 @@ class CoreRun:
             await asyncio.wait({connection.lost}, timeout=interval)
             if not connection.lost.done() and (complaint := self._complaint(connection)):
                 _log.error("%s", complaint)
-                self._carrier.kill()
+                self._launcher.kill()
                 return complaint
         return connection.lost.result()
 
     def _complaint(self, connection: CoreConnection) -> PdserveError | None:
         """The error of a core that is late or has stalled; None if all is well."""
-        now, options, page = self._clock.now(), self._options, self._carrier.page
+        now, options, page = self._clock.now(), self._options, self._launcher.page
         if not self._ready:
             if now - self._launched <= options.load_timeout:
                 return None
@@ -175,9 +175,9 @@ class CoreRun:
         for _ in range(2):
             try:
                 async with asyncio.timeout(self._options.kill_timeout):
-                    return await self._carrier.ended()
+                    return await self._launcher.ended()
             except TimeoutError:
-                self._carrier.kill()
+                self._launcher.kill()
         _log.error("the engine process does not end; it is left behind")
         return "does not end"
 
@@ -200,4 +200,4 @@ class CoreRun:
     def kill(self) -> None:
         """Kill the core with SIGKILL: it ignores SIGTERM, which is the node's to handle."""
         self._doomed = True
-        self._carrier.kill()
+        self._launcher.kill()

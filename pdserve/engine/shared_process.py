@@ -55,7 +55,7 @@ class SharedCoreProcess:
         """Process id of the newest generation; None before the first."""
         return None if self._generation is None else self._generation.process.pid
 
-    def carrier(self, member: int) -> CoreLauncher:
+    def launcher(self, member: int) -> CoreLauncher:
         """Make the launcher for one run of core `member`, counted from 0."""
         return _Place(self, member)
 

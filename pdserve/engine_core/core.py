@@ -565,7 +565,7 @@ class EngineCore:
         assert outgoing is not None
         return msgspec.structs.replace(
             stats,
-            remote=len(self.scheduler.promises),
+            remote=len(self.scheduler.reservations),
             sending=outgoing.sending,
             received_blocks=incoming.received_blocks,
             received_bytes=incoming.received_bytes,

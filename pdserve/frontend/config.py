@@ -74,7 +74,7 @@ class FrontendConfig:
     router_wait: Seconds = 10.0
     """Seconds that a request waits for a router when there is none (503). Routers that all restart
     at once are back sooner, also on a loaded machine: 2.5 s for the process, 1 s until they are
-    dialled again (`GossipConfig.redial_refused`), 0.3 s until they take questions, twice."""
+    dialled again (`GossipConfig.redial_refused`), 0.3 s until they take requests, twice."""
     migration: bool = True
     """If true, a request whose worker dies, drains or stalls continues on another one. If false, it
     ends with an error, for clients that prefer to continue themselves from the tokens they have."""

@@ -110,13 +110,13 @@ class Cards:
             self._context.agenda.cancel(("card", node))
             self._pump()
 
-    def answer(self, asker: NodeId, request: CardRequest) -> None:
+    def answer(self, requester: NodeId, request: CardRequest) -> None:
         held = self._held.get(request.node)
         if held and held.epoch == request.epoch and held.version >= request.version:
             reply = CardReply(request.node, request.epoch, held.version, held.card)
         else:
             reply = CardReply(request.node, request.epoch, request.version, None)
-        self._context.send(asker, reply)
+        self._context.send(requester, reply)
 
     def reply(self, sender: NodeId, reply: CardReply) -> None:
         """Handle an answer to a card request; other or late answers leave the fetch to its
@@ -197,12 +197,12 @@ class Cards:
         self._part_fetches[name] = _PartFetch(owner, sizes[0])
         self._pump_parts()
 
-    def answer_part(self, asker: NodeId, request: PartRequest) -> None:
+    def answer_part(self, requester: NodeId, request: PartRequest) -> None:
         data = self._part(request.hash)
         chunk = self._context.config.part_chunk
         if data is not None:
             data = data[request.offset : request.offset + chunk]
-        self._context.send(asker, PartReply(request.hash, request.offset, data))
+        self._context.send(requester, PartReply(request.hash, request.offset, data))
 
     def part_reply(self, sender: NodeId, reply: PartReply) -> None:
         fetch = self._part_fetches.get(reply.hash)

@@ -21,7 +21,7 @@ class GossipConfig:
         misses * ping_timeout + relay_timeout + suspicion              (5.5 s)
         ping_interval + the same + spreading the news                  (6.5 s and a little)
 
-    which leaves room for a process that stands still for five seconds and then speaks up."""
+    which leaves room for a process that stalls for five seconds and then answers."""
 
     rings: int = 8
     """Observers per node, 1 to 8; a node has about twice as many links."""

@@ -51,7 +51,7 @@ class _Probe:
 
 @dataclass(frozen=True, slots=True)
 class _Relay:
-    asker: NodeId
+    requester: NodeId
     nonce: int
     target: NodeId
 
@@ -139,14 +139,14 @@ class Prober:
                 return node if not probe.asked and self._conclude(node, probe) else None
         return None
 
-    def ping_for(self, asker: NodeId, request: IndirectPing) -> None:
+    def ping_for(self, requester: NodeId, request: IndirectPing) -> None:
         """Pings a member for a peer, or reports at once that it is not possible."""
         reachable = self._context.links.get(request.node) == request.epoch
         if not reachable or len(self._relays) >= self._context.config.relays_limit:
-            self._context.send(asker, IndirectPingResult(request.nonce, alive=False))
+            self._context.send(requester, IndirectPingResult(request.nonce, alive=False))
             return
         nonce = self._context.nonce()
-        self._relays[nonce] = _Relay(asker, request.nonce, request.node)
+        self._relays[nonce] = _Relay(requester, request.nonce, request.node)
         self._context.send(request.node, Ping(nonce, self._about(request.node)))
         self._context.after("relay", nonce, _RELAY_SHARE * self._context.config.relay_timeout)
 
@@ -213,4 +213,4 @@ class Prober:
     def _report(self, nonce: int, *, alive: bool) -> None:
         relay = self._relays.pop(nonce)
         self._context.agenda.cancel(("relay", nonce))
-        self._context.send(relay.asker, IndirectPingResult(relay.nonce, alive))
+        self._context.send(relay.requester, IndirectPingResult(relay.nonce, alive))

@@ -268,10 +268,10 @@ class ServerProcess:
         from pdserve.launch.roles.all_in_one import worker_pair
         from pdserve.launch.roles.worker import WorkerRole
 
-        for config, carrier in worker_pair(self._context):
+        for config, launcher in worker_pair(self._context):
             node = self._make_node("worker", config.mode)
             worker = WorkerRole(
-                self._context, node, self._on_given_up, config=config, carrier=carrier
+                self._context, node, self._on_given_up, config=config, launcher=launcher
             )
             self._workers.append(worker)
             self._parts.append(worker)

@@ -184,7 +184,7 @@ class PeerLink:
             raise
 
     def _note_unserved(self, method: Method[Q, R], error: ProtocolError) -> NoMethod:
-        """A peer of release 0.1 counts each such question as garbage and ends the link at the
+        """A peer of release 0.1 counts each such request as garbage and ends the link at the
         third, so it is not asked again."""
         if isinstance(error, NoMethod):
             return error
@@ -430,7 +430,7 @@ class PeerLink:
                 future.set_result(body)
                 continue
             heir = asking[3]  # type: ignore[index]
-            if heir is not None:  # cancelled in this turn: the asker has not run yet
+            if heir is not None:  # cancelled in this turn: the caller has not run yet
                 heir(body)
 
     def _on_failed(self, event: ev.RequestFailed) -> None:

@@ -211,7 +211,7 @@ _ENGINE = (
     _engine(
         "engine_stalls_total",
         "counter",
-        "Times the engine was ended because it stood still although it had work.",
+        "Times the engine was restarted because it stalled: it had work and made no progress.",
         lambda s: s.stalls,
     ),
     _engine(
@@ -362,10 +362,10 @@ class Instruments:
 
     migrations: Family[Counter] = _counters(
         "migrations_total",
-        "Requests that had to go on at another worker, by the reason (worker_lost, "
-        "engine_died, engine_stalled, step_failed, not_ready, drain, queue, itl, kv) and what "
-        "became of it: completed (the next worker gave a token), stayed (nobody had room), "
-        "no_worker, poison, failed, cancelled.",
+        "Requests that another worker had to continue, by the reason (worker_lost, engine_died, "
+        "engine_stalled, step_failed, not_ready, drain, queue, itl, kv) and the outcome: "
+        "completed (the next worker gave a token), stayed (no worker had room), no_worker, "
+        "poison, failed, cancelled.",
         "frontend",
         ("reason", "outcome"),
     )
@@ -378,13 +378,13 @@ class Instruments:
     )
     poisoned_requests: Counter = _counter(
         "poisoned_requests_total",
-        "Requests at which workers died, one after another, and which were given to no other.",
+        "Requests that are not retried, because several workers in a row died while running them.",
         "frontend",
     )
 
     router_failures: Family[Counter] = _counters(
         "router_failures_total",
-        "Questions for which a router was left for another, by the reason: unreachable (its "
+        "Routing requests that went from one router to another, by the reason: unreachable (its "
         "link ended, it did not answer, it drains), failed (it failed inside).",
         "frontend",
         ("reason",),
@@ -396,18 +396,18 @@ class Instruments:
     )
     api_keys_refused: Family[Counter] = _counters(
         "api_keys_refused_total",
-        "Requests without an API key that is known, by the reason: missing, malformed, unknown.",
+        "Requests refused for their API key, by the reason: missing, malformed, unknown.",
         "frontend",
         ("reason",),
     )
     text_jobs_given_up: Counter = _counter(
         "text_jobs_given_up_total",
-        "Jobs on a request's text (tokens, templates, grammars) that took longer than one may.",
+        "Jobs on a request's text (tokens, templates, grammars) that exceeded their time limit.",
         "frontend",
     )
     text_threads_stuck: Gauge = _gauge(
         "text_threads_stuck",
-        "Threads of such jobs that still run; others have taken their place.",
+        "Threads of such jobs that still run; new threads have replaced them.",
         "frontend",
     )
     http_responses: Family[Counter] = _counters(
@@ -419,22 +419,22 @@ class Instruments:
     http_connections: Gauge = _gauge("http_connections", "Open client connections.", "frontend")
     connections_cut: Family[Counter] = _counters(
         "connections_cut_total",
-        "Client connections dropped because the client broke a bound, by reason.",
+        "Client connections closed because the client exceeded a limit, by reason.",
         "frontend",
         ("reason",),
     )
     unknown_fields: Family[Counter] = _counters(
         "unknown_fields_total",
-        "Request fields that were not understood and therefore ignored; bounded, the rest "
-        "is counted as `other`.",
+        "Unknown request fields, which were ignored; the number of names is bounded, further ones"
+        " count as `other`.",
         "frontend",
         ("field",),
         bound=64,
     )
     tools_left_out: Family[Counter] = _counters(
         "tools_left_out_total",
-        "Tools of requests that a server would have to run and that were left out, by type; "
-        "custom.format: a grammar of a custom tool that was shown to the model only.",
+        "Tools left out of requests because a server would have to run them, by type; "
+        "custom.format: the grammar of a custom tool, which only the model sees.",
         "frontend",
         ("type",),
     )
@@ -442,9 +442,9 @@ class Instruments:
     # Metrics of workers and routers about requests that should move to another worker.
     moves_asked: Family[Counter] = _counters(
         "moves_asked_total",
-        "Requests that their frontend was asked to have served elsewhere, by reason: drain, "
-        "kv (the worker runs out of blocks), itl (its streams are too slow), queue (another "
-        "worker would begin it sooner).",
+        "Requests that their frontend was asked to migrate, by reason: drain, kv (the worker runs"
+        " out of blocks), itl (its streams are too slow), queue (another worker would start it "
+        "sooner).",
         "node",
         ("reason",),
     )
@@ -459,24 +459,25 @@ class Instruments:
     )
     handoff_attempts: Family[Counter] = _counters(
         "handoff_attempts_total",
-        "Attempts at having a prompt prefilled elsewhere: done, unwanted (the request ended), "
-        "or failed: lost (KV did not arrive whole), failed (the prefill worker said so), "
-        "lapsed (it was silent), died, superseded, fenced, or hindered (no free blocks here).",
+        "Attempts to prefill a prompt on another worker: done, unwanted (the request ended), or "
+        "failed: lost (KV did not arrive completely), failed (the prefill worker reported an "
+        "error), lapsed (it did not renew its lease), died, superseded, fenced, or hindered (no "
+        "free blocks here).",
         "worker",
         ("outcome",),
     )
     handoff_claims: Family[Counter] = _counters(
         "handoff_claims_total",
-        "Prompts taken from the queue by a prefill worker, and sequences that left for another "
-        "worker: done, refused (by that one), failed, cancelled.",
+        "Prompts that a prefill worker took from the queue, and sequences that moved to another "
+        "worker: done, refused (by the other worker), failed, cancelled.",
         "worker",
         ("outcome",),
     )
     handoff_seconds: Family[Histogram] = _histograms(
         "handoff_seconds",
-        "Of a handoff, by phase: admit (until there is room), queue (until a prefill worker "
-        "asks), open (until its blocks are bound), fill (until it hands over), activate (until "
-        "the first token).",
+        "Duration of a handoff's phases: admit (until there is room), queue (until a prefill "
+        "worker asks), open (until its blocks are bound), fill (until it hands over), activate "
+        "(until the first token).",
         "worker",
         LATENCY_BUCKETS,
         ("phase",),
@@ -520,8 +521,8 @@ class Instruments:
     )
     transfer_paths_degraded: Gauge = _gauge(
         "transfer_paths_degraded",
-        "Paths that use a poorer back end than the pair has, because the better one fails, "
-        "and peers to which there is no way.",
+        "Paths that use a slower back end because a faster one fails, and peers that no back end "
+        "reaches.",
         "worker",
     )
 
@@ -540,12 +541,12 @@ class Instruments:
     )
     event_loop_tasks: Gauge = _gauge(
         "event_loop_tasks",
-        "Tasks of the event loop; back to what it was once requests have ended.",
+        "Tasks of the event loop; falls to its idle value once requests have ended.",
         "process",
     )
     degraded: Family[Gauge] = _gauges(
         "degraded",
-        "1 for each reason why this process does less than it could.",
+        "1 for each reason why this process is degraded.",
         "process",
         ("reason",),
         combine="max",

@@ -85,7 +85,11 @@ NODE_METRICS = (
         combine="max",
     ),
     NodeMetric(
-        "node_suspects", "gauge", "suspects", "Members that some cannot hear.", combine="max"
+        "node_suspects",
+        "gauge",
+        "suspects",
+        "Members that are suspected to be dead.",
+        combine="max",
     ),
     NodeMetric(
         "node_unreachable",
@@ -99,31 +103,34 @@ NODE_METRICS = (
         "node_lives_total",
         "counter",
         "lives",
-        "Lives this node has begun; above 1, the cluster held it for dead.",
+        "Epochs that this node has begun; above 1, the cluster declared it dead and it rejoined.",
         combine="max",
     ),
     NodeMetric(
         "node_handshakes_refused_total",
         "counter",
         "handshakes_refused",
-        "Connections that were turned away, by reason.",
+        "Connections that were refused, by reason.",
         "error",
     ),
     NodeMetric(
         "node_requests_refused_total",
         "counter",
         "requests_refused",
-        "Requests and streams of peers that found no room: too many, or too many bytes.",
+        "Requests and streams of peers that were refused: too many, or too many bytes.",
     ),
     NodeMetric(
         "node_topic_events_total",
         "counter",
         "topic_events",
-        "What happened to followed logs: gaps, replays, snapshots, lagged, divergences.",
+        "Events of the topic logs that this node reads: gaps, replays, snapshots, lagged, "
+        "divergences.",
         "event",
     ),
-    NodeMetric("router_routed_total", "counter", "routed", "Requests that were given a worker."),
-    NodeMetric("router_refused_total", "counter", "refused", "Requests that were given none."),
+    NodeMetric(
+        "router_routed_total", "counter", "routed", "Requests for which the router chose a worker."
+    ),
+    NodeMetric("router_refused_total", "counter", "refused", "Requests that the router refused."),
     NodeMetric("router_bookings", "gauge", "bookings", "Bookings of this router that are open."),
     NodeMetric(
         "router_bookings_ended_total",
@@ -136,30 +143,35 @@ NODE_METRICS = (
         "router_decisions_total",
         "counter",
         "decisions",
-        "Requests that were given a worker, by the policy or what it fell back to.",
+        "Requests for which the router chose a worker, by the policy or its fallback.",
         "policy",
     ),
     NodeMetric("router_held", "gauge", "held", "Requests that wait in this router for a worker."),
-    NodeMetric("router_held_total", "counter", "ever_held", "Requests that had to wait there."),
+    NodeMetric(
+        "router_held_total",
+        "counter",
+        "ever_held",
+        "Requests that have waited in this router for a worker.",
+    ),
     NodeMetric(
         "router_held_seconds_total",
         "counter",
         "held_seconds",
-        "Time that requests waited there before they were given a worker.",
+        "Time that requests waited in this router for a worker.",
     ),
     NodeMetric(
         "router_held_ended_total",
         "counter",
         "held_ended",
-        "Requests that waited there in vain: expired, withdrawn.",
+        "Requests whose wait in this router ended without a worker: expired, withdrawn.",
         "reason",
     ),
     NodeMetric(
         "router_prompt_tokens_total",
         "counter",
         "prompt_tokens",
-        "Prompt tokens of requests whose first token has come: all; of those, believed to be "
-        "cached (expected), and found by the worker (cached).",
+        "Prompt tokens of requests whose first token has come: all; of these, the tokens that the"
+        " router expected to be cached (expected) and that the worker found cached (cached).",
         "tokens",
     ),
     NodeMetric(
@@ -181,23 +193,23 @@ NODE_METRICS = (
         "router_index_blocks",
         "gauge",
         "index_blocks",
-        "Blocks that the index knows: distinct ones, counted once for each worker, and refused "
-        "for want of room.",
+        "Blocks in the prefix index: distinct blocks, blocks summed over workers, and blocks "
+        "refused because the index is full.",
         "kind",
     ),
-    NodeMetric("router_index_bytes", "gauge", "index_bytes", "Memory of the index."),
+    NodeMetric("router_index_bytes", "gauge", "index_bytes", "Memory of the prefix index."),
     NodeMetric(
         "router_approximate_workers",
         "gauge",
         "approximate_workers",
-        "Workers whose content is guessed, because their engines tell nothing.",
+        "Workers whose cached blocks are estimated, because their engines send no KV events.",
         combine="max",
     ),
     NodeMetric(
         "router_silent_routers",
         "gauge",
         "silent_routers",
-        "Other routers whose bookings are late, and count less.",
+        "Other routers whose bookings arrive late and therefore count less.",
         combine="max",
     ),
     NodeMetric(
@@ -211,14 +223,14 @@ NODE_METRICS = (
         "prefill_queue_tokens",
         "gauge",
         "prefill_tokens",
-        "Their tokens, less what the best prefill worker for each has cached.",
+        "Tokens of these prompts, without those that the best prefill worker for each has cached.",
         "model",
     ),
     NodeMetric(
         "prefill_queue_claims",
         "gauge",
         "prefill_claims",
-        "Prompts that a prefill worker has claimed and not ended, by model.",
+        "Prompts that a prefill worker has claimed and not finished, by model.",
         "model",
     ),
     NodeMetric(
@@ -232,14 +244,14 @@ NODE_METRICS = (
         "prefill_queue_credits",
         "gauge",
         "prefill_credits",
-        "Prompts that those would take at once.",
+        "Prompts that these prefill workers can take now.",
         "model",
     ),
     NodeMetric(
         "prefill_queue_events_total",
         "counter",
         "prefill_events",
-        "What happened to prompts in the queues: enqueued, claimed, held, redelivered, returned, "
+        "Events of prompts in the queues: enqueued, claimed, held, redelivered, returned, "
         "cancelled, replaced, abandoned, ended_OUTCOME, refused_REASON.",
         "event",
     ),
@@ -247,7 +259,7 @@ NODE_METRICS = (
         "rerouted_requests_total",
         "counter",
         "rerouted",
-        "Times a worker did not take a request and the router was asked again.",
+        "Times that a worker refused a request and the router was asked again.",
     ),
 )
 """All node metrics, in the order of `docs/metrics.md`."""

@@ -68,24 +68,24 @@ def over_bound(config: RouterConfig, held: int, size: Bytes, drain: Seconds) -> 
 def best_chance(
     predictor: Predictor,
     model: str,
-    question: RouteRequest,
+    request: RouteRequest,
     state: RoutingState,
     ahead: Seconds,
     age: Seconds,
 ) -> float:
     """Probability that the first token is in time at the worker where that is likeliest. `ahead`:
     seconds that the request waits in this router first."""
-    assert question.slo_ttft is not None
-    limit = question.slo_ttft - question.waited - ahead
+    assert request.slo_ttft is not None
+    limit = request.slo_ttft - request.waited - ahead
     if limit <= 0.0:
         return 0.0
     best = 0.0
     for worker in state.workers:
         chance = predictor.in_time(
             model,
-            state.ttft(question, worker),
+            state.ttft(request, worker),
             limit,
-            uncached=question.prompt_tokens - state.cached_tokens(question, worker),
+            uncached=request.prompt_tokens - state.cached_tokens(request, worker),
             sequences=worker.sequences,
             age=age,
         )
@@ -100,10 +100,10 @@ def worth_waiting(chance: float, alone: float) -> bool:
     return chance >= HOPELESS and chance >= WORTH * alone
 
 
-def too_late(question: RouteRequest, drain: Seconds) -> Overloaded:
+def too_late(request: RouteRequest, drain: Seconds) -> Overloaded:
     """The refusal of a request whose first token would come too late."""
     return Overloaded(
-        f"no worker can produce a first token within {question.slo_ttft:g} s now", retry_after=drain
+        f"no worker can produce a first token within {request.slo_ttft:g} s now", retry_after=drain
     )
 
 

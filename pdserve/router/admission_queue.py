@@ -59,8 +59,8 @@ class PlacedRequest:
 class QueuedRequest:
     """A request that waits, or has waited."""
 
-    question: RouteRequest
-    asker: NodeLife
+    request: RouteRequest
+    frontend: NodeLife
     answer: Callable[[PlacedRequest | PdserveError], None]
     """Called once with the result, unless the request is withdrawn."""
     arrived: Seconds
@@ -72,24 +72,24 @@ class QueuedRequest:
     """Order of arrival at this router."""
     waiting: bool = False
     """True while it is in a queue."""
-    wish: WorkerFilter | None = None
+    worker_filter: WorkerFilter | None = None
     """While it waits: which workers may take it; None: all of the model."""
     bytes: Bytes = field(init=False)
     """Approximate memory that it occupies."""
 
     def __post_init__(self) -> None:
-        question = self.question
-        texts = (question.session_id, question.tenant, question.request_id, question.model)
-        size = len(question.names) + sum(map(len, texts)) + filter_bytes(question)
+        request = self.request
+        texts = (request.session_id, request.tenant, request.request_id, request.model)
+        size = len(request.names) + sum(map(len, texts)) + filter_bytes(request)
         self.bytes = _ENTRY_BYTES + size
 
     @property
     def late(self) -> Seconds | None:
         """When it must begin for its first token to be in time."""
-        question = self.question
-        if question.slo_ttft is None:
+        request = self.request
+        if request.slo_ttft is None:
             return None
-        return self.arrived + question.slo_ttft - question.waited - self.cost
+        return self.arrived + request.slo_ttft - request.waited - self.cost
 
     @property
     def leaves(self) -> Seconds | None:
@@ -113,7 +113,7 @@ class _Tenant:
     def add(self, key: float, item: QueuedRequest) -> None:
         self.items[key, item.number] = item
         self.micros += _micros(item)
-        self.weight = item.question.weight
+        self.weight = item.request.weight
 
     def discard(self, key: float, item: QueuedRequest) -> None:
         del self.items[key, item.number]
@@ -129,7 +129,7 @@ class _Band:
 
     def __init__(self) -> None:
         self.active: SortedDict[tuple[float, str], _Tenant] = SortedDict()
-        """Tenants that have questions, the next one first."""
+        """Tenants that have requests, the next one first."""
         self.tenants: dict[str, _Tenant] = {}
         self.virtual = 0.0
         """Start tag of what was served last."""
@@ -137,7 +137,7 @@ class _Band:
         """Tenants that were served ahead of the band's time and have nothing now."""
 
     def push(self, key: float, item: QueuedRequest) -> None:
-        name = item.question.tenant
+        name = item.request.tenant
         tenant = self.tenants.get(name)
         if tenant is None:
             start = max(self.virtual, self._idle.pop(name, 0.0))
@@ -146,18 +146,18 @@ class _Band:
         tenant.add(key, item)
 
     def remove(self, key: float, item: QueuedRequest) -> None:
-        tenant = self.tenants[item.question.tenant]
+        tenant = self.tenants[item.request.tenant]
         tenant.discard(key, item)
         if not tenant.items:
             self._retire(tenant)
 
     def serve(self, key: float, item: QueuedRequest) -> None:
         """Remove a request and charge its tenant."""
-        tenant = self.tenants[item.question.tenant]
+        tenant = self.tenants[item.request.tenant]
         tenant.discard(key, item)
         self.virtual = max(self.virtual, tenant.virtual)
         del self.active[tenant.rank]
-        tenant.virtual += item.cost / item.question.weight
+        tenant.virtual += item.cost / item.request.weight
         self.active[tenant.rank] = tenant
         if not tenant.items:
             self._retire(tenant)
@@ -180,15 +180,15 @@ class _Band:
         """Predicted work of all requests, in microseconds."""
         return sum(tenant.micros for tenant in self.tenants.values())
 
-    def ahead(self, key: float, question: RouteRequest) -> float:
-        """Of its work, what would be begun before that question, about: of its own tenant what is
+    def ahead(self, key: float, request: RouteRequest) -> float:
+        """Of its work, what would be begun before that request, about: of its own tenant what is
         sooner in order, and of each other one as much, by weight, as that takes."""
-        own = self.tenants.get(question.tenant)
+        own = self.tenants.get(request.tenant)
         before = 0.0
         if own is not None:
             before = own.micros * own.items.bisect_left((key, _NEWEST)) / len(own.items)
         others = (tenant for tenant in self.tenants.values() if tenant is not own)
-        share = before / question.weight
+        share = before / request.weight
         return before + sum(min(tenant.micros, share * tenant.weight) for tenant in others)
 
 
@@ -207,7 +207,7 @@ class AdmissionQueue:
         self._length = 0
         self._micros = 0
         self.bytes: Bytes = 0
-        self.wishes = WorkerFilters()
+        self.filters = WorkerFilters()
 
     def __len__(self) -> int:
         return self._length
@@ -222,32 +222,32 @@ class AdmissionQueue:
         """Predicted seconds of all waiting requests."""
         return self._micros / _MICRO
 
-    def ahead(self, question: RouteRequest, cost: Seconds, now: Seconds) -> Seconds:
+    def ahead(self, request: RouteRequest, cost: Seconds, now: Seconds) -> Seconds:
         """Predicted seconds of about the work that would begin before a request that comes now."""
         micros = 0.0
         for priority, band in self._bands.items():
-            if -priority > question.priority:
+            if -priority > request.priority:
                 micros += band.micros
-            elif -priority == question.priority:
-                micros += band.ahead(self._order(question, cost, now), question)
+            elif -priority == request.priority:
+                micros += band.ahead(self._order(request, cost, now), request)
         return micros / _MICRO
 
     def push(self, item: QueuedRequest) -> None:
-        band = self._bands.get(-item.question.priority)
+        band = self._bands.get(-item.request.priority)
         if band is None:
-            band = self._bands[-item.question.priority] = _Band()
+            band = self._bands[-item.request.priority] = _Band()
         band.push(self._key(item), item)
         if item.leaves is not None:
             self._deadlines[item.leaves, item.number] = item
         item.waiting = True
-        item.wish = self.wishes.add(item.question)
+        item.worker_filter = self.filters.add(item.request)
         self._count(item, 1)
 
     def remove(self, item: QueuedRequest) -> bool:
         """Remove a request without serving it; False if it does not wait."""
         if not item.waiting:
             return False
-        self._bands[-item.question.priority].remove(self._key(item), item)
+        self._bands[-item.request.priority].remove(self._key(item), item)
         self._removed(item)
         return True
 
@@ -255,7 +255,7 @@ class AdmissionQueue:
         """Remove the first request that fits, and charge its tenant; None: none fits."""
         for item in self:
             if fits(item):
-                self._bands[-item.question.priority].serve(self._key(item), item)
+                self._bands[-item.request.priority].serve(self._key(item), item)
                 self._removed(item)
                 return item
         return None
@@ -268,7 +268,7 @@ class AdmissionQueue:
                 return None
             for tenant in reversed(self._bands[negative].active.values()):
                 for item in reversed(tenant.items.values()):
-                    if not item.question.attempt:
+                    if not item.request.attempt:
                         return item
         return None
 
@@ -291,10 +291,10 @@ class AdmissionQueue:
     def _key(self, item: QueuedRequest) -> float:
         """`cost - AGEING * waited`, but for what is the same for all at any moment; it never
         changes, so nothing has to be sorted anew as time passes."""
-        return self._order(item.question, item.cost, item.arrived)
+        return self._order(item.request, item.cost, item.arrived)
 
-    def _order(self, question: RouteRequest, cost: Seconds, arrived: Seconds) -> float:
-        reached = arrived - question.waited
+    def _order(self, request: RouteRequest, cost: Seconds, arrived: Seconds) -> float:
+        reached = arrived - request.waited
         return reached if self._by_arrival else cost + AGEING * reached
 
     def _count(self, item: QueuedRequest, sign: int) -> None:
@@ -303,15 +303,15 @@ class AdmissionQueue:
         self.bytes += sign * item.bytes
 
     def _removed(self, item: QueuedRequest) -> None:
-        """A band without questions is forgotten, and with it who was served: its time is over."""
+        """A band without requests is forgotten, and with it who was served: its time is over."""
         item.waiting = False
-        if item.wish is not None:
-            self.wishes.remove(item.wish)
-            item.wish = None
+        if item.worker_filter is not None:
+            self.filters.remove(item.worker_filter)
+            item.worker_filter = None
         if item.leaves is not None:
             del self._deadlines[item.leaves, item.number]
-        if not self._bands[-item.question.priority].tenants:
-            del self._bands[-item.question.priority]
+        if not self._bands[-item.request.priority].tenants:
+            del self._bands[-item.request.priority]
         self._count(item, -1)
 
     def check(self) -> None:
@@ -321,9 +321,9 @@ class AdmissionQueue:
         assert all(item.waiting for item in items)
         assert self._micros == sum(map(_micros, items))
         assert self._micros == sum(band.micros for band in self._bands.values())
-        wishes = [item.wish for item in items if item.wish is not None]
-        assert set(map(id, wishes)) == set(map(id, self.wishes))
-        assert len(wishes) == sum(wish.questions for wish in self.wishes)
+        filters = [item.worker_filter for item in items if item.worker_filter is not None]
+        assert set(map(id, filters)) == set(map(id, self.filters))
+        assert len(filters) == sum(worker_filter.requests for worker_filter in self.filters)
         assert self.bytes == sum(item.bytes for item in items)
         timed = {id(item) for item in items if item.leaves is not None}
         assert timed == {id(item) for item in self._deadlines.values()}

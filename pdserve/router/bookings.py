@@ -67,7 +67,7 @@ class BookingEnd(Enum):
     RELEASED = "released"
     """Its frontend ended it."""
     WORKER_GONE = "worker_gone"
-    ASKER_GONE = "asker_gone"
+    FRONTEND_GONE = "asker_gone"
     NEVER_SEEN = "never_seen"
     """Its worker did not report it in time."""
 
@@ -138,7 +138,7 @@ class Booking:
     """The frontend's id of the request; own bookings only."""
     owner: NodeLife | None = None
     """The router that placed it; None: this one."""
-    asker: NodeLife | None = None
+    frontend: NodeLife | None = None
     """The frontend that asked; own bookings only."""
 
     @property
@@ -336,7 +336,7 @@ class Bookings:
         self._own: dict[int, Booking] = {}
         self._unseen: dict[int, Seconds] = {}
         """Own bookings that their worker has not reported: when they run out, earliest first."""
-        self._by_asker: dict[NodeLife, dict[int, Booking]] = {}
+        self._by_frontend: dict[NodeLife, dict[int, Booking]] = {}
         self._peers: dict[NodeLife, dict[int, Booking]] = {}
         """What each router has open, whether or not its worker is known here."""
         self._beats: dict[NodeLife, Seconds | None] = {}
@@ -365,7 +365,7 @@ class Bookings:
         self,
         now: Seconds,
         worker: NodeLife,
-        asker: NodeLife,
+        frontend: NodeLife,
         sequences: int,
         prompt_tokens: int,
         cached_tokens: int = 0,
@@ -385,11 +385,11 @@ class Bookings:
             round(work * _MICRO),
             now,
             dispatch,
-            asker=asker,
+            frontend=frontend,
         )
         self._own[booking.id] = booking
         self._unseen[booking.id] = now + self._config.booking_ttl
-        self._by_asker.setdefault(asker, {})[booking.id] = booking
+        self._by_frontend.setdefault(frontend, {})[booking.id] = booking
         account.charge(now, booking)
         self.touched.add(worker.node)
         self.placed += 1
@@ -512,10 +512,10 @@ class Bookings:
         del self._accounts[worker.node]
         self.touched.discard(worker.node)
 
-    def asker_gone(self, asker: NodeLife) -> None:
+    def frontend_gone(self, frontend: NodeLife) -> None:
         """End everything that a dead frontend has asked for."""
-        for booking in tuple(self._by_asker.get(asker, {}).values()):
-            self._end(booking, BookingEnd.ASKER_GONE)
+        for booking in tuple(self._by_frontend.get(frontend, {}).values()):
+            self._end(booking, BookingEnd.FRONTEND_GONE)
 
     # ------------------------------------------------------------------ what workers say
 
@@ -664,12 +664,12 @@ class Bookings:
         """The only way in which an own booking ends."""
         del self._own[booking.id]
         self._unseen.pop(booking.id, None)
-        asker = booking.asker
-        if asker is not None:
-            asked = self._by_asker[asker]
+        frontend = booking.frontend
+        if frontend is not None:
+            asked = self._by_frontend[frontend]
             del asked[booking.id]
             if not asked:
-                del self._by_asker[asker]
+                del self._by_frontend[frontend]
         self._discharge(booking)
         self.ended[why] += 1
         self._on_end(booking, why)
@@ -691,12 +691,12 @@ class Bookings:
             held = account_or_none.fresh | account_or_none.reported
             assert account_or_none.open[booking.id] is booking
             assert (booking.id in self._unseen) == (booking.id not in held)
-            assert booking.asker is not None
-            assert self._by_asker[booking.asker][booking.id] is booking
+            assert booking.frontend is not None
+            assert self._by_frontend[booking.frontend][booking.id] is booking
         assert self._unseen.keys() <= self._own.keys()
         assert list(self._unseen.values()) == sorted(self._unseen.values())
-        assert sum(map(len, self._by_asker.values())) == len(self._own)
-        assert all(self._by_asker.values())
+        assert sum(map(len, self._by_frontend.values())) == len(self._own)
+        assert all(self._by_frontend.values())
 
     def _check_account(self, node: NodeId, account: _Account) -> None:
         assert not account.fresh & account.reported

@@ -84,11 +84,11 @@ _LATE: Final[Seconds] = 0.001
 """Added to a predicted time, so that it has surely passed."""
 
 
-def _reusable(question: RouteRequest) -> bytes:
+def _reusable(request: RouteRequest) -> bytes:
     """Names of the blocks that an engine can take from its cache: the prompt's last token is always
     computed, so not the block that ends with it."""
-    blocks = (question.prompt_tokens - 1) // question.block_size if question.block_size else 0
-    return question.names[: SHORT_HASH_BYTES * max(0, blocks)]
+    blocks = (request.prompt_tokens - 1) // request.block_size if request.block_size else 0
+    return request.names[: SHORT_HASH_BYTES * max(0, blocks)]
 
 
 @dataclass(slots=True)
@@ -154,7 +154,7 @@ class RouterCore:
         self.decisions: Counter[str] = Counter()
         """By who made them: the policy, or what it fell back to."""
         self.stirred = False
-        """Something has happened that may let a held question go."""
+        """Something has happened that may let a held request go."""
         self.draining = False
         """Nothing is held any more."""
         self._rebalancer = Rebalancer()
@@ -177,12 +177,12 @@ class RouterCore:
     def gone(self, now: Seconds, life: NodeLife) -> None:
         """A member's life has ended, of any role."""
         self.bookings.worker_gone(life)
-        self.bookings.asker_gone(life)
+        self.bookings.frontend_gone(life)
         self.bookings.peer_gone(life)
         self.index.worker_gone(life)
         self.predictor.worker_gone(life)
         self.pool.gone(now, life)
-        for item in [item for item in self._held() if item.asker == life]:
+        for item in [item for item in self._held() if item.frontend == life]:
             self.withdraw(item)
         self.stirred = True
 
@@ -273,13 +273,13 @@ class RouterCore:
     def _elsewhere(self, model: str) -> RemotePrefillEstimate | None:
         return self.predictor.elsewhere(model, self._queue_of)
 
-    # ------------------------------------------------------------------ questions
+    # ------------------------------------------------------------------ requests
 
     def offer(
         self,
         now: Seconds,
-        asker: NodeLife,
-        question: RouteRequest,
+        frontend: NodeLife,
+        request: RouteRequest,
         answer: Callable[[PlacedRequest | PdserveError], None],
     ) -> PlacedRequest | QueuedRequest:
         """Decide on a request and book its worker, or hold it. A held request's `answer` is called
@@ -290,18 +290,18 @@ class RouterCore:
         """
         self.numbers.offered += 1
         try:
-            _check_time(question)
-            return self._offer(now, asker, question, answer)
+            _check_time(request)
+            return self._offer(now, frontend, request, answer)
         except Exception:
             self.numbers.refused += 1
             raise
 
     def withdraw(self, item: QueuedRequest) -> bool:
         """Drop a held request without an answer; False if it has one, or was withdrawn."""
-        queue = self._queues.get(item.question.model)
+        queue = self._queues.get(item.request.model)
         if queue is None or not queue.remove(item):
             return False
-        self._forget_empty(item.question.model)
+        self._forget_empty(item.request.model)
         self.numbers.withdrawn += 1
         return True
 
@@ -320,125 +320,123 @@ class RouterCore:
     def _offer(
         self,
         now: Seconds,
-        asker: NodeLife,
-        question: RouteRequest,
+        frontend: NodeLife,
+        request: RouteRequest,
         answer: Callable[[PlacedRequest | PdserveError], None],
     ) -> PlacedRequest | QueuedRequest:
-        model = question.model
+        model = request.model
         queue = self._queues.get(model)
         state: RoutingState | None = None
-        if queue is None or question.slo_ttft is not None:
-            state = self._state(now, question)
-            if question.slo_ttft is not None:
-                self._refuse_hopeless(now, question, state)
-            if queue is None and self._may_go(now, model, state) and question.hold:
-                return self._place(now, asker, question, state)
-        if not question.hold:
-            return self._place(now, asker, question, self._only_open(now, question))
-        workers = self._candidates(now, question) if state is None else state.workers
+        if queue is None or request.slo_ttft is not None:
+            state = self._state(now, request)
+            if request.slo_ttft is not None:
+                self._refuse_hopeless(now, request, state)
+            if queue is None and self._may_go(now, model, state) and request.hold:
+                return self._place(now, frontend, request, state)
+        if not request.hold:
+            return self._place(now, frontend, request, self._only_open(now, request))
+        workers = self._candidates(now, request) if state is None else state.workers
         if self.draining:
             raise _leaving()
-        return self._hold(now, asker, question, workers, answer)
+        return self._hold(now, frontend, request, workers, answer)
 
-    def _only_open(self, now: Seconds, question: RouteRequest) -> RoutingState:
+    def _only_open(self, now: Seconds, request: RouteRequest) -> RoutingState:
         """The snapshot of workers that would begin the request soon, for a request that already has
         a worker. Errors: `Overloaded` if there are none, or if other requests wait for them."""
-        state = self._state(now, question)
+        state = self._state(now, request)
         work = self._config.hold_work if self._holding(state) else inf
         workers = tuple(worker for worker in state.workers if _open(worker, now, work))
-        if not workers or question.model in self._queues:
+        if not workers or request.model in self._queues:
             raise Overloaded(
                 "no other worker has room now",
-                retry_after=self._drain_time(now, question.model, state.workers),
+                retry_after=self._drain_time(now, request.model, state.workers),
             )
         return replace(state, workers=workers)
 
-    def _refuse_hopeless(self, now: Seconds, question: RouteRequest, state: RoutingState) -> None:
+    def _refuse_hopeless(self, now: Seconds, request: RouteRequest, state: RoutingState) -> None:
         """Errors: `Overloaded` if no worker can keep the client's limit."""
-        queue = self._queues.get(question.model)
+        queue = self._queues.get(request.model)
         ahead = 0.0
         if queue is not None:
-            cost = self._least_cost(now, question, state.workers)
-            ahead = queue.ahead(question, cost, now) / self._pace(
-                now, question.model, state.workers
-            )
-        self._refuse_late(now, question, state, ahead)
+            cost = self._least_cost(now, request, state.workers)
+            ahead = queue.ahead(request, cost, now) / self._pace(now, request.model, state.workers)
+        self._refuse_late(now, request, state, ahead)
 
     def _refuse_late(
-        self, now: Seconds, question: RouteRequest, state: RoutingState, ahead: Seconds
+        self, now: Seconds, request: RouteRequest, state: RoutingState, ahead: Seconds
     ) -> None:
         """Errors: `Overloaded` if the wait leaves the request too small a chance to be in time."""
         age = max(self.pool.load_age(now, worker.node) for worker in state.workers)
         name = self.pool.model_of(state.workers[0].node)
-        alone = chance = best_chance(self.predictor, name, question, state, 0.0, age)
+        alone = chance = best_chance(self.predictor, name, request, state, 0.0, age)
         if ahead:
-            chance = best_chance(self.predictor, name, question, state, ahead, age)
+            chance = best_chance(self.predictor, name, request, state, ahead, age)
         if not worth_waiting(chance, alone):
-            raise too_late(question, self._drain_time(now, question.model, state.workers))
+            raise too_late(request, self._drain_time(now, request.model, state.workers))
 
     def _refuse_endless(
-        self, now: Seconds, question: RouteRequest, workers: tuple[WorkerView, ...], cost: Seconds
+        self, now: Seconds, request: RouteRequest, workers: tuple[WorkerView, ...], cost: Seconds
     ) -> None:
         """Errors: `Overloaded` if the request would wait for most of the time to its deadline."""
-        queue = self._queues.get(question.model)
-        if queue is None or question.deadline is None or question.attempt:
+        queue = self._queues.get(request.model)
+        if queue is None or request.deadline is None or request.attempt:
             return  # who was let in before is not sent away
-        wait = queue.ahead(question, cost, now) / self._pace(now, question.model, workers)
-        if wait > MAX_WAIT_SHARE * question.deadline:
-            drain = self._drain_time(now, question.model, workers)
-            raise waits_too_long(wait, question.deadline, drain)
+        wait = queue.ahead(request, cost, now) / self._pace(now, request.model, workers)
+        if wait > MAX_WAIT_SHARE * request.deadline:
+            drain = self._drain_time(now, request.model, workers)
+            raise waits_too_long(wait, request.deadline, drain)
 
     def _hold(
         self,
         now: Seconds,
-        asker: NodeLife,
-        question: RouteRequest,
+        frontend: NodeLife,
+        request: RouteRequest,
         workers: tuple[WorkerView, ...],
         answer: Callable[[PlacedRequest | PdserveError], None],
     ) -> QueuedRequest:
-        self._make_room(now, question, workers)
-        deadline = None if question.deadline is None else now + question.deadline
-        cost = self._least_cost(now, question, workers)
-        self._refuse_endless(now, question, workers, cost)
+        self._make_room(now, request, workers)
+        deadline = None if request.deadline is None else now + request.deadline
+        cost = self._least_cost(now, request, workers)
+        self._refuse_endless(now, request, workers, cost)
         self._asked += 1
-        item = QueuedRequest(question, asker, answer, now, cost, deadline, self._asked)
-        queue = self._queues.get(question.model)
+        item = QueuedRequest(request, frontend, answer, now, cost, deadline, self._asked)
+        queue = self._queues.get(request.model)
         if queue is None:
-            queue = self._queues[question.model] = AdmissionQueue(self._config.queue_order)
-            self._paces[question.model] = DrainRate(now)
-        elif queue.wishes:  # who waits there need not be why this one would
+            queue = self._queues[request.model] = AdmissionQueue(self._config.queue_order)
+            self._paces[request.model] = DrainRate(now)
+        elif queue.filters:  # who waits there need not be why this one would
             self.stirred = True
         queue.push(item)
         self.numbers.held += 1
         return item
 
     def _make_room(
-        self, now: Seconds, question: RouteRequest, workers: tuple[WorkerView, ...]
+        self, now: Seconds, request: RouteRequest, workers: tuple[WorkerView, ...]
     ) -> None:
         """Errors: `Overloaded` at a bound, unless a request of lower priority can be refused
         instead."""
-        queue = self._queues.get(question.model)
-        if queue is None or question.attempt:
+        queue = self._queues.get(request.model)
+        if queue is None or request.attempt:
             return
         size = sum(one.bytes for one in self._queues.values())
-        drain = self._drain_time(now, question.model, workers)
+        drain = self._drain_time(now, request.model, workers)
         refusal = over_bound(self._config, len(queue), size, drain)
         if refusal is None:
             return
-        victim = queue.last_below(question.priority)
+        victim = queue.last_below(request.priority)
         if victim is None:
             raise refusal
         self._drop(victim, refusal)
 
     def _least_cost(
-        self, now: Seconds, question: RouteRequest, workers: tuple[WorkerView, ...]
+        self, now: Seconds, request: RouteRequest, workers: tuple[WorkerView, ...]
     ) -> Seconds:
         """Predicted seconds at the worker with the longest cached prefix; orders the queue."""
-        found = self.index.find(now, _reusable(question), question.names_id).overlaps
+        found = self.index.find(now, _reusable(request), request.names_id).overlaps
         most = max((found.get(w.node, 0) for w in workers), default=0) if found else 0
-        cached = min(most * question.block_size, max(0, question.prompt_tokens - 1))
+        cached = min(most * request.block_size, max(0, request.prompt_tokens - 1))
         model = self.predictor.model(self.pool.model_of(workers[0].node))
-        return model.prefill(question.prompt_tokens, cached)
+        return model.prefill(request.prompt_tokens, cached)
 
     def _drain_time(self, now: Seconds, model: str, workers: tuple[WorkerView, ...]) -> Seconds:
         queue = self._queues.get(model)
@@ -452,31 +450,31 @@ class RouterCore:
 
     # ------------------------------------------------------------------ one decision
 
-    def _candidates(self, now: Seconds, question: RouteRequest) -> tuple[WorkerView, ...]:
+    def _candidates(self, now: Seconds, request: RouteRequest) -> tuple[WorkerView, ...]:
         """Workers that may take the request. Errors: those of its rejection."""
-        return self._among(question, self.pool.view(now, question.model))
+        return self._among(request, self.pool.view(now, request.model))
 
-    def _among(self, question: RouteRequest, model: ModelView) -> tuple[WorkerView, ...]:
-        adapted = self.pool.with_lora(question.lora) if question.lora else None
-        found = candidates(question, model, adapted)
+    def _among(self, request: RouteRequest, model: ModelView) -> tuple[WorkerView, ...]:
+        adapted = self.pool.with_lora(request.lora) if request.lora else None
+        found = candidates(request, model, adapted)
         if isinstance(found, RouteRejection):
             raise found.error(self._config.retry_after)
         return found
 
-    def _state(self, now: Seconds, question: RouteRequest) -> RoutingState:
+    def _state(self, now: Seconds, request: RouteRequest) -> RoutingState:
         """The snapshot for the policy. Errors: those of the request's rejection."""
-        model = self.pool.view(now, question.model)
-        workers = self._among(question, model)
+        model = self.pool.view(now, request.model)
+        workers = self._among(request, model)
         if self.bookings.full:
             raise Overloaded(
                 f"this router has {len(self.bookings)} requests in flight, which is its limit",
-                retry_after=self._drain_time(now, question.model, workers),
+                retry_after=self._drain_time(now, request.model, workers),
             )
         last = model.last
         if last is None:  # routers that start together should not begin at the same worker
             last = self._random.choice(workers).node
-        index, queue = self.index, self._queues.get(question.model)
-        found = index.find(now, _reusable(question), question.names_id)
+        index, queue = self.index, self._queues.get(request.model)
+        found = index.find(now, _reusable(request), request.names_id)
         routed = self._wants_routed
         return RoutingState(
             workers=workers,
@@ -485,7 +483,7 @@ class RouterCore:
             now=now,
             overlaps=found.overlaps,
             lower=found.lower,
-            routed=index.routed(now, question.names) if routed else _NOTHING,
+            routed=index.routed(now, request.names) if routed else _NOTHING,
             routed_blocks=index.routed_blocks() if routed else _NOTHING,
             model=self.predictor.model(self.pool.model_of(workers[0].node)),
             elsewhere=self._elsewhere(self.pool.model_of(workers[0].node)),
@@ -495,20 +493,20 @@ class RouterCore:
     def _place(
         self,
         now: Seconds,
-        asker: NodeLife,
-        question: RouteRequest,
+        frontend: NodeLife,
+        request: RouteRequest,
         state: RoutingState,
         held: Seconds = 0.0,
     ) -> PlacedRequest:
         """Let the policy choose, and book the worker. Errors: `ConfigError` if the policy fails."""
-        chosen = self._choose(question, state)
+        chosen = self._choose(request, state)
         worker = NodeLife(chosen.node, chosen.epoch)
-        cached = state.cached_tokens(question, chosen)
-        goes = state.elsewhere if state.goes_elsewhere(question, chosen) else None
-        work = state.model.prefill(question.prompt_tokens, cached) * chosen.speed
+        cached = state.cached_tokens(request, chosen)
+        goes = state.elsewhere if state.goes_elsewhere(request, chosen) else None
+        work = state.model.prefill(request.prompt_tokens, cached) * chosen.speed
         if goes is not None:  # it is in nobody's way there
             work = 0.0
-        ttft = state.ttft(question, chosen)
+        ttft = state.ttft(request, chosen)
         name = self.pool.model_of(chosen.node)
         policy = self._policy_name(name)
         dispatch = DecisionBasis(
@@ -519,25 +517,25 @@ class RouterCore:
             chosen.kv_tokens,
             self.pool.load_age(now, chosen.node),
             None if goes is None else goes.wait,
-            question.attempt,
-            bool(question.allowed or question.lora),
+            request.attempt,
+            bool(request.allowed or request.lora),
         )
-        self.index.placed(now, worker, question.names, question.names_id)  # may raise: charge last
+        self.index.placed(now, worker, request.names, request.names_id)  # may raise: charge last
         booking = self.bookings.place(
-            now, worker, asker, question.n, question.prompt_tokens, cached, work, dispatch
+            now, worker, frontend, request.n, request.prompt_tokens, cached, work, dispatch
         )
-        self.pool.chosen(question.model, chosen.node)
+        self.pool.chosen(request.model, chosen.node)
         self.numbers.placed += 1
         self.decisions[policy] += 1
         overlap = state.overlaps.get(chosen.node, 0)
         routed = RouteDecision(worker.node, worker.epoch, booking.id, policy, overlap, ttft, held)
         return PlacedRequest(booking, routed)
 
-    def _choose(self, question: RouteRequest, state: RoutingState) -> WorkerView:
+    def _choose(self, request: RouteRequest, state: RoutingState) -> WorkerView:
         """The policy's choice. A failure is not `NoWorker`: frontends would think that this router
         has just started."""
         try:
-            chosen = self._policy(question, state, self._random)
+            chosen = self._policy(request, state, self._random)
             _check_offered(chosen, state)
         except Exception as error:
             _log.exception("the policy %s failed", self._config.policy)
@@ -588,20 +586,20 @@ class RouterCore:
             self._drop(item, self._overdue(now, item))
 
     def _overdue(self, now: Seconds, item: QueuedRequest) -> PdserveError:
-        held, question = now - item.arrived, item.question
+        held, request = now - item.arrived, item.request
         if item.deadline is None or now < item.deadline:
-            workers = self.pool.view(now, question.model).sound
-            return too_late(question, self._drain_time(now, question.model, workers))
+            workers = self.pool.view(now, request.model).sound
+            return too_late(request, self._drain_time(now, request.model, workers))
         return DeadlineExceeded(
             f"the deadline passed while it waited {held:.1f} s in the router for a worker"
         )
 
     def _drop(self, item: QueuedRequest, error: PdserveError) -> None:
         """Answer a held request with an error, unless it was withdrawn meanwhile."""
-        queue = self._queues.get(item.question.model)
+        queue = self._queues.get(item.request.model)
         if queue is None or not queue.remove(item):
             return
-        self._forget_empty(item.question.model)
+        self._forget_empty(item.request.model)
         if isinstance(error, DeadlineExceeded):
             self.numbers.expired += 1
         else:
@@ -624,12 +622,12 @@ class RouterCore:
             self._forget_empty(model)
             self._answer(now, item)
 
-    def _everybody(self, wishes: WorkerFilters, view: ModelView) -> WorkerSet:
+    def _everybody(self, filters: WorkerFilters, view: ModelView) -> WorkerSet:
         """All workers that may be chosen; the same object until workers come, go or change."""
-        if wishes.everybody is None or wishes.version != view.version:
-            wishes.everybody = self._crowd(view.sound, view.doubtful)
-            wishes.version = view.version
-        return wishes.everybody
+        if filters.everybody is None or filters.version != view.version:
+            filters.everybody = self._crowd(view.sound, view.doubtful)
+            filters.version = view.version
+        return filters.everybody
 
     def _crowd(self, sound: Iterable[WorkerView], doubtful: Iterable[WorkerView]) -> WorkerSet:
         names, others = (frozenset(worker.node for worker in some) for some in (sound, doubtful))
@@ -639,16 +637,16 @@ class RouterCore:
         """Place a request that was taken out of its queue."""
         held = now - item.arrived
         try:
-            state = self._state(now, item.question)
-            if item.question.slo_ttft is not None:
-                self._refuse_late(now, item.question, state, held)
+            state = self._state(now, item.request)
+            if item.request.slo_ttft is not None:
+                self._refuse_late(now, item.request, state, held)
             outcome: PlacedRequest | PdserveError = self._place(
-                now, item.asker, item.question, state, held
+                now, item.frontend, item.request, state, held
             )
         except PdserveError as error:
             self.numbers.refused += 1
             outcome = error
-        except Exception:  # a bug: the asker leaves a router that fails inside
+        except Exception:  # a bug: the frontend leaves a router that fails inside
             _log.exception("a held request could not be placed")
             self.numbers.refused += 1
             outcome = _broken()
@@ -662,16 +660,20 @@ class RouterCore:
         view = self.pool.view(now, model)
         nobody = not (view.sound or view.doubtful)
         queue = self._queues.get(model)
-        if queue is None or not (nobody or queue.wishes):
+        if queue is None or not (nobody or queue.filters):
             return
-        wishes = queue.wishes
-        everybody = self._everybody(wishes, view)
-        hopeless = {wish for wish in wishes if not wishes.possible(wish, everybody)}
+        filters = queue.filters
+        everybody = self._everybody(filters, view)
+        hopeless = {
+            worker_filter
+            for worker_filter in filters
+            if not filters.possible(worker_filter, everybody)
+        }
         if not (nobody or hopeless):
             return
-        for item in [item for item in queue if nobody or item.wish in hopeless]:
+        for item in [item for item in queue if nobody or item.worker_filter in hopeless]:
             try:
-                self._among(item.question, view)
+                self._among(item.request, view)
             except PdserveError as error:
                 self._drop(item, error)
 
@@ -692,14 +694,16 @@ class RouterCore:
         if not (sound or doubtful):
             return None
         free = bool(sound if view.sound else doubtful)
-        wishes, open_ = queue.wishes, self._crowd(sound, doubtful)
-        everybody = self._everybody(wishes, view)
+        filters, open_ = queue.filters, self._crowd(sound, doubtful)
+        everybody = self._everybody(filters, view)
 
         def fits(item: QueuedRequest) -> bool:
             if item.deadline is not None and now + item.cost >= item.deadline:
                 return False  # not even its first token would come in time
-            wish = item.wish
-            return free if wish is None else wishes.is_open(wish, everybody, open_)
+            worker_filter = item.worker_filter
+            return (
+                free if worker_filter is None else filters.is_open(worker_filter, everybody, open_)
+            )
 
         return fits
 
@@ -786,33 +790,33 @@ class RouterCore:
 
     # ------------------------------------------------------------------ explaining
 
-    def explain(self, now: Seconds, question: RouteRequest) -> RoutingPreview:
+    def explain(self, now: Seconds, request: RouteRequest) -> RoutingPreview:
         """What would be decided now, and why. Changes nothing."""
-        queue = self._queues.get(question.model)
+        queue = self._queues.get(request.model)
         held, policy = len(queue) if queue else 0, self._config.policy
-        adapted = self.pool.with_lora(question.lora) if question.lora else None
-        known = self.pool.workers(question.model)
-        found = self.index.find(now, _reusable(question), question.names_id).overlaps
-        wish = WorkerFilter.of(question)
+        adapted = self.pool.with_lora(request.lora) if request.lora else None
+        known = self.pool.workers(request.model)
+        found = self.index.find(now, _reusable(request), request.names_id).overlaps
+        worker_filter = WorkerFilter.of(request)
         standings = {
-            view.node: explain_eligibility(wish, view, how, adapted) for how, view in known
+            view.node: explain_eligibility(worker_filter, view, how, adapted) for how, view in known
         }
         terms: Mapping[NodeId, Mapping[str, float]] = {}
         chosen, ttft, refusal = None, None, ""
         try:
-            state = self._state(now, question)
+            state = self._state(now, request)
         except PdserveError as error:
             refusal = error.message
         else:
             policy = self._policy_name(self.pool.model_of(state.workers[0].node))
             if isinstance(self._policy, Explains):
-                terms = self._policy.terms(question, state)
-            refusal = self._not_now(now, question, state)
+                terms = self._policy.terms(request, state)
+            refusal = self._not_now(now, request, state)
             if not refusal:
-                best = self._policy(question, state, Random(0))
+                best = self._policy(request, state, Random(0))
                 chosen = best.node
                 work = state.model.prefill(
-                    question.prompt_tokens, state.cached_tokens(question, best)
+                    request.prompt_tokens, state.cached_tokens(request, best)
                 )
                 ttft = best.wait(now) + work * best.speed
         listed = tuple(
@@ -834,14 +838,14 @@ class RouterCore:
             predicted_ttft=ttft,
         )
 
-    def _not_now(self, now: Seconds, question: RouteRequest, state: RoutingState) -> str:
+    def _not_now(self, now: Seconds, request: RouteRequest, state: RoutingState) -> str:
         """Why a request would be refused or held; empty: it would be placed at once."""
-        if question.slo_ttft is not None:
+        if request.slo_ttft is not None:
             try:
-                self._refuse_hopeless(now, question, state)
+                self._refuse_hopeless(now, request, state)
             except Overloaded as error:
                 return error.message
-        if question.model in self._queues or not self._may_go(now, question.model, state):
+        if request.model in self._queues or not self._may_go(now, request.model, state):
             return "held: every worker has enough to do"
         return ""
 
@@ -880,9 +884,9 @@ _FULL: Final = 0.9
 _NOTHING: Final[Mapping[NodeId, int]] = MappingProxyType({})
 
 
-def _check_time(question: RouteRequest) -> None:
+def _check_time(request: RouteRequest) -> None:
     """Errors: `DeadlineExceeded` if no time is left."""
-    if question.deadline is not None and question.deadline <= 0:
+    if request.deadline is not None and request.deadline <= 0:
         raise DeadlineExceeded("the request's deadline had passed when it reached the router")
 
 

@@ -68,15 +68,15 @@ class RouteRejection:
     """No worker may take the request, and why."""
 
     why: RejectReason
-    question: RouteRequest
+    request: RouteRequest
 
     def error(self, retry_after: Seconds) -> PdserveError:
         """The error for the frontend and its client."""
-        question = self.question
+        request = self.request
         message = _MESSAGES[self.why].format(
-            model=shorten(question.model),
-            allowed=shorten(", ".join(question.allowed)),
-            lora=shorten(question.lora),
+            model=shorten(request.model),
+            allowed=shorten(", ".join(request.allowed)),
+            lora=shorten(request.lora),
         )
         if self.why is RejectReason.UNKNOWN_MODEL:
             return ModelNotFound(message, param="model")
@@ -85,11 +85,11 @@ class RouteRejection:
 
 
 def candidates(
-    question: RouteRequest, model: ModelView, adapted: Collection[NodeId] | None = None
+    request: RouteRequest, model: ModelView, adapted: Collection[NodeId] | None = None
 ) -> tuple[WorkerView, ...] | RouteRejection:
     """The workers that may take the request, at least one, or the rejection. `adapted`: the workers
     with its LoRA adapter, if it names one."""
-    excluded, allowed = frozenset(question.excluded), frozenset(question.allowed)
+    excluded, allowed = frozenset(request.excluded), frozenset(request.allowed)
     for workers in (model.sound, model.doubtful):
         if excluded:
             workers = tuple(w for w in workers if w.node not in excluded)
@@ -99,11 +99,11 @@ def candidates(
             workers = tuple(w for w in workers if w.node in adapted)
         if workers:
             return workers
-    return RouteRejection(_why(question, model, adapted), question)
+    return RouteRejection(_why(request, model, adapted), request)
 
 
 def explain_eligibility(
-    wish: WorkerFilter,
+    worker_filter: WorkerFilter,
     worker: WorkerView,
     known: WorkerEligibility,
     adapted: Collection[NodeId] | None = None,
@@ -111,23 +111,23 @@ def explain_eligibility(
     """For an explanation: the worker's own state, or why the request excludes it."""
     if known in (WorkerEligibility.DRAINING, WorkerEligibility.UNREADY):
         return str(known.value)
-    if worker.node in wish.excluded:
+    if worker.node in worker_filter.excluded:
         return "excluded by the request"
-    if wish.allowed and worker.node not in wish.allowed:
+    if worker_filter.allowed and worker.node not in worker_filter.allowed:
         return "not allowed by the request"
     if adapted is not None and worker.node not in adapted:
-        return f"has no adapter {wish.lora!r}"
+        return f"has no adapter {worker_filter.lora!r}"
     return str(known.value)
 
 
 def _why(
-    question: RouteRequest, model: ModelView, adapted: Collection[NodeId] | None
+    request: RouteRequest, model: ModelView, adapted: Collection[NodeId] | None
 ) -> RejectReason:
     """Why no worker can take a request for the model."""
     if not model.known:
         return RejectReason.UNKNOWN_MODEL
     takers = (*model.sound, *model.doubtful)
-    allowed = frozenset(question.allowed)
+    allowed = frozenset(request.allowed)
     if allowed and not any(w.node in allowed for w in takers):
         return (
             RejectReason.NOT_ALLOWED

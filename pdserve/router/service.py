@@ -212,12 +212,12 @@ class RouterService:
 
     # ------------------------------------------------------------------ frontends
 
-    def _route(self, question: RouteRequest, call: IncomingCall) -> RouteDecision | None:
+    def _route(self, request: RouteRequest, call: IncomingCall) -> RouteDecision | None:
         peer = call.link.peer
-        asker = NodeLife(peer.node, peer.epoch)
+        frontend = NodeLife(peer.node, peer.epoch)
         try:
             outcome = self.core.offer(
-                self._node.now(), asker, question, partial(self._answer, call)
+                self._node.now(), frontend, request, partial(self._answer, call)
             )
         except Exception:
             self.refused += 1
@@ -250,8 +250,8 @@ class RouterService:
     def _withdraw(self, item: QueuedRequest) -> None:
         self.core.withdraw(item)
 
-    def _explain(self, question: RouteRequest, call: IncomingCall) -> RoutingPreview:
-        return self.core.explain(self._node.now(), question)
+    def _explain(self, request: RouteRequest, call: IncomingCall) -> RoutingPreview:
+        return self.core.explain(self._node.now(), request)
 
     def _released(self, link: Link, body: Buffer) -> None:
         booking = _decode_release(body).booking
@@ -305,14 +305,14 @@ class RouterService:
         if self._draining:
             return
         for booking in self.core.rebalance(self._node.now()):
-            asker = booking.asker
-            link = None if asker is None else self._node.link_nowait(asker.node)
-            if asker is None or link is None or link.peer.epoch != asker.epoch:
+            frontend = booking.frontend
+            link = None if frontend is None else self._node.link_nowait(frontend.node)
+            if frontend is None or link is None or link.peer.epoch != frontend.epoch:
                 continue  # it is gone, and with it what it asked for
             try:
                 link.tell(MOVE, encode(RouterMigrationHint(booking.id)))
             except PdserveError as error:
-                _log.debug("%s could not be told to move a request: %s", asker.node, error)
+                _log.debug("%s could not be told to move a request: %s", frontend.node, error)
             else:
                 self._on_move()
 
@@ -359,7 +359,7 @@ class RouterService:
         self._looks = False
         try:
             self.core.look(self._node.now())
-        except Exception:  # a bug: no question waits here for what does not come
+        except Exception:  # a bug: no request waits here for what does not come
             _log.exception("held requests could not be examined")
             self.core.send_away()
         self._arm()

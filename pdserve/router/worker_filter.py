@@ -63,7 +63,7 @@ class WorkerFilter:
         "lora",
         "open",
         "possible",
-        "questions",
+        "requests",
     )
 
     def __init__(self, allowed: frozenset[NodeId], excluded: frozenset[NodeId], lora: str) -> None:
@@ -71,7 +71,7 @@ class WorkerFilter:
         """Empty: all."""
         self.excluded = excluded
         self.lora = lora
-        self.questions = 0
+        self.requests = 0
         """That wait with it."""
         self._wanted = allowed - excluded
         # What `WorkerFilters` found out, and of which crowds.
@@ -83,9 +83,9 @@ class WorkerFilter:
         self.is_open = False
 
     @classmethod
-    def of(cls, question: RouteRequest) -> WorkerFilter:
+    def of(cls, request: RouteRequest) -> WorkerFilter:
         """The filter of a request."""
-        return cls(frozenset(question.allowed), frozenset(question.excluded), question.lora)
+        return cls(frozenset(request.allowed), frozenset(request.excluded), request.lora)
 
     @property
     def key(self) -> _Key:
@@ -108,7 +108,7 @@ class WorkerFilters:
 
     def __init__(self) -> None:
         self.judged = 0
-        """How often a wish was compared with a crowd."""
+        """How often a worker_filter was compared with a crowd."""
         self.everybody: WorkerSet | None = None
         """All workers that may be chosen, as of `version` of the model's view."""
         self.version = 0
@@ -120,45 +120,47 @@ class WorkerFilters:
     def __iter__(self) -> Iterator[WorkerFilter]:
         return iter(self._known.values())
 
-    def add(self, question: RouteRequest) -> WorkerFilter | None:
+    def add(self, request: RouteRequest) -> WorkerFilter | None:
         """Add the filter of a request that begins to wait; None: any worker may take it."""
-        if not (question.excluded or question.allowed or question.lora):
+        if not (request.excluded or request.allowed or request.lora):
             return None
-        wish = WorkerFilter.of(question)
-        wish = self._known.setdefault(wish.key, wish)
-        wish.questions += 1
-        return wish
+        worker_filter = WorkerFilter.of(request)
+        worker_filter = self._known.setdefault(worker_filter.key, worker_filter)
+        worker_filter.requests += 1
+        return worker_filter
 
-    def remove(self, wish: WorkerFilter) -> None:
+    def remove(self, worker_filter: WorkerFilter) -> None:
         """The request no longer waits."""
-        wish.questions -= 1
-        if not wish.questions:
-            del self._known[wish.key]
+        worker_filter.requests -= 1
+        if not worker_filter.requests:
+            del self._known[worker_filter.key]
 
-    def possible(self, wish: WorkerFilter, everybody: WorkerSet) -> bool:
+    def possible(self, worker_filter: WorkerFilter, everybody: WorkerSet) -> bool:
         """True if some worker may take it, open or not."""
-        if wish.everybody is not everybody:
+        if worker_filter.everybody is not everybody:
             self.judged += 1
-            crowd = everybody.having(wish.lora)
-            sound = wish.meets(crowd.sound)
-            wish.doubtful = not sound
-            wish.possible = sound or wish.meets(crowd.doubtful)
-            wish.everybody = everybody
-        return wish.possible
+            crowd = everybody.having(worker_filter.lora)
+            sound = worker_filter.meets(crowd.sound)
+            worker_filter.doubtful = not sound
+            worker_filter.possible = sound or worker_filter.meets(crowd.doubtful)
+            worker_filter.everybody = everybody
+        return worker_filter.possible
 
-    def is_open(self, wish: WorkerFilter, everybody: WorkerSet, open_: WorkerSet) -> bool:
+    def is_open(self, worker_filter: WorkerFilter, everybody: WorkerSet, open_: WorkerSet) -> bool:
         """True if an open worker may take it. A suspect one counts only if no sound worker may,
         open or not."""
-        if wish.open is not open_:
-            possible = self.possible(wish, everybody)
+        if worker_filter.open is not open_:
+            possible = self.possible(worker_filter, everybody)
             self.judged += 1
-            crowd = open_.having(wish.lora)
-            wish.is_open = possible and wish.meets(crowd.doubtful if wish.doubtful else crowd.sound)
-            wish.open = open_
-        return wish.is_open
+            crowd = open_.having(worker_filter.lora)
+            worker_filter.is_open = possible and worker_filter.meets(
+                crowd.doubtful if worker_filter.doubtful else crowd.sound
+            )
+            worker_filter.open = open_
+        return worker_filter.is_open
 
 
-def filter_bytes(question: RouteRequest) -> Bytes:
+def filter_bytes(request: RouteRequest) -> Bytes:
     """Approximate memory of the names in a request's filter."""
-    names = (*question.allowed, *question.excluded)
-    return len(question.lora) + sum(map(len, names)) + _NAME_BYTES * len(names)
+    names = (*request.allowed, *request.excluded)
+    return len(request.lora) + sum(map(len, names)) + _NAME_BYTES * len(names)

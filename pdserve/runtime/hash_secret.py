@@ -328,7 +328,7 @@ class HashSecrets:
 
     # ------------------------------------------------------------------ for the others
 
-    def _give(self, question: HashSecretQuery, call: IncomingCall) -> HashSecret:
+    def _give(self, query: HashSecretQuery, call: IncomingCall) -> HashSecret:
         own = self._claim
-        held = own is not None and own.id == question.names_id
+        held = own is not None and own.id == query.names_id
         return HashSecret(self._secret if held else b"")

@@ -35,7 +35,7 @@ _MARGIN: Final[Seconds] = 0.25
 """Part of the request's deadline that is kept for the way back."""
 _AT_ONCE: Final = 64
 """Most members asked at a time: each may need a new connection."""
-_ASKERS: Final = 16
+_CALLERS: Final = 16
 """Most views under way at a time; one more is refused."""
 
 
@@ -50,14 +50,14 @@ class StatusService:
         self._node = node
         self._report = report
         self._wall = wall
-        self._askers = 0
-        node.serve(REPORT, lambda question, call: report())
+        self._callers = 0
+        node.serve(REPORT, lambda query, call: report())
         node.serve(STATUS, self._status)
 
-    def _status(self, question: StatusQuery, call: IncomingCall) -> None:
-        if self._askers >= _ASKERS:
+    def _status(self, query: StatusQuery, call: IncomingCall) -> None:
+        if self._callers >= _CALLERS:
             raise Overloaded("too many status requests at once", retry_after=1.0)
-        self._askers += 1
+        self._callers += 1
         task = self._node.tasks.spawn(self._answer(call), f"status for {call.link.peer.node}")
         task.add_done_callback(self._answered)
 
@@ -67,14 +67,14 @@ class StatusService:
         call.on_cancel = unwanted
 
     def _answered(self, task: asyncio.Task[None]) -> None:
-        self._askers -= 1
+        self._callers -= 1
 
     async def _answer(self, call: IncomingCall) -> None:
         patience = min(_PATIENCE, call.deadline - self._node.now() - _MARGIN)
         call.reply(await self.view(patience=max(0.0, patience)))
 
     async def view(self, *, patience: Seconds) -> ClusterStatus:
-        """Ask all members and build the view. Cancellation: ends the questions."""
+        """Ask all members and build the view. Cancellation: ends the calls."""
         node = self._node
         members = tuple(node.registry)
         answers: dict[NodeId, NodeReport | str] = {node.id: self._report()}

@@ -303,7 +303,7 @@ class TransferConformance:
         async with self.world() as world:
             ask = world.source.transport
             world.destination.key = NodeLife(world.destination.key.node, 3)
-            with pytest.raises(TransferError, match="life"):
+            with pytest.raises(TransferError, match="restarted"):
                 await ask.connect(world.destination.key, timeout=5)
 
     async def test_a_later_life_of_the_peer_ends_its_earlier_paths(self) -> None:

@@ -103,11 +103,11 @@ class TransferRpc:
 
     # ------------------------------------------------------------------ both ways
 
-    def _answer(self, question: TransportCall, call: IncomingCall) -> None:
+    def _answer(self, message: TransportCall, call: IncomingCall) -> None:
         self._attach()
-        if question.epoch != self._node.epoch:
+        if message.epoch != self._node.epoch:
             raise TransferRefused(
-                f"it is meant for epoch {question.epoch} of {self._node.id}, which has ended"
+                f"it is meant for epoch {message.epoch} of {self._node.id}, which has ended"
             )
 
         def reply(answer: TransportReply | PdserveError) -> None:
@@ -119,13 +119,13 @@ class TransferRpc:
         peer = call.link.peer
         if NodeLife(peer.node, peer.epoch) in self._gone:
             raise TransferRefused(f"life {peer.epoch} of {peer.node} was declared dead here")
-        self._engine.transfer_call(peer.node, peer.epoch, question, reply)
+        self._engine.transfer_call(peer.node, peer.epoch, message, reply)
 
     def _ask(
         self,
         node: NodeId,
         epoch: Epoch,
-        question: TransportCall,
+        message: TransportCall,
         timeout: Seconds,
         answered: Answered,
     ) -> None:
@@ -135,7 +135,7 @@ class TransferRpc:
             answered(Overloaded(f"{MAX_PENDING_CALLS} calls to transports are in progress"))
             return
         self._asking += 1
-        work = self._asked(node, epoch, question, timeout, answered)
+        work = self._asked(node, epoch, message, timeout, answered)
         try:
             task = self._node.tasks.spawn(work, f"transfer with {node}")
         except Draining as error:
@@ -151,7 +151,7 @@ class TransferRpc:
         self,
         node: NodeId,
         epoch: Epoch,
-        question: TransportCall,
+        message: TransportCall,
         timeout: Seconds,
         answered: Answered,
     ) -> None:
@@ -162,7 +162,7 @@ class TransferRpc:
             if link.peer.epoch != epoch:
                 raise LinkLost(f"life {epoch} of {node} is over", sent=False)
             left = max(0.001, until - self._node.now())
-            answer = await link.request(TRANSFER, question, timeout=left)
+            answer = await link.request(TRANSFER, message, timeout=left)
         except PdserveError as error:
             answered(error)
         else:

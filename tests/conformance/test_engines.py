@@ -33,7 +33,7 @@ class TestScriptedInAThread(EngineConformance):
     prompt = (17, 42, 8)
 
     def make_engine(self) -> Engine:
-        return CoreClient(SCRIPTED, make_carrier=ThreadLauncher)
+        return CoreClient(SCRIPTED, make_launcher=ThreadLauncher)
 
 
 class TestScriptedInAProcess(EngineConformance):
@@ -61,7 +61,7 @@ class TestInstant(EngineConformance):
         self.spec = EngineSpec(engine="instant", model=str(tmp_path), options=self.options)
 
     def make_engine(self) -> Engine:
-        return CoreClient(self.spec, make_carrier=ThreadLauncher)
+        return CoreClient(self.spec, make_launcher=ThreadLauncher)
 
 
 class TestInstantPaced(TestInstant):
@@ -79,7 +79,7 @@ class TestThreaded(EngineConformance):
         self.spec = EngineSpec(engine=threaded_engine.ENGINE, model=str(tmp_path))
 
     def make_engine(self) -> Engine:
-        return CoreClient(self.spec, make_carrier=ThreadLauncher)
+        return CoreClient(self.spec, make_launcher=ThreadLauncher)
 
 
 class TestSim(EngineConformance):
@@ -99,7 +99,7 @@ class TestSim(EngineConformance):
         )
 
     def make_engine(self) -> Engine:
-        return CoreClient(self.spec, make_carrier=ThreadLauncher)
+        return CoreClient(self.spec, make_launcher=ThreadLauncher)
 
 
 class TestSimWithContent(TestSim):

@@ -100,8 +100,8 @@ class TestTtft(PolicyConformance):
 
 class TestTtftWhenItHasLearnt(PolicyConformance):
     @staticmethod
-    def policy(question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
-        return Ttft()(question, replace(state, model=replace(state.model, fitted=True)), random)
+    def policy(request: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+        return Ttft()(request, replace(state, model=replace(state.model, fitted=True)), random)
 
 
 COVERED = {suite.policy for suite in PolicyConformance.__subclasses__()}

@@ -41,7 +41,7 @@ class TestTorch(EngineConformance):
             max_sequences=8,
             kv_memory=8 << 20,
         )
-        return CoreClient(wanted, make_carrier=ThreadLauncher)
+        return CoreClient(wanted, make_launcher=ThreadLauncher)
 
 
 @pytest.mark.parametrize(

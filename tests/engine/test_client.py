@@ -73,7 +73,7 @@ def request(*prompt: int, **sampling: Any) -> GenerateRequest:
 
 
 class Watched:
-    """A client with its carriers and states on record."""
+    """A client with its launchers and states on record."""
 
     def __init__(
         self,
@@ -81,23 +81,23 @@ class Watched:
         oom_kills: Callable[[], int] = lambda: 0,
         **options: Any,
     ) -> None:
-        self.carriers: list[ProcessLauncher] = []
+        self.launchers: list[ProcessLauncher] = []
         self.states: list[EngineState] = []
         self.client = CoreClient(
             given or spec(),
             CoreClientOptions(**({"restart": FAST} | options)),
             on_state=lambda state, reason: self.states.append(state),
-            make_carrier=self.carrier,
+            make_launcher=self.launcher,
             oom_kills=oom_kills,
         )
 
-    def carrier(self) -> ProcessLauncher:
-        self.carriers.append(ProcessLauncher(on_line=lambda line: None))
-        return self.carriers[-1]
+    def launcher(self) -> ProcessLauncher:
+        self.launchers.append(ProcessLauncher(on_line=lambda line: None))
+        return self.launchers[-1]
 
     @property
     def pid(self) -> int:
-        pid = self.carriers[-1].pid
+        pid = self.launchers[-1].pid
         assert pid is not None
         return pid
 
@@ -297,7 +297,7 @@ async def test_a_load_error_is_raised_by_start_and_not_repeated():
     with pytest.raises(ConfigError, match="not for us"):
         await watched.client.start()
     assert watched.client.state is EngineState.FAILED
-    assert len(watched.carriers) == 1
+    assert len(watched.launchers) == 1
     with pytest.raises(EngineDied, match="not for us"):
         CheckingSink(watched.client, request())
 
@@ -390,12 +390,12 @@ def test_a_core_does_not_outlive_its_parent():
         from pdserve.messages.engine import EngineSpec
 
         async def main():
-            carriers = []
+            launchers = []
             def make():
-                carriers.append(ProcessLauncher())
-                return carriers[-1]
-            await CoreClient(EngineSpec(engine={ENGINE!r}, model=""), make_carrier=make).start()
-            print(carriers[0].pid, flush=True)
+                launchers.append(ProcessLauncher())
+                return launchers[-1]
+            await CoreClient(EngineSpec(engine={ENGINE!r}, model=""), make_launcher=make).start()
+            print(launchers[0].pid, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
         asyncio.run(main())
@@ -452,7 +452,7 @@ async def test_a_request_that_no_frame_holds_is_refused_and_forgotten(
 
 async def test_a_core_that_reads_too_slowly_is_sent_no_more():
     played = PlayedCarrier()
-    client = CoreClient(spec(), make_carrier=lambda: played)
+    client = CoreClient(spec(), make_launcher=lambda: played)
     starting = asyncio.ensure_future(client.start())
     await until(lambda: played.core is not None)
     await played.hear()
@@ -606,7 +606,7 @@ async def test_a_core_that_cannot_do_with_less_is_given_up_with_the_remedy():
         kills[0] += 1
         os.kill(watched.pid, signal.SIGKILL)
         await until(lambda: watched.client.state is EngineState.FAILED)
-        assert len(watched.carriers) == 1
+        assert len(watched.launchers) == 1
         assert "memory ran out" in watched.client.state_reason
         assert "lower --kv-memory and --max-model-len" in watched.client.state_reason
     finally:
@@ -617,7 +617,7 @@ async def test_running_out_of_memory_while_loading_names_the_remedy():
     kills = [0]
     watched = Watched(spec(load_ms="60000"), oom_kills=lambda: kills[0])
     start = asyncio.ensure_future(watched.client.start())
-    await until(lambda: bool(watched.carriers) and watched.carriers[0].pid is not None)
+    await until(lambda: bool(watched.launchers) and watched.launchers[0].pid is not None)
     kills[0] += 1
     os.kill(watched.pid, signal.SIGKILL)
     with pytest.raises(ConfigError, match=r"memory ran out .* take a smaller model"):

@@ -86,11 +86,11 @@ class Stage:
     """A life under way with its played core."""
 
     def __init__(self, options: CoreTimeouts, clock: Clock | None = None) -> None:
-        self.carrier = PlayedCarrier()
+        self.launcher = PlayedCarrier()
         self.events: list[Event] = []
         self.lost: list[EngineStalled | None] = []
         self.life = CoreRun(
-            self.carrier,
+            self.launcher,
             options,
             clock or SystemClock(),
             on_event=self.events.append,
@@ -108,16 +108,16 @@ async def stage() -> AsyncIterator[Stage]:
     stage = Stage(QUICK)
     await asyncio.sleep(0)
     yield stage
-    stage.carrier.immortal = False
-    stage.carrier.kill()
+    stage.launcher.immortal = False
+    stage.launcher.kill()
     await asyncio.wait({stage.run}, timeout=10)
 
 
 async def test_start_is_the_first_command_and_events_are_passed_on(stage: Stage):
-    assert await stage.carrier.hear() == StartCore(spec=SPEC)
-    stage.carrier.say(LoadProgress(stage="one"))
-    stage.carrier.say(CoreReady(capabilities=CAPABILITIES))
-    stage.carrier.end()
+    assert await stage.launcher.hear() == StartCore(spec=SPEC)
+    stage.launcher.say(LoadProgress(stage="one"))
+    stage.launcher.say(CoreReady(capabilities=CAPABILITIES))
+    stage.launcher.end()
     error = await stage.died()
     assert stage.events == [LoadProgress(stage="one"), CoreReady(capabilities=CAPABILITIES)]
     assert type(error) is EngineDied
@@ -126,60 +126,60 @@ async def test_start_is_the_first_command_and_events_are_passed_on(stage: Stage)
 
 
 async def test_before_it_was_ready_its_own_words_are_the_error(stage: Stage):
-    await stage.carrier.hear()
-    stage.carrier.say(CoreFailed(kind="ConfigError", message="wrong file"))
-    stage.carrier.end()
+    await stage.launcher.hear()
+    stage.launcher.say(CoreFailed(kind="ConfigError", message="wrong file"))
+    stage.launcher.end()
     error = await stage.died()
     assert type(error) is ConfigError
     assert error.message == "wrong file"
 
 
 async def test_once_it_was_ready_it_died_whatever_it_says(stage: Stage):
-    await stage.carrier.hear()
-    stage.carrier.say(CoreReady(capabilities=CAPABILITIES))
-    stage.carrier.say(CoreFailed(kind="ConfigError", message="out of memory"))
-    stage.carrier.end()
+    await stage.launcher.hear()
+    stage.launcher.say(CoreReady(capabilities=CAPABILITIES))
+    stage.launcher.say(CoreFailed(kind="ConfigError", message="out of memory"))
+    stage.launcher.end()
     error = await stage.died()
     assert type(error) is EngineDied
     assert error.message == "the engine process gave up: out of memory"
 
 
 async def test_a_core_that_failed_but_does_not_end_is_killed(stage: Stage):
-    await stage.carrier.hear()
-    stage.carrier.say(CoreFailed(kind="EngineError", message="broken"))
+    await stage.launcher.hear()
+    stage.launcher.say(CoreFailed(kind="EngineError", message="broken"))
     assert "broken" in (await stage.died()).message
-    assert stage.carrier.kills >= 1
+    assert stage.launcher.kills >= 1
 
 
 async def test_a_core_that_hangs_up_but_does_not_end_is_killed(stage: Stage):
-    await stage.carrier.hear()
-    assert stage.carrier.core is not None
-    stage.carrier.core.close()
+    await stage.launcher.hear()
+    assert stage.launcher.core is not None
+    stage.launcher.core.close()
     assert type(await stage.died()) is EngineDied
-    assert stage.carrier.kills == 1
+    assert stage.launcher.kills == 1
 
 
 async def test_a_process_that_nothing_ends_is_left_behind_with_an_error(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ):
-    await stage.carrier.hear()
-    stage.carrier.immortal = True
-    assert stage.carrier.core is not None
-    stage.carrier.core.close()
+    await stage.launcher.hear()
+    stage.launcher.immortal = True
+    assert stage.launcher.core is not None
+    stage.launcher.core.close()
     assert "does not end" in (await stage.died()).message
     assert "left behind" in caplog.text
 
 
 async def test_garbage_is_named_as_the_reason(stage: Stage):
-    await stage.carrier.hear()
-    assert stage.carrier.core is not None
-    stage.carrier.core.sendall(encode_frame(b"\xc1"))
+    await stage.launcher.hear()
+    assert stage.launcher.core is not None
+    stage.launcher.core.sendall(encode_frame(b"\xc1"))
     assert "sent an unreadable message" in (await stage.died()).message
 
 
 async def test_a_process_that_cannot_be_started_is_an_error_not_an_exception():
     stage = Stage(QUICK)
-    stage.carrier.refuse = OSError("no more processes")
+    stage.launcher.refuse = OSError("no more processes")
     assert "cannot be started: no more processes" in (await stage.died()).message
 
 
@@ -187,15 +187,15 @@ async def test_a_kill_during_the_launch_takes_effect_after_it():
     stage = Stage(QUICK)
     stage.life.kill()
     assert type(await stage.died()) is EngineDied
-    assert stage.carrier.kills >= 2
+    assert stage.launcher.kills >= 2
 
 
 async def test_cancelling_kills_the_core(stage: Stage):
-    await stage.carrier.hear()
+    await stage.launcher.hear()
     stage.run.cancel()
     with pytest.raises(asyncio.CancelledError):
         await stage.run
-    assert stage.carrier.kills == 1
+    assert stage.launcher.kills == 1
 
 
 IMPATIENT = CoreTimeouts(
@@ -207,33 +207,33 @@ async def ready(options: CoreTimeouts, clock: Clock | None = None) -> Stage:
     """A core that has loaded and rests."""
     stage = Stage(options, clock)
     await asyncio.sleep(0)
-    await stage.carrier.hear()
-    stage.carrier.page.heard(1)
-    stage.carrier.page.rest(None)
-    stage.carrier.say(CoreReady(capabilities=CAPABILITIES))
+    await stage.launcher.hear()
+    stage.launcher.page.heard(1)
+    stage.launcher.page.rest(None)
+    stage.launcher.say(CoreReady(capabilities=CAPABILITIES))
     await until(lambda: bool(stage.events))
     return stage
 
 
 async def test_a_core_that_stands_still_at_work_is_killed():
     stage = await ready(IMPATIENT)
-    stage.carrier.page.compute()
-    stage.carrier.page.tick(3)
+    stage.launcher.page.compute()
+    stage.launcher.page.tick(3)
     error = await stage.died()
     assert type(error) is EngineStalled
     assert "stalled for" in error.message
     assert error.message.endswith("s in step 1, after layer 3")
     assert stage.lost == [error]
-    assert stage.carrier.kills >= 1
+    assert stage.launcher.kills >= 1
 
 
 async def test_it_is_known_to_have_stalled_before_it_has_ended():
     stage = await ready(IMPATIENT)
-    stage.carrier.immortal = True
-    stage.carrier.page.compute()
+    stage.launcher.immortal = True
+    stage.launcher.page.compute()
     await until(lambda: bool(stage.lost))
     assert not stage.run.done()
-    stage.carrier.end()
+    stage.launcher.end()
     assert await stage.died() is stage.lost[0]
 
 
@@ -247,21 +247,21 @@ async def test_a_core_that_does_not_hear_its_commands_has_stalled():
 
 async def test_a_core_that_oversleeps_has_stalled():
     stage = await ready(IMPATIENT)
-    stage.carrier.page.rest(0.0)
+    stage.launcher.page.rest(0.0)
     assert type(await stage.died()) is EngineStalled
 
 
 async def test_a_core_that_rests_or_ticks_is_left_in_peace():
     stage = await ready(IMPATIENT)
     await asyncio.wait({stage.run}, timeout=0.8)
-    stage.carrier.page.compute()
+    stage.launcher.page.compute()
     for layer in range(20):
-        stage.carrier.page.tick(layer)
+        stage.launcher.page.tick(layer)
         await asyncio.wait({stage.run}, timeout=0.05)
-    stage.carrier.page.rest(600.0)
+    stage.launcher.page.rest(600.0)
     await asyncio.wait({stage.run}, timeout=0.8)
     assert not stage.run.done()
-    stage.carrier.end()
+    stage.launcher.end()
     assert type(await stage.died()) is EngineDied
 
 
@@ -269,28 +269,28 @@ async def test_time_in_which_nobody_looked_is_not_held_against_the_core():
     """Whoever was stopped and goes on again has not seen yet what the core has done meanwhile."""
     clock = ManualClock()
     stage = await ready(IMPATIENT, clock)
-    stage.carrier.page.compute()
+    stage.launcher.page.compute()
     before = -1.0
     for _ in range(3):
         await until(lambda before=before: stage.life._stall._looked > before)  # type: ignore[misc]
         before = clock.now()
         clock.advance(1000.0)
-    assert stage.carrier.kills == 0
+    assert stage.launcher.kills == 0
     assert 0.0 < stage.life.stalled_for < 0.4
-    stage.carrier.page.tick()
+    stage.launcher.page.tick()
     clock.advance(1000.0)
     await until(lambda: stage.life.stalled_for == 0.0)
-    stage.carrier.kill()
+    stage.launcher.kill()
     await stage.died()
 
 
 async def test_patience_without_end():
     options = CoreTimeouts(stall_timeout=0.0, stop_timeout=0.05, kill_timeout=0.05)
     stage = await ready(options)
-    stage.carrier.page.compute()
+    stage.launcher.page.compute()
     await until(lambda: stage.life.stalled_for > 0.6)
     assert not stage.run.done()
-    stage.carrier.end()
+    stage.launcher.end()
     await stage.died()
 
 

@@ -143,19 +143,19 @@ class Wired(Generic[E]):
 
 
 class Pair(Wired[CoreClient]):
-    """Each in a process of its own, or where `make_carrier` says."""
+    """Each in a process of its own, or where `make_launcher` says."""
 
     def __init__(
         self,
         d: EngineSpec,
         p: EngineSpec,
-        make_carrier: Callable[[], CoreLauncher] | None = None,
+        make_launcher: Callable[[], CoreLauncher] | None = None,
         **options: Any,
     ) -> None:
         chosen = CoreClientOptions(**({"restart": FAST} | options))
         super().__init__(
-            CoreClient(d, chosen, make_carrier=make_carrier),
-            CoreClient(p, chosen, make_carrier=make_carrier),
+            CoreClient(d, chosen, make_launcher=make_launcher),
+            CoreClient(p, chosen, make_launcher=make_launcher),
         )
 
 
@@ -185,7 +185,7 @@ async def settled(engine: CoreClient, wanted) -> None:
 async def test_a_prompt_goes_on_elsewhere_token_for_token(
     backend: str, make: Callable[[], CoreLauncher]
 ) -> None:
-    async with pair(spec(backend), spec(backend), make_carrier=make) as both:
+    async with pair(spec(backend), spec(backend), make_launcher=make) as both:
         assert both.d.capabilities is not None
         assert both.d.capabilities.transfers == (backend,)
         wanted = request()
@@ -284,7 +284,7 @@ async def test_a_core_that_dies_takes_its_attempts_along_and_comes_back(backend:
 
 async def test_an_engine_without_transports_refuses() -> None:
     plain = EngineSpec(engine=ENGINE, model="", block_size=4)
-    async with pair(plain, plain, make_carrier=ThreadLauncher) as both:
+    async with pair(plain, plain, make_launcher=ThreadLauncher) as both:
         with pytest.raises(TransferRefused):
             both.d.submit_remote(request(), Remote(request()))
         answers: list[object] = []
@@ -295,7 +295,7 @@ async def test_an_engine_without_transports_refuses() -> None:
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 async def test_stopping_in_the_middle_leaves_nothing(backend: str, caplog: Any) -> None:
     async with pair(
-        spec(backend), spec(backend, step_ms="30"), make_carrier=ThreadLauncher
+        spec(backend), spec(backend, step_ms="30"), make_launcher=ThreadLauncher
     ) as both:
         remote, prefilling = Remote(request()), Prefilling()
         handle = both.d.submit_remote(request(), remote)
@@ -311,7 +311,7 @@ async def test_stopping_in_the_middle_leaves_nothing(backend: str, caplog: Any) 
 
 
 async def test_draining_waits_for_prompts_of_both_kinds() -> None:
-    async with pair(spec("shm"), spec("shm"), make_carrier=ThreadLauncher) as both:
+    async with pair(spec("shm"), spec("shm"), make_launcher=ThreadLauncher) as both:
         remote, prefilling = Remote(request()), Prefilling()
         handle = both.d.submit_remote(request(), remote)
         await until(lambda: remote.cached is not None)
@@ -328,7 +328,7 @@ async def test_draining_waits_for_prompts_of_both_kinds() -> None:
 
 
 async def test_an_aborted_prefill_falls_silent_and_gives_all_back() -> None:
-    async with pair(spec("tcp"), spec("tcp", step_ms="20"), make_carrier=ThreadLauncher) as both:
+    async with pair(spec("tcp"), spec("tcp", step_ms="20"), make_launcher=ThreadLauncher) as both:
         remote, prefilling = Remote(request()), Prefilling()
         handle = both.d.submit_remote(request(), remote)
         await until(lambda: remote.cached is not None)
@@ -351,7 +351,7 @@ async def test_a_mistake_in_a_sink_is_no_silence() -> None:
         def on_prefilled(self, handoff: Handoff) -> None:
             raise ZeroDivisionError
 
-    async with pair(spec("shm"), spec("shm"), make_carrier=ThreadLauncher) as both:
+    async with pair(spec("shm"), spec("shm"), make_launcher=ThreadLauncher) as both:
         remote = Mistaken(request(20))
         handle = both.d.submit_remote(request(20), remote)
         await until(lambda: remote.cached is not None)

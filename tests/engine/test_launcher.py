@@ -21,62 +21,62 @@ STOP = encode_frame(msgspec.msgpack.encode(StopCore()))
 
 
 @pytest.fixture(params=[ProcessLauncher, ThreadLauncher])
-def carrier(request: pytest.FixtureRequest) -> CoreLauncher:
+def launcher(request: pytest.FixtureRequest) -> CoreLauncher:
     made: CoreLauncher = request.param()
     return made
 
 
-async def test_a_core_that_is_told_to_stop_ends_with_status_0(carrier: CoreLauncher):
-    with await carrier.launch() as sock:
+async def test_a_core_that_is_told_to_stop_ends_with_status_0(launcher: CoreLauncher):
+    with await launcher.launch() as sock:
         sock.sendall(START + STOP)
         async with asyncio.timeout(20):
-            text = await carrier.ended()
+            text = await launcher.ended()
     assert "0" in text
 
 
-async def test_a_core_ends_when_the_socket_closes(carrier: CoreLauncher):
-    (await carrier.launch()).close()
-    carrier.kill()  # a thread's second handle on the socket
+async def test_a_core_ends_when_the_socket_closes(launcher: CoreLauncher):
+    (await launcher.launch()).close()
+    launcher.kill()  # a thread's second handle on the socket
     async with asyncio.timeout(20):
-        await carrier.ended()
+        await launcher.ended()
 
 
-async def test_killing_is_possible_at_any_time_and_twice(carrier: CoreLauncher):
-    assert await carrier.ended() == "never started"
-    carrier.kill()
-    with await carrier.launch():
-        carrier.kill()
+async def test_killing_is_possible_at_any_time_and_twice(launcher: CoreLauncher):
+    assert await launcher.ended() == "never started"
+    launcher.kill()
+    with await launcher.launch():
+        launcher.kill()
         async with asyncio.timeout(20):
-            await carrier.ended()
-        carrier.kill()
-        assert await carrier.ended()
+            await launcher.ended()
+        launcher.kill()
+        assert await launcher.ended()
 
 
-async def test_waiting_for_the_end_can_be_cancelled_and_repeated(carrier: CoreLauncher):
-    with await carrier.launch():
-        waiting = asyncio.ensure_future(carrier.ended())
+async def test_waiting_for_the_end_can_be_cancelled_and_repeated(launcher: CoreLauncher):
+    with await launcher.launch():
+        waiting = asyncio.ensure_future(launcher.ended())
         await asyncio.sleep(0.01)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        carrier.kill()
+        launcher.kill()
         async with asyncio.timeout(20):
-            await carrier.ended()
+            await launcher.ended()
 
 
 async def test_the_exit_is_told_by_signal_and_by_code():
-    carrier = ProcessLauncher()
-    with await carrier.launch():
-        assert carrier.pid is not None
-        os.kill(carrier.pid, signal.SIGKILL)
-        assert "was killed by SIGKILL" in await carrier.ended()
+    launcher = ProcessLauncher()
+    with await launcher.launch():
+        assert launcher.pid is not None
+        os.kill(launcher.pid, signal.SIGKILL)
+        assert "was killed by SIGKILL" in await launcher.ended()
 
 
 async def test_lines_of_stderr_are_passed_on_and_the_last_one_kept():
     lines: list[str] = []
-    carrier = ProcessLauncher(on_line=lines.append)
-    with await carrier.launch() as sock:
+    launcher = ProcessLauncher(on_line=lines.append)
+    with await launcher.launch() as sock:
         sock.sendall(encode_frames([b"not msgpack"]))
-        text = await carrier.ended()
+        text = await launcher.ended()
     assert text == "exited with code 1: what it logged before says why"
-    assert carrier.pid is not None
+    assert launcher.pid is not None

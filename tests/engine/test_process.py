@@ -52,7 +52,7 @@ async def test_a_child_uses_our_search_path_and_not_its_directory(
     """A file in the working directory must not replace a module of the library."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "argparse.py").write_text("raise SystemExit('hijacked')\n")
-    carrier = ProcessLauncher()
-    with await carrier.launch() as sock:
+    launcher = ProcessLauncher()
+    with await launcher.launch() as sock:
         sock.sendall(START + STOP)
-        assert await carrier.ended() == "exited with code 0"
+        assert await launcher.ended() == "exited with code 0"

@@ -85,7 +85,7 @@ class Pair:
             CoreClient(
                 given,
                 CoreClientOptions(restart=policy),
-                make_carrier=functools.partial(self.shared.carrier, member),
+                make_launcher=functools.partial(self.shared.launcher, member),
             )
             for member, (given, policy) in enumerate(
                 zip((first, second), policies or (FAST, FAST), strict=True)
@@ -243,7 +243,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing_behind():
 async def test_threads_share_a_family_too():
     family = WeightSharingGroup()
     clients = [
-        CoreClient(spec(), CoreClientOptions(), make_carrier=lambda: ThreadLauncher(family))
+        CoreClient(spec(), CoreClientOptions(), make_launcher=lambda: ThreadLauncher(family))
         for _ in range(2)
     ]
     await asyncio.gather(*(client.start() for client in clients))
@@ -253,7 +253,7 @@ async def test_threads_share_a_family_too():
     await clients[1].stop()
 
 
-# ------------------------------------------------------------------ carriers
+# ------------------------------------------------------------------ launchers
 
 
 @pytest.fixture
@@ -261,19 +261,19 @@ def shared() -> SharedCoreProcess:
     return SharedCoreProcess(2, on_line=lambda line: None)
 
 
-async def ended(*carriers: Any) -> list[str]:
+async def ended(*launchers: Any) -> list[str]:
     async with asyncio.timeout(20):
-        return await asyncio.gather(*(carrier.ended() for carrier in carriers))
+        return await asyncio.gather(*(launcher.ended() for launcher in launchers))
 
 
 async def test_the_first_who_launches_starts_the_process_for_all(shared: SharedCoreProcess):
-    carriers = [shared.carrier(member) for member in range(2)]
+    launchers = [shared.launcher(member) for member in range(2)]
     assert shared.pid is None
-    socks = await asyncio.gather(*(carrier.launch() for carrier in carriers))
+    socks = await asyncio.gather(*(launcher.launch() for launcher in launchers))
     pid = shared.pid
     for sock in socks:
         sock.sendall(START + STOP)
-    texts = await ended(*carriers)
+    texts = await ended(*launchers)
     # Who ends first does not wait for the process, which the other still needs.
     goes_on = "has ended this core and goes on"
     assert all(text == goes_on or text.startswith("exited with code 0") for text in texts)
@@ -285,29 +285,29 @@ async def test_the_first_who_launches_starts_the_process_for_all(shared: SharedC
 
 
 async def test_killing_by_one_ends_all(shared: SharedCoreProcess):
-    carriers = [shared.carrier(member) for member in range(2)]
-    assert await ended(carriers[0]) == ["never started"]
-    carriers[0].kill()
-    socks = [await carrier.launch() for carrier in carriers]
-    carriers[1].kill()
-    assert await ended(*carriers) == ["was killed by SIGKILL"] * 2
+    launchers = [shared.launcher(member) for member in range(2)]
+    assert await ended(launchers[0]) == ["never started"]
+    launchers[0].kill()
+    socks = [await launcher.launch() for launcher in launchers]
+    launchers[1].kill()
+    assert await ended(*launchers) == ["was killed by SIGKILL"] * 2
     for sock in socks:
         sock.close()
 
 
 async def test_generations_do_not_mix(shared: SharedCoreProcess):
     """A member that comes again gets a new process, in which the other's old hand has no power."""
-    old = [shared.carrier(member) for member in range(2)]
-    socks = [await carrier.launch() for carrier in old]
+    old = [shared.launcher(member) for member in range(2)]
+    socks = [await launcher.launch() for launcher in old]
     first = shared.pid
-    new = shared.carrier(0)
+    new = shared.launcher(0)
     socks.append(await new.launch())
     second = shared.pid
     assert first != second
     assert await ended(*old) == ["was killed by SIGKILL"] * 2
-    for carrier in old:
-        carrier.kill()
-    late = shared.carrier(1)
+    for launcher in old:
+        launcher.kill()
+    late = shared.launcher(1)
     socks.append(await late.launch())
     assert shared.pid == second
     for sock in socks[2:]:
@@ -318,26 +318,26 @@ async def test_generations_do_not_mix(shared: SharedCoreProcess):
 
 
 async def test_a_member_that_comes_after_the_end_begins_a_generation(shared: SharedCoreProcess):
-    alone = shared.carrier(0)
+    alone = shared.launcher(0)
     with await alone.launch() as sock:
         sock.sendall(START + STOP)
         assert await ended(alone) == ["exited with code 0"]  # nobody came to the other host
-    other = shared.carrier(1)
+    other = shared.launcher(1)
     with await other.launch() as sock:
         sock.sendall(START + STOP)
         assert await ended(other) == ["exited with code 0"]
 
 
 async def test_waiting_for_the_end_may_be_cancelled_and_repeated(shared: SharedCoreProcess):
-    carriers = [shared.carrier(member) for member in range(2)]
-    socks = [await carrier.launch() for carrier in carriers]
-    waiting = asyncio.ensure_future(carriers[0].ended())
+    launchers = [shared.launcher(member) for member in range(2)]
+    socks = [await launcher.launch() for launcher in launchers]
+    waiting = asyncio.ensure_future(launchers[0].ended())
     await asyncio.sleep(0.01)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    carriers[0].kill()
-    assert await ended(*carriers) == ["was killed by SIGKILL"] * 2
+    launchers[0].kill()
+    assert await ended(*launchers) == ["was killed by SIGKILL"] * 2
     for sock in socks:
         sock.close()
 
@@ -347,5 +347,5 @@ async def test_a_process_that_cannot_be_started_leaves_nothing(
 ):
     monkeypatch.setattr("sys.executable", "/no/such/python")
     with pytest.raises(FileNotFoundError):
-        await shared.carrier(0).launch()
+        await shared.launcher(0).launch()
     assert shared.pid is None

@@ -54,28 +54,28 @@ class Watched:
     """A client and the processes of its cores."""
 
     def __init__(self, given: EngineSpec, stall_timeout: float, canary_interval: float) -> None:
-        self.carriers: list[ProcessLauncher] = []
+        self.launchers: list[ProcessLauncher] = []
         self.reasons: list[str] = []
         self.client = CoreClient(
             given,
             CoreClientOptions(
                 restart=OFTEN, stall_timeout=stall_timeout, canary_interval=canary_interval
             ),
-            make_carrier=self.carrier,
+            make_launcher=self.launcher,
             on_state=lambda state, reason: self.reasons.append(f"{state.value}: {reason}"),
         )
 
-    def carrier(self) -> ProcessLauncher:
-        self.carriers.append(ProcessLauncher(on_line=lambda line: None))
-        return self.carriers[-1]
+    def launcher(self) -> ProcessLauncher:
+        self.launchers.append(ProcessLauncher(on_line=lambda line: None))
+        return self.launchers[-1]
 
     def send(self, what: signal.Signals) -> None:
-        pid = self.carriers[-1].pid
+        pid = self.launchers[-1].pid
         assert pid is not None
         os.kill(pid, what)
 
     def rests(self) -> bool:
-        page = self.carriers[-1].page
+        page = self.launchers[-1].page
         return page is not None and page.look().what == "its sleep"
 
     async def ready_again(self) -> None:
@@ -180,7 +180,7 @@ async def test_a_core_that_stalls_takes_those_of_its_process_with_it():
         CoreClient(
             spec(),
             CoreClientOptions(restart=OFTEN, stall_timeout=TIMEOUT),
-            make_carrier=functools.partial(shared.carrier, member),
+            make_launcher=functools.partial(shared.launcher, member),
         )
         for member in range(2)
     ]
@@ -213,18 +213,19 @@ def test_a_pause_of_node_and_core_is_no_stall():
         from pdserve.testing.sinks import CheckingSink
 
         async def main():
-            carriers = []
+            launchers = []
             def make():
-                carriers.append(ProcessLauncher())
-                return carriers[-1]
+                launchers.append(ProcessLauncher())
+                return launchers[-1]
             spec = EngineSpec(engine=ENGINE, model="", options={{"step_ms": "20"}})
-            client = CoreClient(spec, CoreClientOptions(stall_timeout={TIMEOUT}), make_carrier=make)
+            options = CoreClientOptions(stall_timeout={TIMEOUT})
+            client = CoreClient(spec, options, make_launcher=make)
             await client.start()
             sampling = SamplingParams(max_tokens=150)
             request = GenerateRequest(request_id="r", model="m", prompt=[5], sampling=sampling)
             sink = CheckingSink(client, request)
             await sink.some()
-            print(carriers[0].pid, flush=True)
+            print(launchers[0].pid, flush=True)
             ledger = await sink.wait()
             print(client.stalls, client.restarts, len(ledger.tokens[0]), flush=True)
             await client.stop()

@@ -37,7 +37,7 @@ class TestEcho(EngineConformance):
         self.spec = EngineSpec(engine=ECHO, model=str(tmp_path), max_sequences=4)
 
     def make_engine(self) -> Engine:
-        return CoreClient(self.spec, make_carrier=ThreadLauncher)
+        return CoreClient(self.spec, make_launcher=ThreadLauncher)
 
 
 def request(prompt: list[int]) -> GenerateRequest:

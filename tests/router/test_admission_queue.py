@@ -17,8 +17,8 @@ F = life("f")
 
 def held(number: int, cost: float = 1.0, arrived: float = 0.0, **wants: Any) -> QueuedRequest:
     deadline = wants.pop("deadline", None)
-    question = replace(route(), request_id=str(number), **wants)
-    return QueuedRequest(question, F, lambda outcome: None, arrived, cost, deadline, number)
+    request = replace(route(), request_id=str(number), **wants)
+    return QueuedRequest(request, F, lambda outcome: None, arrived, cost, deadline, number)
 
 
 def order(queue: AdmissionQueue) -> list[int]:
@@ -70,7 +70,7 @@ def test_tenants_share_by_seconds_and_weight():
     for _ in range(60):
         item = queue.take(lambda item: True)
         assert item is not None
-        seconds[item.question.tenant] += int(item.cost)
+        seconds[item.request.tenant] += int(item.cost)
     assert abs(seconds["many"] - seconds["long"]) <= 2
     assert abs(seconds["heavy"] - 2 * seconds["many"]) <= 3
 
@@ -95,8 +95,8 @@ def test_who_comes_back_owes_what_it_had():
 
 def test_who_does_not_fit_is_passed_over():
     queue = filled(held(1, 1.0, allowed=("w9",)), held(2, 2.0))
-    assert (len(queue), len(queue.wishes)) == (2, 1)
-    item = queue.take(lambda item: item.wish is None)
+    assert (len(queue), len(queue.filters)) == (2, 1)
+    item = queue.take(lambda item: item.worker_filter is None)
     assert item is not None
     assert item.number == 2
     assert queue.take(lambda item: False) is None
@@ -155,7 +155,7 @@ def test_every_question_leaves_once_whatever_happens(seed):
     gone += [waiting.pop(number) for number in order(queue)]
     assert not waiting
     assert len({item.number for item in gone}) == len(gone)
-    assert (len(queue), queue.bytes, queue.work, len(queue.wishes)) == (0, 0, 0.0, 0)
+    assert (len(queue), queue.bytes, queue.work, len(queue.filters)) == (0, 0, 0.0, 0)
     assert queue.next_deadline is None
 
 

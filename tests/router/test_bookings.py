@@ -38,8 +38,8 @@ class Ledger(Bookings):
         self.worker_up(W)
         self.peer_up(R)
 
-    def book(self, now=0.0, worker=W, asker=F, sequences=1, tokens=100) -> int:
-        return self.place(now, worker, asker, sequences, tokens).id
+    def book(self, now=0.0, worker=W, frontend=F, sequences=1, tokens=100) -> int:
+        return self.place(now, worker, frontend, sequences, tokens).id
 
 
 @pytest.fixture
@@ -201,9 +201,9 @@ def test_a_new_life_of_the_worker_ends_what_the_old_one_had(ledger):
 
 
 def test_its_frontend_is_gone(ledger):
-    mine, other = ledger.book(asker=F), ledger.book(asker=G)
-    ledger.asker_gone(F)
-    assert ledger.heard == [(mine, BookingEnd.ASKER_GONE)]
+    mine, other = ledger.book(frontend=F), ledger.book(frontend=G)
+    ledger.frontend_gone(F)
+    assert ledger.heard == [(mine, BookingEnd.FRONTEND_GONE)]
     assert ledger.release(other)
 
 
@@ -258,7 +258,7 @@ def test_they_end_by_their_owners_word_only(ledger):
     ledger.peer_placed(R, booked(5, W))
     assert not ledger.release(5)
     assert ledger.expire(1e9) == 0
-    ledger.asker_gone(F)
+    ledger.frontend_gone(F)
     assert ledger.load(W.node) == (1, 100)
     ledger.peer_ended(R, 5)
     ledger.peer_ended(R, 5)
@@ -322,7 +322,7 @@ class Entry(NamedTuple):
 
     id: int
     worker: NodeLife
-    asker: NodeLife | None
+    frontend: NodeLife | None
     owner: NodeLife | None
     charge: BookedLoad
     runs_out: float
@@ -330,7 +330,7 @@ class Entry(NamedTuple):
 
 NODES = ("w1", "w2")
 PEERS = (life("r1"), life("r2"))
-ASKERS = (life("f1"), life("f1", 2), life("f2"))
+FRONTENDS = (life("f1"), life("f1", 2), life("f2"))
 indexes = st.integers(0, 1 << 16)
 workers = st.builds(life, st.sampled_from(NODES), st.integers(1, 2))
 charges = st.builds(BookedLoad, st.integers(0, 5), st.integers(0, 1000))
@@ -433,9 +433,9 @@ class LedgerMachine(RuleBasedStateMachine):
         if worker in self.up:
             self.model_gone(worker)
 
-    def asker_gone(self, asker):
-        self.ledger.asker_gone(asker)
-        self.finish(self.own(asker=asker), BookingEnd.ASKER_GONE)
+    def frontend_gone(self, frontend):
+        self.ledger.frontend_gone(frontend)
+        self.finish(self.own(frontend=frontend), BookingEnd.FRONTEND_GONE)
 
     def peer_up(self, router):
         self.ledger.peer_up(router)
@@ -455,21 +455,21 @@ class LedgerMachine(RuleBasedStateMachine):
     def router_comes_or_goes(self, router, up):
         (self.peer_up if up else self.peer_gone)(router)
 
-    @rule(asker=st.sampled_from(ASKERS))
-    def frontend_goes(self, asker):
-        self.asker_gone(asker)
+    @rule(frontend=st.sampled_from(FRONTENDS))
+    def frontend_goes(self, frontend):
+        self.frontend_gone(frontend)
 
     # ---- decisions
 
-    @rule(at=indexes, asker=st.sampled_from(ASKERS), charge=charges)
-    def place(self, at, asker, charge):
+    @rule(at=indexes, frontend=st.sampled_from(FRONTENDS), charge=charges)
+    def place(self, at, frontend, charge):
         if not self.up:
             return
         worker = sorted(self.up)[at % len(self.up)]
-        booking = self.ledger.place(self.now, worker, asker, charge[0], charge[1], at, 0.1 * at)
+        booking = self.ledger.place(self.now, worker, frontend, charge[0], charge[1], at, 0.1 * at)
         assert booking.id not in self.every
         self.every.append(booking.id)
-        entry = Entry(booking.id, worker, asker, None, charge, self.now + TTL)
+        entry = Entry(booking.id, worker, frontend, None, charge, self.now + TTL)
         self.open[booking.id] = entry
 
     @rule(at=indexes, stale=st.booleans())

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 F, W1, W2, R = life("f"), life("w1"), life("w2"), life("r")
 
 
-def placed(core: RouterCore, now: float, asker: NodeLife, question: RouteRequest) -> Booking:
-    """Of a question that is not held."""
-    answer = core.offer(now, asker, question, lambda _: None)
+def placed(core: RouterCore, now: float, frontend: NodeLife, request: RouteRequest) -> Booking:
+    """Of a request that is not held."""
+    answer = core.offer(now, frontend, request, lambda _: None)
     assert isinstance(answer, PlacedRequest)
     return answer.booking
 
@@ -47,8 +47,8 @@ class World:
     def ended(self, booking: Booking, why: BookingEnd) -> None:
         self.ends.append((booking.id, why))
 
-    def ask(self, model="m", *excluded: str, asker=F, n=1) -> Booking:
-        booking = placed(self.core, self.now, asker, route(model, *excluded, n=n))
+    def ask(self, model="m", *excluded: str, frontend=F, n=1) -> Booking:
+        booking = placed(self.core, self.now, frontend, route(model, *excluded, n=n))
         self.core.bookings.check()
         return booking
 
@@ -173,10 +173,10 @@ def test_whoever_dies_takes_his_bookings_along():
     other = life("g")
     world.core.bookings.peer_up(R)
     world.core.bookings.peer_placed(R, booked(5, W1))
-    mine, theirs = world.ask(asker=F), world.ask(asker=other)
+    mine, theirs = world.ask(frontend=F), world.ask(frontend=other)
     for gone in (F, R):
         world.core.gone(0.0, gone)
-    assert world.ends == [(mine.id, BookingEnd.ASKER_GONE)]
+    assert world.ends == [(mine.id, BookingEnd.FRONTEND_GONE)]
     assert world.core.bookings.release(theirs.id)
     for worker in (W1, W2):
         assert world.core.bookings.load(worker.node) == (0, 0)
@@ -196,7 +196,7 @@ def test_without_reports_all_bookings_count_again():
 def test_what_a_policy_raises_leaves_no_booking():
     world = World("w1")
 
-    def broken(question, state, random):
+    def broken(request, state, random):
         raise ZeroDivisionError
 
     world.core = RouterCore(RouterConfig(hold_work=0), broken, Random(1))
@@ -221,7 +221,7 @@ def test_the_block_with_the_last_token_is_never_believed_to_be_reusable():
     core.worker(0.0, facts("w1"))
     names = bytes(range(16))
     for tokens, overlap in ((64, 0), (64, 1), (65, 2)):
-        question = replace(route("m"), prompt_tokens=tokens, names=names, block_size=32)
-        answer = core.offer(0.0, F, question, lambda _: None)
+        request = replace(route("m"), prompt_tokens=tokens, names=names, block_size=32)
+        answer = core.offer(0.0, F, request, lambda _: None)
         assert isinstance(answer, PlacedRequest)
         assert answer.routed.overlap_blocks == overlap

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 F, G, R = life("f"), life("g"), life("r")
 WORK = LatencyModel().prefill(1000)
-"""Of one question below: about 0.12 s, so that one closes a worker."""
+"""Of one request below: about 0.12 s, so that one closes a worker."""
 STARTED = FirstTokenStats(0, 0.0, 0.0, 0.0)
 
 
 class World:
-    """A router core with workers of eight sequences, a clock, and the outcome of every question."""
+    """A router core with workers of eight sequences, a clock, and the outcome of every request."""
 
     def __init__(self, *nodes: str, policy: Any = choose, **changes: Any) -> None:
         self.now = 100.0
@@ -50,15 +50,15 @@ class World:
     def worker(self, node: str, **changes: Any) -> None:
         self.core.worker(self.now, facts(node, max_sequences=8, **changes))
 
-    def ask(self, asker: NodeLife = F, prompt_tokens: int = 1000, **wants: Any) -> str:
+    def ask(self, frontend: NodeLife = F, prompt_tokens: int = 1000, **wants: Any) -> str:
         self.asked += 1
         name = f"q{self.asked}"
-        question: RouteRequest = replace(
+        request: RouteRequest = replace(
             route(prompt_tokens=prompt_tokens), request_id=name, **wants
         )
         told = self.outcomes[name] = []
         try:
-            outcome = self.core.offer(self.now, asker, question, told.append)
+            outcome = self.core.offer(self.now, frontend, request, told.append)
         except PdserveError as error:
             told.append(error)
         else:
@@ -196,7 +196,7 @@ def test_who_has_a_place_is_not_held_but_refused_while_nobody_else_is_open():
 
 
 def test_who_has_a_place_goes_to_an_open_worker_even_if_the_policy_likes_another():
-    def first(question, state, random):
+    def first(request, state, random):
         return state.workers[0]
 
     world = World("w1", "w2", policy=first)
@@ -362,8 +362,8 @@ def test_a_router_that_leaves_answers_and_holds_nobody():
 def test_a_policy_that_fails_costs_one_question():
     calls = []
 
-    def fragile(question, state, random):
-        calls.append(question.request_id)
+    def fragile(request, state, random):
+        calls.append(request.request_id)
         if len(calls) == 2:
             raise ZeroDivisionError
         return state.workers[0]
@@ -461,9 +461,9 @@ def test_who_states_no_limit_is_never_refused_for_it():
 def test_an_explanation_changes_nothing():
     world = World("w1", "w2")
     world.worker("w3", draining=True)
-    question = replace(route("m", "w2"), request_id="x")
+    request = replace(route("m", "w2"), request_id="x")
     before = world.core.numbers.offered
-    told = world.core.explain(world.now, question)
+    told = world.core.explain(world.now, request)
     assert (told.worker, told.refusal, told.held) == ("w1", "", 0)
     assert [(c.worker, c.standing, c.chosen) for c in told.candidates] == [
         ("w1", "sound", True),
@@ -475,7 +475,7 @@ def test_an_explanation_changes_nothing():
     assert world.core.numbers.offered == before
     world.ask(allowed=("w1",))
     waiting = world.ask(allowed=("w1",))
-    told = world.core.explain(world.now, replace(question, excluded=("w2",)))
+    told = world.core.explain(world.now, replace(request, excluded=("w2",)))
     assert told.worker is None
     assert "held" in told.refusal
     assert told.held == 1
@@ -592,7 +592,7 @@ def test_idle_workers_do_not_keep_the_timer_busy():
 
 
 def test_an_answer_that_makes_others_go_away_is_no_trouble():
-    """A link that breaks while it is written to takes all of its questions along."""
+    """A link that breaks while it is written to takes all of its requests along."""
     world = World("w1", booking_ttl=1000.0)
     world.core.worker(world.now, facts("x", "n", max_sequences=1))
     for model in "mn":
@@ -617,7 +617,7 @@ def test_an_answer_that_makes_others_go_away_is_no_trouble():
 def test_a_policy_may_only_choose_who_was_offered(held):
     seen = []
 
-    def stubborn(question, state, random):
+    def stubborn(request, state, random):
         seen.extend(state.workers)
         return seen[0]
 
@@ -646,9 +646,9 @@ def test_equal_wishes_are_looked_up_once(monkeypatch):
     asked = []
     among = world.core._among
 
-    def counted(question, view):
-        asked.append(question)
-        return among(question, view)
+    def counted(request, view):
+        asked.append(request)
+        return among(request, view)
 
     monkeypatch.setattr(world.core, "_among", counted)
     world.look()

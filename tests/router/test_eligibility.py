@@ -21,12 +21,12 @@ A, B, C = view("a"), view("b"), view("c")
 
 
 def decided(model: ModelView, *excluded: str) -> WorkerView | RouteRejection:
-    question = route("m", *excluded)
-    found = candidates(question, model)
+    request = route("m", *excluded)
+    found = candidates(request, model)
     if isinstance(found, RouteRejection):
         return found
     assert model.last is not None
-    return round_robin.choose(question, RoutingState(found, model.last), Random())
+    return round_robin.choose(request, RoutingState(found, model.last), Random())
 
 
 @pytest.mark.parametrize(
@@ -100,17 +100,19 @@ def test_every_reason_has_words():
 )
 def test_a_request_has_filters_of_its_own(wants, adapted, found):
     """Its own workers in doubt are better than none of its own."""
-    question = replace(route(), **wants)
+    request = replace(route(), **wants)
     model = ModelView(sound=(A, B), doubtful=(C,), known=True)
-    got = candidates(question, model, adapted)
+    got = candidates(request, model, adapted)
     assert (got.why if isinstance(got, RouteRejection) else got) == found
 
 
 def test_an_explanation_says_why_a_worker_is_left_out():
-    question = replace(route("m", "a"), allowed=(NodeId("a"), NodeId("b")))
-    wish = WorkerFilter.of(question)
-    words = [explain_eligibility(wish, worker, WorkerEligibility.SOUND) for worker in (A, B, C)]
+    request = replace(route("m", "a"), allowed=(NodeId("a"), NodeId("b")))
+    worker_filter = WorkerFilter.of(request)
+    words = [
+        explain_eligibility(worker_filter, worker, WorkerEligibility.SOUND) for worker in (A, B, C)
+    ]
     assert words == ["excluded by the request", "sound", "not allowed by the request"]
-    assert explain_eligibility(wish, A, WorkerEligibility.DRAINING) == "draining"
+    assert explain_eligibility(worker_filter, A, WorkerEligibility.DRAINING) == "draining"
     adapted = WorkerFilter.of(replace(route(), lora="wit"))
     assert "adapter" in explain_eligibility(adapted, A, WorkerEligibility.SOUND, set())

@@ -156,7 +156,7 @@ def test_nothing_is_remembered_of_bookings_that_are_gone():
 class World:
     """Two workers; all work has been given to the first while the second was away."""
 
-    def __init__(self, uncomputed: int = 0, decode: bool = False, **question) -> None:
+    def __init__(self, uncomputed: int = 0, decode: bool = False, **request) -> None:
         self.now = 100.0
         self.core = RouterCore(
             RouterConfig(hold_work=0.0), choose, Random(1), clock=lambda: self.now
@@ -165,7 +165,7 @@ class World:
         self.ids = []
         for _ in range(6):
             outcome = self.core.offer(
-                self.now, F, replace(route(prompt_tokens=10_000), **question), lambda outcome: None
+                self.now, F, replace(route(prompt_tokens=10_000), **request), lambda outcome: None
             )
             assert isinstance(outcome, PlacedRequest)
             self.ids.append(outcome.booking.id)

@@ -190,7 +190,7 @@ async def test_a_booking_that_never_came_to_its_worker_runs_out() -> None:
 
 @virtually
 async def test_whoever_dies_takes_its_bookings_along() -> None:
-    for dead, why in (("a", {BookingEnd.WORKER_GONE: 2}), ("f", {BookingEnd.ASKER_GONE: 4})):
+    for dead, why in (("a", {BookingEnd.WORKER_GONE: 2}), ("f", {BookingEnd.FRONTEND_GONE: 4})):
         async with world() as w:
             router = await w.router("r")
             await w.worker("a")
@@ -400,9 +400,9 @@ def _large(*excluded: str, **wants: Any) -> RouteRequest:
     return replace(route("tiny", *excluded, prompt_tokens=2000), **wants)
 
 
-async def _asks(w: World, question: RouteRequest, router: str = "r") -> asyncio.Task[RouteDecision]:
+async def _asks(w: World, request: RouteRequest, router: str = "r") -> asyncio.Task[RouteDecision]:
     link = await w.nodes.nodes["f"].link(NodeId(router), timeout=1.0)
-    asking = asyncio.ensure_future(link.request(ROUTE, question, timeout=60.0))
+    asking = asyncio.ensure_future(link.request(ROUTE, request, timeout=60.0))
     await asyncio.sleep(0.05)
     return asking
 

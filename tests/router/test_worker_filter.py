@@ -1,4 +1,4 @@
-"""Wishes of questions that wait, and what looking at them costs."""
+"""Wishes of requests that wait, and what looking at them costs."""
 
 from __future__ import annotations
 
@@ -39,82 +39,82 @@ def crowd(sound: str = "", doubtful: str = "", adapted: str = "") -> WorkerSet:
     ],
 )
 def test_a_wish_meets_workers_that_it_allows(allowed, excluded, workers, meets) -> None:
-    wish = WorkerFilter(frozenset(names(*allowed)), frozenset(names(*excluded)), "")
-    assert wish.meets(frozenset(names(*workers))) == meets
+    worker_filter = WorkerFilter(frozenset(names(*allowed)), frozenset(names(*excluded)), "")
+    assert worker_filter.meets(frozenset(names(*workers))) == meets
 
 
 def test_equal_wishes_are_one_and_end_with_their_last_question() -> None:
-    wishes = WorkerFilters()
-    assert wishes.add(route()) is None
-    first = wishes.add(replace(route(), excluded=names("a", "b")))
-    second = wishes.add(replace(route(), excluded=names("b", "a")))
+    filters = WorkerFilters()
+    assert filters.add(route()) is None
+    first = filters.add(replace(route(), excluded=names("a", "b")))
+    second = filters.add(replace(route(), excluded=names("b", "a")))
     assert first is second
     assert first is not None
-    assert len(wishes) == 1
-    wishes.remove(first)
-    assert len(wishes) == 1
-    wishes.remove(first)
-    assert len(wishes) == 0
+    assert len(filters) == 1
+    filters.remove(first)
+    assert len(filters) == 1
+    filters.remove(first)
+    assert len(filters) == 0
 
 
-def wished(wishes: WorkerFilters, **wants: object) -> WorkerFilter:
-    wish = wishes.add(replace(route(), **wants))
-    assert wish is not None
-    return wish
+def wished(filters: WorkerFilters, **wants: object) -> WorkerFilter:
+    worker_filter = filters.add(replace(route(), **wants))
+    assert worker_filter is not None
+    return worker_filter
 
 
 def test_doubtful_workers_are_open_only_to_those_that_have_no_sound_one() -> None:
-    wishes = WorkerFilters()
-    only_d = wished(wishes, allowed=names("d"))
-    either = wished(wishes, allowed=names("a", "d"))
-    nobody = wished(wishes, allowed=names("x"))
+    filters = WorkerFilters()
+    only_d = wished(filters, allowed=names("d"))
+    either = wished(filters, allowed=names("a", "d"))
+    nobody = wished(filters, allowed=names("x"))
     everybody, open_ = crowd("ab", "d"), crowd("b", "d")
-    assert [wishes.is_open(w, everybody, open_) for w in (only_d, either, nobody)] == [
+    assert [filters.is_open(w, everybody, open_) for w in (only_d, either, nobody)] == [
         True,
         False,
         False,
     ]
-    assert not wishes.possible(nobody, everybody)
+    assert not filters.possible(nobody, everybody)
 
 
 def test_an_adapter_narrows_the_crowd() -> None:
-    wishes = WorkerFilters()
-    wish = wished(wishes, lora="fr")
+    filters = WorkerFilters()
+    worker_filter = wished(filters, lora="fr")
     everybody = crowd("ab", adapted="a")
-    assert wishes.possible(wish, everybody)
-    assert not wishes.is_open(wish, everybody, crowd("b", adapted="a"))
-    assert wishes.is_open(wish, everybody, crowd("a", adapted="a"))
+    assert filters.possible(worker_filter, everybody)
+    assert not filters.is_open(worker_filter, everybody, crowd("b", adapted="a"))
+    assert filters.is_open(worker_filter, everybody, crowd("a", adapted="a"))
     assert everybody.having("fr") is everybody.having("fr")
 
 
 def busy_core(workers: int, held: int, many: int) -> RouterCore:
-    """Workers with enough to do, and questions that wait, each with so many names of its own."""
+    """Workers with enough to do, and requests that wait, each with so many names of its own."""
     core = RouterCore(RouterConfig(), choose, Random(1), clock=lambda: 100.0)
     for i in range(workers):
         core.worker(100.0, facts(f"w{i}", max_sequences=1))
         core.offer(100.0, life("f"), route(prompt_tokens=1000), lambda outcome: None)
     for i in range(held):
-        wish = names(*(f"x{i}-{j}" for j in range(many)))
-        question = replace(route(prompt_tokens=1000), excluded=wish)
+        worker_filter = names(*(f"x{i}-{j}" for j in range(many)))
+        request = replace(route(prompt_tokens=1000), excluded=worker_filter)
         assert isinstance(
-            core.offer(100.0, life("f"), question, lambda outcome: None), QueuedRequest
+            core.offer(100.0, life("f"), request, lambda outcome: None), QueuedRequest
         )
     return core
 
 
 def test_a_look_costs_no_more_than_the_wishes_that_wait() -> None:
-    """It was workers times names times wishes: a fifth of a second with each first token."""
+    """It was workers times names times filters: a fifth of a second with each first token."""
     core = busy_core(workers=8, held=20, many=64)
     (queue,) = core._queues.values()
     core.look(100.0)
-    assert queue.wishes.judged <= 2 * 20
-    before = queue.wishes.judged
+    assert queue.filters.judged <= 2 * 20
+    before = queue.filters.judged
     for _ in range(10):
         core.look(100.0)
-    assert queue.wishes.judged == before, "neither the workers nor who is open have changed"
+    assert queue.filters.judged == before, "neither the workers nor who is open have changed"
     core.worker(100.0, facts("another", max_sequences=1))
     core.look(100.0)
-    assert queue.wishes.judged <= before + 3 * 20
+    assert queue.filters.judged <= before + 3 * 20
     core.check()
 
 
@@ -122,5 +122,5 @@ def test_the_names_of_a_wish_count_as_memory() -> None:
     plain = busy_core(workers=1, held=1, many=0)
     wishing = busy_core(workers=1, held=1, many=100)
     (less,), (more,) = ([q.bytes for q in core._queues.values()] for core in (plain, wishing))
-    question = replace(route(), excluded=names(*(f"x0-{j}" for j in range(100))))
-    assert more - less == filter_bytes(question) > 100 * 100
+    request = replace(route(), excluded=names(*(f"x0-{j}" for j in range(100))))
+    assert more - less == filter_bytes(request) > 100 * 100

@@ -119,7 +119,7 @@ async def test_an_asker_that_gives_up_ends_the_asking() -> None:
 async def test_askers_are_bounded() -> None:
     async with visited("a", "b") as (nodes, link):
         nodes.nodes["b"].serve(REPORT, lambda question, call: None)
-        many = status._ASKERS + 3
+        many = status._CALLERS + 3
         outcomes = await asyncio.gather(
             *(link.request(STATUS, StatusQuery(), timeout=3.0) for _ in range(many)),
             return_exceptions=True,

@@ -554,7 +554,7 @@ HANDOFF_BUGS: Final[dict[str, PlantedBug]] = {
     "shared blocks of an attempt stay held": PlantedBug(
         "pdserve.engine_core.kv_transfer.receiver", "KvReceiver._end", _leaks_shared, "blocks leak"
     ),
-    "a promise is not given back": PlantedBug(
+    "a reservation is not given back": PlantedBug(
         "pdserve.engine_core.scheduler.reservations",
         "BlockReservations.end",
         _keeps_budget,
@@ -636,7 +636,7 @@ MIGRATION_BUGS: Final[dict[str, PlantedBug]] = {
         _prepares_on,
         "engines work for nobody",
     ),
-    "wishes to be rid of a request are not heard": PlantedBug(
+    "hints to migrate a request are ignored": PlantedBug(
         "pdserve.frontend.dispatch.dispatched_request",
         "DispatchedRequest.unwanted",
         _never,
@@ -672,7 +672,7 @@ MIGRATION_BUGS: Final[dict[str, PlantedBug]] = {
         _begins_anew,
         "nothing ends in time",
     ),
-    "a core that stands still is not noticed": PlantedBug(
+    "a stalled core is not noticed": PlantedBug(
         "pdserve.engine.watchdog", "StallWatchdog.look", _never, "requests hang"
     ),
 }

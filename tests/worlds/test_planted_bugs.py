@@ -101,17 +101,17 @@ DRAINS = [Fault("drain", 0.0, 0.5, worker, "", 10.0) for worker in THREE]
 MIGRATION_FAULTS = {
     "a worker that is left goes on": DRAINS,
     "a warm-up outlives its request": DRAINS,
-    "wishes to be rid of a request are not heard": DRAINS[:1],
+    "hints to migrate a request are ignored": DRAINS[:1],
     "a draining worker asks nobody": DRAINS[:1],
     "a draining worker asks for one request of each channel": DRAINS[:1],
     "poison is not counted": [],
     "a failed step is a request's end": [Fault("step", 0.0, 1.0, "w0", "", 1.0)],
     "a deadline begins anew": DRAINS[:1],
-    "a core that stands still is not noticed": [Fault("stall", 0.0, 25.0, "w0")],
+    "a stalled core is not noticed": [Fault("stall", 0.0, 25.0, "w0")],
 }
 """What must go wrong; for the others workers die."""
 PACES = {
-    "wishes to be rid of a request are not heard": 0.15,
+    "hints to migrate a request are ignored": 0.15,
     "a draining worker asks nobody": 0.15,
     "a draining worker asks for one request of each channel": 0.15,
     "a deadline begins anew": 0.15,

@@ -152,7 +152,7 @@ class LoopKvConnector:
         self._moved: deque[ConnectorEvent] = deque()
         self._loop = asyncio.get_running_loop()
         self._tasks = Tasks("the engine's transports", self._task_failed)
-        self._questions = ControlRpc(lambda question: self.emit(NodeMessage(question)))
+        self._rpc = ControlRpc(lambda call: self.emit(NodeMessage(call)))
         self._pool: _Pool | None = None
         self._peer_paths: PeerPaths | None = None
         self._turn: asyncio.Task[None] | None = None
@@ -196,7 +196,7 @@ class LoopKvConnector:
             pool.regions,
             self._backends,
             pool.offers,
-            self._questions,
+            self._rpc,
             self._tasks,
             self._look_soon,
             self._draw(),
@@ -228,7 +228,7 @@ class LoopKvConnector:
     async def _end(self) -> None:
         if self._look is not None:
             self._look.cancel()
-        self._questions.close()
+        self._rpc.close()
         turn, peer_paths = self._turn, self._peer_paths
         if peer_paths is not None:
             peer_paths.closing = True
@@ -372,7 +372,7 @@ class LoopKvConnector:
             return
         match command:
             case OutboundControlReply():
-                self._questions.answered(command)
+                self._rpc.answered(command)
             case InboundControl():
                 self._call(command)
             case PeerGone():

@@ -83,7 +83,7 @@ class PeerPaths:
         regions: Sequence[Region],
         backends: Sequence[TransferBackend],
         offers: BackendOffers,
-        questions: ControlRpc,
+        rpc: ControlRpc,
         tasks: Tasks,
         changed: Callable[[], None],
         life: int,
@@ -102,7 +102,7 @@ class PeerPaths:
         self._backends = {b.name: b for b in backends if b.name in offers.places}
         self._offers = offers
         self._choices = BackendSelector([b.name for b in backends], offers)
-        self._questions = questions
+        self._rpc = rpc
         self._tasks = tasks
         self._changed = changed
         self._transports: dict[str, KvTransport] = {}
@@ -122,7 +122,7 @@ class PeerPaths:
         to peers."""
         for name, backend in self._backends.items():
             try:
-                transport = backend.make(self.key, self._regions, self._questions.of(name))
+                transport = backend.make(self.key, self._regions, self._rpc.of(name))
                 self._transports[name] = transport
                 # The expected rates are read now, before requests need them.
                 self._rates[name] = backend.expected()
@@ -248,7 +248,7 @@ class PeerPaths:
         return await self._connect(peer, known, choice)
 
     async def _probe(self, peer: NodeLife) -> BackendOffers:
-        answer = await self._questions.of("")(peer, BackendProbe(self.life), CONNECT_TIMEOUT)
+        answer = await self._rpc.of("")(peer, BackendProbe(self.life), CONNECT_TIMEOUT)
         if not isinstance(answer, BackendOffers):
             raise _error(TransferRefused, peer, "connect", "it did not say which back ends it has")
         return answer
@@ -339,7 +339,7 @@ class PeerPaths:
         for path in paths:
             await path.close(reason)
 
-    # ------------------------------------------------------------------ questions of peers
+    # ------------------------------------------------------------------ requests of peers
 
     async def answer(
         self, peer: NodeLife, backend: str, control: TransferControl

@@ -178,7 +178,7 @@ class KvReceiver:
     @property
     def has_work(self) -> bool:
         """Return whether `advance` can do something."""
-        if self._scheduler.may_promise:
+        if self._scheduler.may_reserve:
             return True
         return bool(self._lacking) and self._tried != self._pool.releases
 
@@ -191,7 +191,7 @@ class KvReceiver:
         it."""
         if self._lacking:
             self._look_for_blocks(now)
-        for handle, cached_tokens in self._scheduler.promise():
+        for handle, cached_tokens in self._scheduler.reserve():
             self._say(Admitted(handle, cached_tokens))
 
     def _look_for_blocks(self, now: Seconds) -> None:

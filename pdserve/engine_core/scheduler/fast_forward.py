@@ -29,14 +29,14 @@ class FastForward(SchedulerState):
         id or a command ends that sooner. In these steps the pool has enough blocks and no sequence
         is admitted; in the last one a sequence may reach its length. O(running)."""
         running, pool = self.running, self._pool
-        if not running or self._forked or self.may_promise:
+        if not running or self._forked or self.may_reserve:
             return 0
         if self.ready and len(running) < self.limits.max_sequences:
             return 0
         open_door = len(self.waiting) > 0 and len(running) < self.limits.max_sequences
         if open_door and not self._is_stuck():
             return 0
-        hungry = open_door or len(self.promises.waiting) > 0 or bool(self.promises.lacking)
+        hungry = open_door or len(self.reservations.waiting) > 0 or bool(self.reservations.lacking)
         steps = limit
         for sequence in running:
             length = len(sequence.tokens)

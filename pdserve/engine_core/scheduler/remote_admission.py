@@ -28,7 +28,7 @@ class RemoteAdmission(SchedulerState):
     """The part of a scheduler that `KvReceiver` drives."""
 
     def submit_remote(self, handle: int, request: GenerateRequest, now: Seconds) -> None:
-        """Submit a request whose prompt another worker prefills: it waits for `promise`, then for
+        """Submit a request whose prompt another worker prefills: it waits for `reserve`, then for
         `activate`.
 
         Errors: those of `submit`, and `InvalidRequest` for a request that only this engine can
@@ -42,7 +42,7 @@ class RemoteAdmission(SchedulerState):
         if end_reason(choices[0]) is not None:
             raise InvalidRequest("the given output is already complete: nothing is left to prefill")
         submission = Submission(handle, request, None, choices, remote=RemotePrefillState())
-        self.promises.waiting.push(self._enter(submission, now))
+        self.reservations.waiting.push(self._enter(submission, now))
 
     def remote(self, handle: int) -> RemotePrefillState | None:
         """The remote state of a submission; None if no other worker is to prefill it."""
@@ -53,14 +53,14 @@ class RemoteAdmission(SchedulerState):
         """The first live choice of a submission."""
         return self._submissions[handle].live[0]
 
-    # ------------------------------------------------------------------ promises
+    # ------------------------------------------------------------------ reservations
 
-    def promise(self) -> list[tuple[int, int]]:
+    def reserve(self) -> list[tuple[int, int]]:
         """Make reservations, in order, for the sequences that fit; returns each handle with the
         number of its tokens that are cached now."""
         made: list[tuple[int, int]] = []
-        while self.may_promise:
-            stem = self.promises.waiting.first()
+        while self.may_reserve:
+            stem = self.reservations.waiting.first()
             shared = self._reusable(stem)
             if not self._set_aside(stem, shared):
                 self._held = (stem, self._room)
@@ -76,14 +76,14 @@ class RemoteAdmission(SchedulerState):
         self._lacks_room = False
         pool = self._pool
         need = self._blocks_for(len(stem.tokens)) - len(shared)
-        if self._is_overtaking(stem) or not self.promises.allows(need):
+        if self._is_overtaking(stem) or not self.reservations.allows(need):
             return False
         waking = sum(not pool.references(block) for block in shared)
         need += min(len(stem.forks), pool.num_blocks - need - waking)
         if need + waking + self._spare > pool.available:
             self._lacks_room = True
             return False
-        self.promises.give(stem, need)
+        self.reservations.give(stem, need)
         return True
 
     def _is_overtaking(self, stem: Sequence) -> bool:
@@ -94,7 +94,7 @@ class RemoteAdmission(SchedulerState):
         return first is self._stuck[0] and first.order < stem.order
 
     def _is_behind(self, sequence: Sequence) -> bool:
-        stem = self.promises.first()
+        stem = self.reservations.first()
         return stem is not None and stem.order < sequence.order
 
     def bind(self, handle: int) -> tuple[list[int], list[int]] | None:
@@ -104,26 +104,26 @@ class RemoteAdmission(SchedulerState):
         shared = self._reusable(stem)
         fresh = self._pool.reserve(self._blocks_for(len(stem.tokens)) - len(shared), shared=shared)
         if fresh is None:
-            self.promises.lacking.add(handle)
+            self.reservations.lacking.add(handle)
             return None
-        self.promises.bind(handle)
+        self.reservations.bind(handle)
         return shared, fresh
 
     def unbind(self, handle: int) -> None:
         """The caller has released the blocks of `bind`: reserve the room again."""
-        self.promises.unbind(handle)
+        self.reservations.unbind(handle)
 
     def postpone(self, handle: int) -> None:
         """End a reservation that found no blocks; it is made again when the pool has them."""
         submission = self._submissions[handle]
         assert submission.remote is not None
         stem = submission.live[0]
-        self.promises.end(stem)
+        self.reservations.end(stem)
         self._loosened += 1
         submission.remote.admitted = False
-        self.promises.waiting.push(stem)
+        self.reservations.waiting.push(stem)
 
-    # ------------------------------------------------------------------ the end of a promise
+    # ------------------------------------------------------------------ the end of a reservation
 
     def prefill_here(self, handle: int) -> None:
         """End the reservation and queue the sequence by its arrival, to be computed here."""
@@ -132,7 +132,7 @@ class RemoteAdmission(SchedulerState):
 
     def _fulfil(self, submission: Submission) -> Sequence:
         stem = submission.live[0]
-        self.promises.end(stem)
+        self.reservations.end(stem)
         self._loosened += 1
         submission.remote = None
         return stem

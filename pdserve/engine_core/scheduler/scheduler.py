@@ -133,7 +133,7 @@ class Scheduler(RemoteAdmission, FastForward):
         for sequence in submission.live:
             self._take_out(sequence)
         if submission.remote is not None:
-            self.promises.end(submission.live[0])
+            self.reservations.end(submission.live[0])
             self._loosened += 1
         self._forget(submission)
 
@@ -190,7 +190,7 @@ class Scheduler(RemoteAdmission, FastForward):
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for blocks, for a place in the batch or for a reservation."""
-        return len(self.waiting) + len(self.ready) + len(self.promises.waiting)
+        return len(self.waiting) + len(self.ready) + len(self.reservations.waiting)
 
     def uncomputed(self) -> int:
         """Prompt tokens that no step has computed yet, with the output of preempted sequences. It

@@ -103,7 +103,7 @@ class SchedulerState:
         """Sequences with blocks that a peer has filled but without a place in the batch, by
         precedence."""
         self.waiting = WaitingQueue()
-        self.promises = BlockReservations(int(limits.unfilled * pool.num_blocks))
+        self.reservations = BlockReservations(int(limits.unfilled * pool.num_blocks))
         self._pool = pool
         self._names = names
         self._submissions: dict[int, Submission] = {}
@@ -228,16 +228,16 @@ class SchedulerState:
         return room == self._room and sequence is self.waiting.first()
 
     @property
-    def may_promise(self) -> bool:
-        """Return whether `promise` may make a reservation now."""
-        stem = self.promises.first()
+    def may_reserve(self) -> bool:
+        """Return whether `reserve` may make a reservation now."""
+        stem = self.reservations.first()
         return stem is not None and self._held != (stem, self._room)
 
     @property
     def _spare(self) -> int:
         """Blocks that an admission must leave free: one per decoding sequence, and the reserved
         ones."""
-        return len(self.running) + len(self.ready) + self.promises.unbound
+        return len(self.running) + len(self.ready) + self.reservations.unbound
 
     # ------------------------------------------------------------------ blocks
 

@@ -46,7 +46,7 @@ class GroupMetrics:
         node.serve(SCRAPE, self._scrape)
 
     async def page(self, accept: str = "") -> tuple[bytes, str]:
-        """The page of the whole group. Concurrent scrapes share one question to the siblings."""
+        """The page of the whole group. Concurrent scrapes share one call of the siblings."""
         if self._asking is None or self._asking.done():
             self._asking = self._node.tasks.spawn(self._ask_all(), "numbers of siblings")
         asking = self._asking
@@ -55,8 +55,8 @@ class GroupMetrics:
         pages = [self._metrics.families(), *map(decode_families, others)]
         return self._metrics.render(accept, merge(pages))
 
-    def _scrape(self, question: Scrape, call: IncomingCall) -> MetricPage:
-        if question.group != self._group:
+    def _scrape(self, scrape: Scrape, call: IncomingCall) -> MetricPage:
+        if scrape.group != self._group:
             return MetricPage(())
         return encode_families(self._metrics.families())
 

@@ -124,7 +124,7 @@ class ClusterClient:
         """Replaced streams that still carry requests."""
         self.routers = Routers()
         self._asking: dict[NodeId, dict[asyncio.Timeout, None]] = {}
-        """The timeouts of questions without an answer, by router; to end them early."""
+        """The timeouts of routing requests without an answer, by router; to end them early."""
         self._again: dict[asyncio.Task[None], DispatchedRequest] = {}
         """Tasks that look for another worker for a request."""
         self._booked: dict[int, Assignment] = {}
@@ -195,8 +195,8 @@ class ClusterClient:
             router = await self._next_router(search)
             try:
                 link = await self._node.link(router, timeout=_LINK_TIMEOUT)
-                question = dispatched.question()
-                return router, await link.request(EXPLAIN, question, timeout=_EXPLAIN_TIMEOUT)
+                routing = dispatched.route_request()
+                return router, await link.request(EXPLAIN, routing, timeout=_EXPLAIN_TIMEOUT)
             except _DECISIONS:
                 raise
             except PdserveError as error:
@@ -333,8 +333,8 @@ class ClusterClient:
         except DeadlineExceeded as error:
             # Only the dial has timed out; the request may have time left.
             raise DialTimeout(error.message) from None
-        question = dispatched.question()
-        timeout = question.deadline or self.config.request_timeout
+        routing = dispatched.route_request()
+        timeout = routing.deadline or self.config.request_timeout
         if dispatched.patience is not None:
             timeout = min(timeout, dispatched.patience)
         asking = self._asking.setdefault(router, {})
@@ -343,7 +343,7 @@ class ClusterClient:
                 asking[patience] = None
                 try:
                     return await link.request(
-                        ROUTE, question, timeout=timeout, late=partial(self.give_back, router)
+                        ROUTE, routing, timeout=timeout, late=partial(self.give_back, router)
                     )
                 finally:
                     del asking[patience]
@@ -438,7 +438,7 @@ class ClusterClient:
             self._leave_doubtful(members)
 
     def _leave_doubtful(self, routers: list[Member]) -> None:
-        """Ends the questions to suspected routers, because a healthy one can be asked."""
+        """Ends the routing requests at suspected routers, because a healthy one can be asked."""
         now = self._node.now()
         for member in routers:
             if _in_doubt(member):

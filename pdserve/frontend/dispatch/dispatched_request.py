@@ -293,10 +293,10 @@ class DispatchedRequest:
         self._over = False
         self._task: asyncio.Task[None] | None = None
 
-    # ------------------------------------------------------------------ questions to routers
+    # ------------------------------------------------------------------ routing requests
 
-    def question(self) -> RouteRequest:
-        """The question for a router, from the request's present state.
+    def route_request(self) -> RouteRequest:
+        """The routing request, from the request's present state.
 
         Errors: `DeadlineExceeded`.
         """
@@ -687,8 +687,8 @@ class DispatchedRequest:
     # ------------------------------------------------------------------ live migration
 
     def unwanted(self, attempt: Assignment, reason: MigrationHintReason) -> None:
-        """Handles a wish of the worker or a router that the request be served elsewhere: searches
-        another worker, while this one continues."""
+        """Handles a hint that another worker should serve the request: searches one, while the
+        present worker continues."""
         if self._over or attempt is not self.attempt or not self._ways.config.migration:
             return
         if attempt.sequence is None:

@@ -35,14 +35,14 @@ class RouterSearch:
     """The search for a router that decides about one request."""
 
     start: Seconds
-    """Time since which the search waits for a router; time that a router held the question is
+    """Time since which the search waits for a router; time that a router held the request is
     added."""
     over: Seconds = inf
     """Time of the request's deadline."""
     behind: set[NodeId] = field(default_factory=set)
     """Routers that do not know a worker yet; they are asked again after a pause."""
     failed: set[NodeId] = field(default_factory=set)
-    """Routers that failed inside on this question; they are not asked again."""
+    """Routers that failed inside on this request; they are not asked again."""
 
 
 class Routers:
@@ -50,7 +50,7 @@ class Routers:
 
     def __init__(self) -> None:
         self.order: tuple[NodeId, ...] = ()
-        """Routers that take questions, best first."""
+        """Routers that take requests, best first."""
         self._silent: dict[NodeId, Seconds] = {}
         """Times until which unreachable routers are not asked."""
         self._failing: dict[NodeId, _Failing] = {}
@@ -67,7 +67,7 @@ class Routers:
         return next(sound, left[0] if left else None)
 
     def all_failed(self, search: RouterSearch) -> bool:
-        """True if every router has failed inside on this question."""
+        """True if every router has failed inside on this request."""
         return bool(self.order) and search.failed.issuperset(self.order)
 
     def next_change(self, now: Seconds) -> Seconds | None:

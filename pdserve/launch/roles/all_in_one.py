@@ -37,7 +37,7 @@ def worker_pair(context: RoleContext) -> list[tuple[WorkerConfig, Callable[[], C
     return [
         (
             dataclasses.replace(context.config.worker, mode=mode, kv_share=1 / len(_MODES)),
-            functools.partial(shared.carrier, number),
+            functools.partial(shared.launcher, number),
         )
         for number, mode in enumerate(_MODES)
     ]

@@ -47,10 +47,10 @@ class WorkerRole:
         on_given_up: Callable[[], None],
         *,
         config: WorkerConfig | None = None,
-        carrier: Callable[[], CoreLauncher] | None = None,
+        launcher: Callable[[], CoreLauncher] | None = None,
     ) -> None:
         """`on_given_up` is called when a loaded engine will not be restarted; failures before that
-        are raised by `load`. `config` and `carrier`: those of one of several workers in this
+        are raised by `load`. `config` and `launcher`: those of one of several workers in this
         process.
 
         Errors: `ConfigError` if the engine's libraries are not installed.
@@ -62,7 +62,7 @@ class WorkerRole:
         threads = config.threads or read_cpu_limits().threads
         transfer = context.membership.transfer(node, config)
         self._config = config = dataclasses.replace(config, threads=threads, transfer=transfer)
-        self._carrier = carrier or functools.partial(_process, context)
+        self._launcher = launcher or functools.partial(_process, context)
         self.node = node
         self.worker = WorkerNode(
             node,
@@ -97,7 +97,7 @@ class WorkerRole:
             options,
             on_state=self._note_state,
             on_cancelled=lambda phase, seconds: cancelled.labels(phase).observe(seconds),
-            make_carrier=self._carrier,
+            make_launcher=self._launcher,
         )
 
     def _note_state(self, state: EngineState, reason: str) -> None:

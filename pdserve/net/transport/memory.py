@@ -8,7 +8,7 @@ happened.
     delay, bandwidth, random splits   `set_conditions`
     partition, one way or both        `partition`, `heal`: silence, not an error, as in a network
     reset, at once or inside a frame  `reset`, `reset_after`
-    a process that stands still       `pause`, `resume`: its kernel still accepts connections
+    a process that is stopped         `pause`, `resume`: its kernel still accepts connections
     a process that dies               `crash`: its peers see resets, its listeners are gone
     a slow reader                     `set_conditions(bandwidth=...)`, or a paused transport
 

@@ -69,7 +69,7 @@ class ApproxPrefix:
         )
         return cache, absolute, relative
 
-    def __call__(self, question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+    def __call__(self, request: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
         """Chooses a worker. O(workers)."""
         threshold, absolute, relative = self.thresholds
         counts = [worker.sequences for worker in state.workers]
@@ -78,7 +78,7 @@ class ApproxPrefix:
             return _least(state.workers, random)
         depths = [state.routed.get(worker.node, 0) for worker in state.workers]
         deepest = max(depths)
-        blocks = len(question.names) // SHORT_HASH_BYTES
+        blocks = len(request.names) // SHORT_HASH_BYTES
         if deepest and deepest > threshold * blocks:
             found = [w for w, depth in zip(state.workers, depths, strict=True) if depth == deepest]
             return _least(found, random)

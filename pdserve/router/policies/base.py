@@ -5,11 +5,11 @@ the snapshot's workers. It keeps nothing between calls, so the same inputs give 
 tests, simulation and production. The snapshot contains only workers that may be chosen. A policy
 must cost no more than O(workers) and must not wait.
 
-Write one as `def choose(question, state, random)`; or, with options, as a frozen dataclass with
+Write one as `def choose(request, state, random)`; or, with options, as a frozen dataclass with
 `__call__`, whose fields are numbers, strings or booleans with defaults: `--policy-option
 name=value` sets them. Name it `module:attribute`, or register it as an entry point in the group
 `pdserve.policies`; `pdserve.testing.policy_conformance` tests it. If it has a method
-`terms(question, state)`, `POST /route` shows what it weighed for each worker.
+`terms(request, state)`, `POST /route` shows what it weighed for each worker.
 """
 
 from __future__ import annotations
@@ -119,33 +119,33 @@ class RoutingState:
     held: int = 0
     """Other requests for this model that wait in the router."""
 
-    def cached_tokens(self, question: RouteRequest, worker: WorkerView) -> int:
+    def cached_tokens(self, request: RouteRequest, worker: WorkerView) -> int:
         """Prompt tokens cached at that worker; never the last one, which is always computed."""
         blocks = self.overlaps.get(worker.node, 0)
-        return min(blocks * question.block_size, max(0, question.prompt_tokens - 1))
+        return min(blocks * request.block_size, max(0, request.prompt_tokens - 1))
 
-    def ttft(self, question: RouteRequest, worker: WorkerView) -> Seconds:
+    def ttft(self, request: RouteRequest, worker: WorkerView) -> Seconds:
         """Predicted time to first token at that worker: the work before it and the prompt's own
         prefill, which lasts at least one decode step; or by remote prefill, if that is sooner.
         """
-        here = self._here(question, worker)
-        there = self.remote_ttft(question, worker)
+        here = self._here(request, worker)
+        there = self.remote_ttft(request, worker)
         return here if there is None else min(here, there)
 
-    def remote_ttft(self, question: RouteRequest, worker: WorkerView) -> Seconds | None:
+    def remote_ttft(self, request: RouteRequest, worker: WorkerView) -> Seconds | None:
         """Predicted time to first token with remote prefill; None: impossible or unknown."""
         if self.elsewhere is None or not worker.decode:
             return None
-        return self.elsewhere.ttft(question.prompt_tokens, self.cached_tokens(question, worker))
+        return self.elsewhere.ttft(request.prompt_tokens, self.cached_tokens(request, worker))
 
-    def goes_elsewhere(self, question: RouteRequest, worker: WorkerView) -> bool:
+    def goes_elsewhere(self, request: RouteRequest, worker: WorkerView) -> bool:
         """True if a prefill worker is predicted to compute the prompt."""
-        there = self.remote_ttft(question, worker)
-        return there is not None and there < self._here(question, worker)
+        there = self.remote_ttft(request, worker)
+        return there is not None and there < self._here(request, worker)
 
-    def _here(self, question: RouteRequest, worker: WorkerView) -> Seconds:
-        cached = self.cached_tokens(question, worker)
-        work = self.model.prefill(question.prompt_tokens, cached)
+    def _here(self, request: RouteRequest, worker: WorkerView) -> Seconds:
+        cached = self.cached_tokens(request, worker)
+        work = self.model.prefill(request.prompt_tokens, cached)
         step = self.model.step(worker.decodes + 1, worker.kv_tokens) if worker.decodes else 0.0
         return worker.wait(self.now) + worker.speed * max(work, step)
 
@@ -159,7 +159,7 @@ Terms = Mapping[str, float]
 class Explains(Protocol):
     """A policy that can show the terms of its decision."""
 
-    def terms(self, question: RouteRequest, state: RoutingState) -> Mapping[NodeId, Terms]:
+    def terms(self, request: RouteRequest, state: RoutingState) -> Mapping[NodeId, Terms]:
         """The weighed terms by name, for each worker of the snapshot; `cost` is what was
         compared.
         """

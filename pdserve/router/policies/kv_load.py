@@ -61,10 +61,10 @@ class KvLoad:
         if not all(math.isfinite(value) and value >= 0 for value in values):
             raise ValueError("options must be numbers of at least 0")
 
-    def __call__(self, question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+    def __call__(self, request: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
         """Chooses a worker. O(workers)."""
         workers = state.workers
-        costs = self._costs(question, state)
+        costs = self._costs(request, state)
         least = min(costs)
         if self.temperature == 0:
             return random.choice([w for w, c in zip(workers, costs, strict=True) if c == least])
@@ -72,14 +72,14 @@ class KvLoad:
         chances = [math.exp((least - cost) / span / self.temperature) for cost in costs]
         return random.choices(workers, chances)[0]
 
-    def terms(self, question: RouteRequest, state: RoutingState) -> Mapping[NodeId, Terms]:
+    def terms(self, request: RouteRequest, state: RoutingState) -> Mapping[NodeId, Terms]:
         """The terms of the cost, in blocks."""
-        size = question.block_size or 1
-        costs = self._costs(question, state)
+        size = request.block_size or 1
+        costs = self._costs(request, state)
         return {
             worker.node: {
                 "backlog": worker.prefill_tokens / size,
-                "request": question.prompt_tokens / size,
+                "request": request.prompt_tokens / size,
                 "overlap": float(state.overlaps.get(worker.node, 0)),
                 "decode": worker.kv_tokens / size,
                 "cost": cost,
@@ -87,26 +87,26 @@ class KvLoad:
             for worker, cost in zip(state.workers, costs, strict=True)
         }
 
-    def _costs(self, question: RouteRequest, state: RoutingState) -> list[float]:
-        size = question.block_size or 1
-        request = question.prompt_tokens / size
+    def _costs(self, request: RouteRequest, state: RoutingState) -> list[float]:
+        size = request.block_size or 1
+        prompt = request.prompt_tokens / size
         least = min(worker.prefill_tokens for worker in state.workers) / size
-        return [self._cost(worker, state, size, request, least) for worker in state.workers]
+        return [self._cost(worker, state, size, prompt, least) for worker in state.workers]
 
     def _cost(
-        self, worker: WorkerView, state: RoutingState, size: int, request: float, least: float
+        self, worker: WorkerView, state: RoutingState, size: int, prompt: float, least: float
     ) -> float:
         backlog = worker.prefill_tokens / size
         device = state.overlaps.get(worker.node, 0)
         decay = 1.0
-        if self.credit_decay and request:
-            decay = 1.0 / (1.0 + self.credit_decay * (backlog - least) / request)
+        if self.credit_decay and prompt:
+            decay = 1.0 / (1.0 + self.credit_decay * (backlog - least) / prompt)
         credit = self.overlap_credit * decay * device
         lower = state.lower.get(worker.node)
         if lower is not None:
             with_host, with_disk = lower
             credit += self.host_weight * (with_host - device)
             credit += self.disk_weight * (with_disk - with_host)
-        prefill = self.prefill_scale * max(0.0, backlog + request - credit)
-        decode = worker.kv_tokens / size + request
+        prefill = self.prefill_scale * max(0.0, backlog + prompt - credit)
+        decode = worker.kv_tokens / size + prompt
         return prefill + decode + self.request_weight * worker.sequences

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["choose"]
 
 
-def choose(question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+def choose(request: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
     """Chooses a worker. O(workers)."""
     occupancies = [worker.occupancy for worker in state.workers]
     least = min(occupancies)

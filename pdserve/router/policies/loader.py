@@ -62,7 +62,7 @@ def _check_call(policy: str, target: str, found: object) -> None:
         signature.bind(None, None, None)
     except TypeError:
         raise ConfigError(
-            f"policy {policy!r}: {target}{signature} does not take (question, state, random)"
+            f"policy {policy!r}: {target}{signature} does not take (request, state, random)"
         ) from None
 
 

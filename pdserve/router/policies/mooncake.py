@@ -43,33 +43,33 @@ class Mooncake:
         if self.balancing_threshold < 1 or self.fetch_seconds_per_token < 0:
             raise ValueError("balancing-threshold must be at least 1, fetch time at least 0")
 
-    def __call__(self, question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+    def __call__(self, request: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
         """Chooses a worker. O(workers)."""
-        terms = self._terms(question, state)
+        terms = self._terms(request, state)
         costs = [queue + fetch + prefill for queue, fetch, prefill in terms]
         least = min(costs)
         tied = [w for w, cost in zip(state.workers, costs, strict=True) if cost == least]
         return random.choice(tied)
 
-    def terms(self, question: RouteRequest, state: RoutingState) -> Mapping[NodeId, Terms]:
+    def terms(self, request: RouteRequest, state: RoutingState) -> Mapping[NodeId, Terms]:
         """The terms of the cost, in seconds."""
         return {
             worker.node: {"wait": q, "fetch": f, "prefill": p, "cost": q + f + p}
-            for worker, (q, f, p) in zip(state.workers, self._terms(question, state), strict=True)
+            for worker, (q, f, p) in zip(state.workers, self._terms(request, state), strict=True)
         }
 
     def _terms(
-        self, question: RouteRequest, state: RoutingState
+        self, request: RouteRequest, state: RoutingState
     ) -> list[tuple[Seconds, Seconds, Seconds]]:
         """The (queue, transfer, prefill) times of each worker."""
-        best = max(state.cached_tokens(question, worker) for worker in state.workers)
-        return [self._of(worker, question, state, best) for worker in state.workers]
+        best = max(state.cached_tokens(request, worker) for worker in state.workers)
+        return [self._of(worker, request, state, best) for worker in state.workers]
 
     def _of(
-        self, worker: WorkerView, question: RouteRequest, state: RoutingState, best: int
+        self, worker: WorkerView, request: RouteRequest, state: RoutingState, best: int
     ) -> tuple[Seconds, Seconds, Seconds]:
-        own = state.cached_tokens(question, worker)
-        queue, length = worker.wait(state.now), question.prompt_tokens
+        own = state.cached_tokens(request, worker)
+        queue, length = worker.wait(state.now), request.prompt_tokens
         if not self.fetch_seconds_per_token or best < self.balancing_threshold * max(own, 1):
             return queue, 0.0, worker.speed * state.model.prefill(length, own)
         fetch = (best - own) * self.fetch_seconds_per_token

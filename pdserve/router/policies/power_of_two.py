@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["choose"]
 
 
-def choose(question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+def choose(request: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
     """Chooses a worker. O(1)."""
     workers = state.workers
     if len(workers) == 1:

@@ -41,53 +41,53 @@ class Preble:
         if self.imbalance < 1 or not 0 <= self.reuse <= 1:
             raise ValueError("imbalance must be at least 1, reuse between 0 and 1")
 
-    def __call__(self, question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+    def __call__(self, request: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
         """Chooses a worker. O(workers)."""
         workers = state.workers
-        cached = [state.cached_tokens(question, worker) for worker in workers]
+        cached = [state.cached_tokens(request, worker) for worker in workers]
         best = max(cached)
-        if 2 * best > question.prompt_tokens:
+        if 2 * best > request.prompt_tokens:
             holders = [w for w, tokens in zip(workers, cached, strict=True) if tokens == best]
             chosen = min(holders, key=_load)
             lightest = min(workers, key=_load)
             if _load(chosen) > self.imbalance * _load(lightest) + state.model.base:
                 return lightest
             return chosen
-        costs = [self._cost(worker, question, state) for worker in workers]
+        costs = [self._cost(worker, request, state) for worker in workers]
         least = min(costs)
         return random.choice([w for w, cost in zip(workers, costs, strict=True) if cost == least])
 
-    def terms(self, question: RouteRequest, state: RoutingState) -> Mapping[NodeId, Terms]:
+    def terms(self, request: RouteRequest, state: RoutingState) -> Mapping[NodeId, Terms]:
         """The terms of the cost, in seconds."""
         return {
             worker.node: {
                 "load": _load(worker),
-                "eviction": self._eviction(worker, question, state),
-                "prefill": self._prefill(worker, question, state),
-                "cost": self._cost(worker, question, state),
+                "eviction": self._eviction(worker, request, state),
+                "prefill": self._prefill(worker, request, state),
+                "cost": self._cost(worker, request, state),
             }
             for worker in state.workers
         }
 
-    def _cost(self, worker: WorkerView, question: RouteRequest, state: RoutingState) -> Seconds:
+    def _cost(self, worker: WorkerView, request: RouteRequest, state: RoutingState) -> Seconds:
         return (
             _load(worker)
-            + self._eviction(worker, question, state)
-            + self._prefill(worker, question, state)
+            + self._eviction(worker, request, state)
+            + self._prefill(worker, request, state)
         )
 
-    def _eviction(self, worker: WorkerView, question: RouteRequest, state: RoutingState) -> Seconds:
-        if not worker.blocks_total or not question.block_size:
+    def _eviction(self, worker: WorkerView, request: RouteRequest, state: RoutingState) -> Seconds:
+        if not worker.blocks_total or not request.block_size:
             return 0.0
-        uncached = question.prompt_tokens - state.cached_tokens(question, worker)
+        uncached = request.prompt_tokens - state.cached_tokens(request, worker)
         free = worker.blocks_total - worker.blocks_used - worker.blocks_cached
-        lacking = max(0, uncached - free * question.block_size)
+        lacking = max(0, uncached - free * request.block_size)
         return self.reuse * lacking * state.model.per_token * worker.speed
 
     @staticmethod
-    def _prefill(worker: WorkerView, question: RouteRequest, state: RoutingState) -> Seconds:
-        cached = state.cached_tokens(question, worker)
-        return worker.speed * state.model.prefill(question.prompt_tokens, cached)
+    def _prefill(worker: WorkerView, request: RouteRequest, state: RoutingState) -> Seconds:
+        cached = state.cached_tokens(request, worker)
+        return worker.speed * state.model.prefill(request.prompt_tokens, cached)
 
 
 def _load(worker: WorkerView) -> Seconds:

@@ -41,15 +41,15 @@ class PrefixHash:
         if self.prefix_tokens < 1 or self.load_factor < 1:
             raise ValueError("prefix-tokens and load-factor must be at least 1")
 
-    def __call__(self, question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+    def __call__(self, request: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
         """Chooses a worker. O(workers)."""
-        blocks = len(question.names) // SHORT_HASH_BYTES
-        if not blocks or not question.block_size:
-            return least_loaded.choose(question, state, random)
-        last = min(blocks, max(1, self.prefix_tokens // question.block_size)) * SHORT_HASH_BYTES
+        blocks = len(request.names) // SHORT_HASH_BYTES
+        if not blocks or not request.block_size:
+            return least_loaded.choose(request, state, random)
+        last = min(blocks, max(1, self.prefix_tokens // request.block_size)) * SHORT_HASH_BYTES
         workers = state.workers
         most = self.load_factor * sum(worker.occupancy for worker in workers) / len(workers)
         allowed = [worker for worker in workers if worker.occupancy <= most]
         if not allowed:
-            return least_loaded.choose(question, state, random)
-        return home(key_of(question.names[last - SHORT_HASH_BYTES : last]), allowed)
+            return least_loaded.choose(request, state, random)
+        return home(key_of(request.names[last - SHORT_HASH_BYTES : last]), allowed)

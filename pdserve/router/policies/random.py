@@ -19,6 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["choose"]
 
 
-def choose(question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+def choose(request: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
     """Chooses a worker. O(1)."""
     return state.workers[random.randrange(len(state.workers))]

@@ -21,6 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["choose"]
 
 
-def choose(question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+def choose(request: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
     """Chooses a worker. O(log workers)."""
     return after(state.workers, state.last)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["choose"]
 
 
-def choose(question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+def choose(request: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
     """Chooses a worker. O(workers)."""
-    if not question.session_id:
-        return least_loaded.choose(question, state, random)
-    return home(key_of(question.session_id.encode()), state.workers)
+    if not request.session_id:
+        return least_loaded.choose(request, state, random)
+    return home(key_of(request.session_id.encode()), state.workers)

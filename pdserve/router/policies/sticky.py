@@ -40,26 +40,26 @@ class Sticky:
         if not 0 < self.affinity <= 1 or self.patience < 0 or self.throughput < 0:
             raise ValueError("affinity must be in (0, 1], patience and throughput at least 0")
 
-    def __call__(self, question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+    def __call__(self, request: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
         """Chooses a worker. O(workers)."""
-        enough = self.affinity * question.prompt_tokens
+        enough = self.affinity * request.prompt_tokens
         workers = state.workers
-        warm = [w for w in workers if state.cached_tokens(question, w) >= enough]
-        if not warm or self._best(warm, question, state) > self.patience + self._best(
-            workers, question, state
+        warm = [w for w in workers if state.cached_tokens(request, w) >= enough]
+        if not warm or self._best(warm, request, state) > self.patience + self._best(
+            workers, request, state
         ):
             warm = [*workers]
-        loads = [_tokens(worker, question, state) for worker in warm]
+        loads = [_tokens(worker, request, state) for worker in warm]
         least = min(loads)
         return random.choice([w for w, load in zip(warm, loads, strict=True) if load == least])
 
-    def terms(self, question: RouteRequest, state: RoutingState) -> Mapping[NodeId, Terms]:
+    def terms(self, request: RouteRequest, state: RoutingState) -> Mapping[NodeId, Terms]:
         """The compared token counts, and the estimate in seconds."""
         return {
             worker.node: {
-                "cached_tokens": float(state.cached_tokens(question, worker)),
-                "estimate": self._estimate(worker, question, state),
-                "cost": float(_tokens(worker, question, state)),
+                "cached_tokens": float(state.cached_tokens(request, worker)),
+                "estimate": self._estimate(worker, request, state),
+                "cost": float(_tokens(worker, request, state)),
             }
             for worker in state.workers
         }
@@ -67,19 +67,19 @@ class Sticky:
     def _best(
         self,
         workers: list[WorkerView] | tuple[WorkerView, ...],
-        question: RouteRequest,
+        request: RouteRequest,
         state: RoutingState,
     ) -> Seconds:
-        return min(self._estimate(worker, question, state) for worker in workers)
+        return min(self._estimate(worker, request, state) for worker in workers)
 
-    def _estimate(self, worker: WorkerView, question: RouteRequest, state: RoutingState) -> Seconds:
+    def _estimate(self, worker: WorkerView, request: RouteRequest, state: RoutingState) -> Seconds:
         if self.throughput:
-            return _tokens(worker, question, state) / self.throughput
-        cached = state.cached_tokens(question, worker)
-        prefill = worker.speed * state.model.prefill(question.prompt_tokens, cached)
+            return _tokens(worker, request, state) / self.throughput
+        cached = state.cached_tokens(request, worker)
+        prefill = worker.speed * state.model.prefill(request.prompt_tokens, cached)
         return worker.wait(state.now) + prefill
 
 
-def _tokens(worker: WorkerView, question: RouteRequest, state: RoutingState) -> int:
-    cached = state.cached_tokens(question, worker)
-    return worker.prefill_tokens + question.prompt_tokens - cached
+def _tokens(worker: WorkerView, request: RouteRequest, state: RoutingState) -> int:
+    cached = state.cached_tokens(request, worker)
+    return worker.prefill_tokens + request.prompt_tokens - cached

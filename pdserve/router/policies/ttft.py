@@ -98,11 +98,11 @@ class Ttft:
             if not 0 <= getattr(self, field.name) < float("inf"):
                 raise ValueError(f"option {field.name} must be 0 or more")
 
-    def __call__(self, question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+    def __call__(self, request: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
         workers = state.workers
         if len(workers) == 1:
             return workers[0]
-        costs = self.costs(question, state)
+        costs = self.costs(request, state)
         best = min(costs)
         explores = random.random() < self.explore
         margin = self.explore_within if explores else self.tolerance
@@ -110,33 +110,33 @@ class Ttft:
         near = [index for index, cost in enumerate(costs) if cost <= limit]
         return workers[near[0] if len(near) == 1 else random.choice(near)]
 
-    def costs(self, question: RouteRequest, state: RoutingState) -> list[Seconds]:
+    def costs(self, request: RouteRequest, state: RoutingState) -> list[Seconds]:
         """The cost of each of the state's workers, in their order."""
         if state.model.fitted or state.elsewhere is not None:
-            return self._timed(question, state)
-        waits, prices = _counted(question, state)
+            return self._timed(request, state)
+        waits, prices = _counted(request, state)
         warm, held = min(prices), state.held / len(state.workers)
         return [
             wait + price + self._harm(worker.prefills + held, price, warm)
             for worker, wait, price in zip(state.workers, waits, prices, strict=True)
         ]
 
-    def _timed(self, question: RouteRequest, state: RoutingState) -> list[Seconds]:
+    def _timed(self, request: RouteRequest, state: RoutingState) -> list[Seconds]:
         """The costs with a latency model: one pass, without calls for most workers, because it runs
         for each request over hundreds of them. `terms` computes the same readably.
         """
         model, now, overlaps = state.model, state.now, state.overlaps
         step, q, r = model.step_base, model.step_sequence, model.step_token
-        length, size = question.prompt_tokens, question.block_size
+        length, size = request.prompt_tokens, request.block_size
         cold, each, pair = model.prefill(length), model.per_token, model.per_pair
         most_cached = max(0, length - 1)
-        warm = _warmest(question, state)
+        warm = _warmest(request, state)
         gamma, kappa0, kappa1, harm = self.gamma, self.kappa0, self.kappa1, self.lambda_decode
         held = state.held / len(state.workers)
-        output = self._output(question)
-        stream = output * (q + r * question.prompt_tokens)
-        n, block = question.n, size or _BLOCK
-        need = block * _blocks(question)
+        output = self._output(request)
+        stream = output * (q + r * request.prompt_tokens)
+        n, block = request.n, size or _BLOCK
+        need = block * _blocks(request)
         away = state.elsewhere if self.elsewhere else None
         far = 0.0 if away is None else away.ttft(length, length)
         late = self.most_itl
@@ -162,8 +162,8 @@ class Ttft:
             if away is not None and worker.decode:
                 there = far + away.token * (length - cached)
                 if there < wait + price:
-                    room = self._room(question, state, worker)
-                    add(max(there, room) + self._streams(question, state, worker, 0.0))
+                    room = self._room(request, state, worker)
+                    add(max(there, room) + self._streams(request, state, worker, 0.0))
                     continue
             waiting = worker.prefills + held
             cost = price + gamma * waiting * price
@@ -178,35 +178,35 @@ class Ttft:
                 (total := worker.blocks_total)
                 and block * (total - worker.blocks_used) < need + worker.prefill_tokens
             ):
-                room = self._room(question, state, worker)
+                room = self._room(request, state, worker)
                 if wait < room:
                     wait = room
             if late:
-                cost += self._late(question, state, worker)
+                cost += self._late(request, state, worker)
             add(wait + cost)
         return costs
 
-    def terms(self, question: RouteRequest, state: RoutingState) -> Mapping[NodeId, Terms]:
+    def terms(self, request: RouteRequest, state: RoutingState) -> Mapping[NodeId, Terms]:
         """The terms of the cost in seconds, or their substitutes if the latency model is not
         fitted.
         """
         timed = state.model.fitted or state.elsewhere is not None
         if timed:
-            waits = [self._wait(question, state, worker) for worker in state.workers]
-            length, model = question.prompt_tokens, state.model
-            cached = [state.cached_tokens(question, worker) for worker in state.workers]
+            waits = [self._wait(request, state, worker) for worker in state.workers]
+            length, model = request.prompt_tokens, state.model
+            cached = [state.cached_tokens(request, worker) for worker in state.workers]
             prices = [
                 worker.speed * model.prefill(length, tokens)
                 for worker, tokens in zip(state.workers, cached, strict=True)
             ]
-            warmest = _warmest(question, state)
+            warmest = _warmest(request, state)
             warms = [w.speed * warmest for w in state.workers]
             decodes = [
-                self._streams(question, state, worker, price)
+                self._streams(request, state, worker, price)
                 for worker, price in zip(state.workers, prices, strict=True)
             ]
         else:
-            waits, prices = _counted(question, state)
+            waits, prices = _counted(request, state)
             warms = [min(prices)] * len(prices)
             decodes = [0.0] * len(prices)
         found = {}
@@ -221,13 +221,13 @@ class Ttft:
                 "opportunity": (self.kappa0 + self.kappa1 * waiting) * (prices[i] - warms[i]),
                 "decode": decodes[i],
             }
-            if timed and (moved := self._moved(question, state, worker)):
+            if timed and (moved := self._moved(request, state, worker)):
                 terms = moved
             found[worker.node] = {**terms, "cost": sum(terms.values())}
         return found
 
     def _moved(
-        self, question: RouteRequest, state: RoutingState, worker: WorkerView
+        self, request: RouteRequest, state: RoutingState, worker: WorkerView
     ) -> dict[str, float] | None:
         """The terms with remote prefill; None: it is impossible or not sooner than local
         prefill.
@@ -235,75 +235,75 @@ class Ttft:
         away = state.elsewhere
         if not self.elsewhere or away is None or not worker.decode:
             return None
-        length, cached = question.prompt_tokens, state.cached_tokens(question, worker)
+        length, cached = request.prompt_tokens, state.cached_tokens(request, worker)
         there = away.ttft(length, cached)
         if there >= worker.wait(state.now) + worker.speed * state.model.prefill(length, cached):
             return None
-        room = self._room(question, state, worker)
+        room = self._room(request, state, worker)
         return {
             "wait": away.wait + max(0.0, room - there),
             "prefill": away.model.prefill(length),
             "transfer": away.moving(length - cached),
             "externality": 0.0,
             "opportunity": 0.0,
-            "decode": self._streams(question, state, worker, 0.0),
+            "decode": self._streams(request, state, worker, 0.0),
         }
 
     def _streams(
-        self, question: RouteRequest, state: RoutingState, worker: WorkerView, price: Seconds
+        self, request: RouteRequest, state: RoutingState, worker: WorkerView, price: Seconds
     ) -> Seconds:
         """The decode harm: cost to running streams and to the request's own."""
-        harm = self.lambda_decode * self._decode(question, state, worker, price)
-        return harm + (self._late(question, state, worker) if self.most_itl else 0.0)
+        harm = self.lambda_decode * self._decode(request, state, worker, price)
+        return harm + (self._late(request, state, worker) if self.most_itl else 0.0)
 
-    def _late(self, question: RouteRequest, state: RoutingState, worker: WorkerView) -> Seconds:
+    def _late(self, request: RouteRequest, state: RoutingState, worker: WorkerView) -> Seconds:
         """Total excess over `most_itl` of all streams at the worker, the request's own included."""
-        streams = worker.decodes + question.n
-        tokens = worker.kv_tokens + question.prompt_tokens
+        streams = worker.decodes + request.n
+        tokens = worker.kv_tokens + request.prompt_tokens
         step = worker.speed * state.model.step(streams, tokens)
-        return self._output(question) * streams * max(0.0, step - self.most_itl)
+        return self._output(request) * streams * max(0.0, step - self.most_itl)
 
-    def _wait(self, question: RouteRequest, state: RoutingState, worker: WorkerView) -> Seconds:
+    def _wait(self, request: RouteRequest, state: RoutingState, worker: WorkerView) -> Seconds:
         step = 0.0
         if worker.decodes:
             step = worker.speed * state.model.step(worker.decodes, worker.kv_tokens)
-        return max(worker.wait(state.now), 0.5 * step, self._room(question, state, worker))
+        return max(worker.wait(state.now), 0.5 * step, self._room(request, state, worker))
 
     def _decode(
-        self, question: RouteRequest, state: RoutingState, worker: WorkerView, price: Seconds
+        self, request: RouteRequest, state: RoutingState, worker: WorkerView, price: Seconds
     ) -> Seconds:
         if not worker.decodes:
             return 0.0
-        model, output = state.model, self._output(question)
+        model, output = state.model, self._output(request)
         q, r = model.step_sequence, model.step_token
-        longer = q + r * question.prompt_tokens
+        longer = q + r * request.prompt_tokens
         own = q * worker.decodes + r * worker.kv_tokens
         return worker.decodes * price + output * worker.speed * (worker.decodes * longer + own)
 
-    def _room(self, question: RouteRequest, state: RoutingState, worker: WorkerView) -> Seconds:
+    def _room(self, request: RouteRequest, state: RoutingState, worker: WorkerView) -> Seconds:
         """Time until enough sequences and blocks are free there; 0: there is room now."""
         life = worker.speed * state.model.step(max(1, worker.decodes), worker.kv_tokens)
-        life *= self._output(question)
-        crowd = (worker.sequences + question.n - worker.max_sequences) / worker.max_sequences
-        return life * max(0.0, crowd, _lacking(question, state, worker))
+        life *= self._output(request)
+        crowd = (worker.sequences + request.n - worker.max_sequences) / worker.max_sequences
+        return life * max(0.0, crowd, _lacking(request, state, worker))
 
     def _harm(self, waiting: float, price: Seconds, warm: Seconds) -> Seconds:
         """The externality and opportunity terms."""
         return self.gamma * waiting * price + (self.kappa0 + self.kappa1 * waiting) * (price - warm)
 
-    def _output(self, question: RouteRequest) -> int:
-        return min(self.output_tokens, question.max_tokens)
+    def _output(self, request: RouteRequest) -> int:
+        return min(self.output_tokens, request.max_tokens)
 
 
 _BLOCK = 32
 """Tokens per block if the request does not say."""
 
 
-def _blocks(question: RouteRequest) -> int:
-    return -(-question.prompt_tokens // (question.block_size or _BLOCK))
+def _blocks(request: RouteRequest) -> int:
+    return -(-request.prompt_tokens // (request.block_size or _BLOCK))
 
 
-def _lacking(question: RouteRequest, state: RoutingState, worker: WorkerView) -> float:
+def _lacking(request: RouteRequest, state: RoutingState, worker: WorkerView) -> float:
     """Blocks that would be missing, as a share of all. The cached prefix occupies free blocks in
     the same proportion as the worker's valid blocks are unused.
     """
@@ -312,24 +312,24 @@ def _lacking(question: RouteRequest, state: RoutingState, worker: WorkerView) ->
     cached = state.overlaps.get(worker.node, 0)
     valid = worker.blocks_used + worker.blocks_cached
     shared = cached * worker.blocks_used / valid if valid else 0.0
-    coming = worker.prefill_tokens / (question.block_size or _BLOCK)
-    need = worker.blocks_used + coming + _blocks(question) - shared
+    coming = worker.prefill_tokens / (request.block_size or _BLOCK)
+    need = worker.blocks_used + coming + _blocks(request) - shared
     return max(0.0, need / worker.blocks_total - 1.0)
 
 
-def _warmest(question: RouteRequest, state: RoutingState) -> Seconds:
+def _warmest(request: RouteRequest, state: RoutingState) -> Seconds:
     """Prefill time at speed 1 with the longest prefix that any worker has."""
-    length, overlaps, deepest = question.prompt_tokens, state.overlaps, 0
+    length, overlaps, deepest = request.prompt_tokens, state.overlaps, 0
     if overlaps:
         deepest = max([overlaps.get(worker.node, 0) for worker in state.workers])
-    cached = min(deepest * question.block_size, max(0, length - 1))
+    cached = min(deepest * request.block_size, max(0, length - 1))
     return state.model.prefill(length, cached)
 
 
-def _counted(question: RouteRequest, state: RoutingState) -> tuple[list[float], list[float]]:
+def _counted(request: RouteRequest, state: RoutingState) -> tuple[list[float], list[float]]:
     """Waits and prices without a latency model: tokens at a fixed price, or requests."""
-    length = max(1, question.prompt_tokens)
-    uncached = [length - state.cached_tokens(question, worker) for worker in state.workers]
+    length = max(1, request.prompt_tokens)
+    uncached = [length - state.cached_tokens(request, worker) for worker in state.workers]
     if state.model.blind:
         return [float(w.sequences) for w in state.workers], [u / length for u in uncached]
     base, each = _FIXED.base, _FIXED.per_token

@@ -53,10 +53,10 @@ class Weighted:
         if self.select not in _SELECTIONS:
             raise ValueError(f"select must be one of {', '.join(_SELECTIONS)}")
 
-    def __call__(self, question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+    def __call__(self, request: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
         """Chooses a worker. O(workers)."""
         workers = state.workers
-        scores = [mark["score"] for mark in self._marks(question, state)]
+        scores = [mark["score"] for mark in self._marks(request, state)]
         if self.select == "weighted_random" and sum(scores) > 0:
             return random.choices(workers, scores)[0]
         highest = max(scores)
@@ -65,13 +65,13 @@ class Weighted:
             return min(near, key=lambda worker: worker.occupancy)
         return random.choice([w for w, s in zip(workers, scores, strict=True) if s == highest])
 
-    def terms(self, question: RouteRequest, state: RoutingState) -> Mapping[NodeId, Terms]:
+    def terms(self, request: RouteRequest, state: RoutingState) -> Mapping[NodeId, Terms]:
         """The four scores and their sum; the highest wins."""
-        marks = self._marks(question, state)
+        marks = self._marks(request, state)
         return {worker.node: mark for worker, mark in zip(state.workers, marks, strict=True)}
 
-    def _marks(self, question: RouteRequest, state: RoutingState) -> list[dict[str, float]]:
-        blocks = max(1, len(question.names) // SHORT_HASH_BYTES)
+    def _marks(self, request: RouteRequest, state: RoutingState) -> list[dict[str, float]]:
+        blocks = max(1, len(request.names) // SHORT_HASH_BYTES)
         slowest = max(worker.ttft for worker in state.workers)
         return [self._mark(worker, state, blocks, slowest) for worker in state.workers]
 

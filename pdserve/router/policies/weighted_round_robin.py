@@ -24,7 +24,7 @@ __all__ = ["choose"]
 _GOLDEN: Final = 0.6180339887498949
 
 
-def choose(question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+def choose(request: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
     """Chooses a worker. O(workers)."""
     workers = state.workers
     place = (state.count * _GOLDEN) % 1.0 * sum(worker.max_sequences for worker in workers)

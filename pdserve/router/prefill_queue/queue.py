@@ -116,7 +116,7 @@ class _Item:
     returns: int = 0
     holder: _Worker | None = None
     """The busy worker that it waits for; None: it waits for any."""
-    promised: int = 0
+    assigned: int = 0
     """Load that it adds at `holder`, in tokens."""
     held_since: Seconds | None = None
     """When it began to wait for `holder`."""
@@ -459,12 +459,12 @@ class PrefillQueue:
         order, given = group.order, True
         while group.free and given:
             given = False
-            promised: dict[_Worker, int] = {}
+            assigned: dict[_Worker, int] = {}
             for rank in tuple(order.islice(stop=_LOOK)):
                 entry: _Item = order[rank]
-                if entry.recheck > now and self._still_holds(entry, promised):
+                if entry.recheck > now and self._still_holds(entry, assigned):
                     continue
-                worker = self._choose(now, group, entry, promised)
+                worker = self._choose(now, group, entry, assigned)
                 if worker is not None:
                     given = True
                     self._claim(now, group, entry, worker)
@@ -472,39 +472,39 @@ class PrefillQueue:
                         return
 
     def _choose(
-        self, now: Seconds, group: _Group, entry: _Item, promised: dict[_Worker, int]
+        self, now: Seconds, group: _Group, entry: _Item, assigned: dict[_Worker, int]
     ) -> _Worker | None:
         """The worker that gets the item now; None: it keeps waiting."""
         if now - entry.looked > _FRESH:
             entry.overlaps, entry.looked = self._overlap(now, entry.item), now
-        best, cost = self._best(group, entry, promised)
+        best, cost = self._best(group, entry, assigned)
         if best is None:
             return None
-        holder, there = self._best_holder(group, entry, promised, best)
+        holder, there = self._best_holder(group, entry, assigned, best)
         if holder is not None and self._waits(now, entry, there, cost):
-            self._hold(entry, holder, promised)
+            self._hold(entry, holder, assigned)
             return None
         return best
 
-    def _hold(self, entry: _Item, holder: _Worker, promised: dict[_Worker, int]) -> None:
+    def _hold(self, entry: _Item, holder: _Worker, assigned: dict[_Worker, int]) -> None:
         """Lets the item wait for a busy worker and charges the worker for it."""
-        entry.holder, entry.promised = holder, entry.uncached_at(holder.peer.node)
-        promised[holder] = promised.get(holder, 0) + entry.promised
+        entry.holder, entry.assigned = holder, entry.uncached_at(holder.peer.node)
+        assigned[holder] = assigned.get(holder, 0) + entry.assigned
         if self._recheck is None or entry.recheck < self._recheck:
             self._recheck = entry.recheck
 
-    def _still_holds(self, entry: _Item, promised: dict[_Worker, int]) -> bool:
+    def _still_holds(self, entry: _Item, assigned: dict[_Worker, int]) -> bool:
         """True if the recent decision to wait still applies."""
         holder = entry.holder
         if holder is None or holder.left or holder.leaving:
             return False
-        promised[holder] = promised.get(holder, 0) + entry.promised
+        assigned[holder] = assigned.get(holder, 0) + entry.assigned
         if self._recheck is None or entry.recheck < self._recheck:
             self._recheck = entry.recheck
         return True
 
     def _best(
-        self, group: _Group, entry: _Item, promised: Mapping[_Worker, int]
+        self, group: _Group, entry: _Item, assigned: Mapping[_Worker, int]
     ) -> tuple[_Worker | None, int]:
         """The free worker that would be done first, and the tokens until then."""
         best: _Worker | None = None
@@ -516,14 +516,14 @@ class PrefillQueue:
             cost = worker.load + tokens
             if overlaps and node in overlaps:
                 cost -= min(tokens - 1, overlaps[node] * size)
-            if promised:
-                cost += promised.get(worker, 0)
+            if assigned:
+                cost += assigned.get(worker, 0)
             if (best is None or cost < least) and node not in excluded:
                 best, least = worker, cost
         return best, least
 
     def _best_holder(
-        self, group: _Group, entry: _Item, promised: Mapping[_Worker, int], best: _Worker
+        self, group: _Group, entry: _Item, assigned: Mapping[_Worker, int], best: _Worker
     ) -> tuple[_Worker | None, int]:
         """The worker without credits that would be done first, of those with a longer prefix than
         `best`, and the tokens until then.
@@ -536,7 +536,7 @@ class PrefillQueue:
             worker = group.by_node.get(node) if blocks > known else None
             if worker is None or worker.leaving or worker.left or node in excluded:
                 continue
-            cost = worker.load + promised.get(worker, 0)
+            cost = worker.load + assigned.get(worker, 0)
             if not cost:
                 continue  # it is not busy: it wants nothing
             cost += entry.uncached_at(node)

@@ -179,7 +179,7 @@ class PrefixIndex:
     def _room(self) -> int:
         return self._config.index_max_blocks - len(self._tree)
 
-    # ------------------------------------------------------------------ questions
+    # ------------------------------------------------------------------ requests
 
     def find(self, now: Seconds, names: bytes, names_id: bytes = b"") -> PrefixMatches:
         """Looks up a prompt's block hashes at all workers, in one walk; lower tiers, if any, in a

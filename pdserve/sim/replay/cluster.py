@@ -238,10 +238,10 @@ class ReplayCluster:
             == len(self.workers)
             and sum(m.card is not None for m in node.registry.by_role("router"))
             >= len(self.routers) - (node.config.role == "router")
-            for node in self._askers()
+            for node in self._routing_nodes()
         )
 
-    def _askers(self) -> list[Node]:
+    def _routing_nodes(self) -> list[Node]:
         return [r.node for r in self.routers] + [f.node for f in self.frontends]
 
     def leftovers(self) -> list[str]:

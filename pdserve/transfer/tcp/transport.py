@@ -118,7 +118,7 @@ _decode = msgspec.msgpack.Decoder(_Frame).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class _Wish(msgspec.Struct, frozen=True, array_like=True):
+class _Proposal(msgspec.Struct, frozen=True, array_like=True):
     """Details of PathHello: the least `verify`, and whether TLS is required."""
 
     verify: Verify
@@ -466,7 +466,7 @@ class TcpTransport(TransportBase):
         self._complaints = LogThrottle()
 
     async def _dial(self, peer: NodeLife, number: int, exchange: HelloExchange) -> TcpPath:
-        welcome = await exchange(_encode(_Wish(self.verify, tls=self._tls is not None)))
+        welcome = await exchange(_encode(_Proposal(self.verify, tls=self._tls is not None)))
         details = msgspec.msgpack.decode(welcome.details, type=_Details)
         self._check_tls(peer, theirs=bool(details.certificate))
         path = self._path(peer, number, welcome.regions)
@@ -503,10 +503,10 @@ class TcpTransport(TransportBase):
         return connection
 
     async def _accept(self, peer: NodeLife, number: int, hello: PathHello) -> tuple[TcpPath, bytes]:
-        wish = _wish_of(hello)
-        self._check_tls(peer, theirs=wish.tls)
+        proposal = _proposal_of(hello)
+        self._check_tls(peer, theirs=proposal.tls)
         path = self._path(peer, number, hello.regions)
-        path.verify = stricter(self.verify, wish.verify)
+        path.verify = stricter(self.verify, proposal.verify)
         port = self._listen()
         count, certificate = (1, b"") if self._tls is None else (2, self._tls.current().fingerprint)
         path.tokens = tuple(secrets.token_bytes(TOKEN_BYTES) for _ in range(count))
@@ -597,8 +597,8 @@ class TcpTransport(TransportBase):
         await super().close()
 
 
-def _wish_of(hello: PathHello) -> _Wish:
+def _proposal_of(hello: PathHello) -> _Proposal:
     try:
-        return msgspec.msgpack.decode(hello.details, type=_Wish)
+        return msgspec.msgpack.decode(hello.details, type=_Proposal)
     except msgspec.MsgspecError as error:
         raise PlanError(f"the hello cannot be decoded: {error}") from error

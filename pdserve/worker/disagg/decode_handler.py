@@ -314,28 +314,28 @@ class DecodeHandler:
 
     # ------------------------------------------------------------------ from prefill workers
 
-    def _open(self, question: OpenAttempt, call: IncomingCall) -> AttemptOpened | None:
-        remote = self._remote.get(question.request)
+    def _open(self, message: OpenAttempt, call: IncomingCall) -> AttemptOpened | None:
+        remote = self._remote.get(message.request)
         why = "there is no such request, or it has ended"
-        if remote is not None and self._fits(question):
-            remote.asked(question, _life(call), call)
+        if remote is not None and self._fits(message):
+            remote.asked(message, _life(call), call)
             return None
         if remote is not None:
-            why = f"its KV {question.compat_hash!r} of {question.model!r} is not compatible"
-        name, peer = f"request {question.request}", call.link.peer.node
+            why = f"its KV {message.compat_hash!r} of {message.model!r} is not compatible"
+        name, peer = f"request {message.request}", call.link.peer.node
         raise TransferRefused.at(name, peer, "opening an attempt", why)
 
-    def _fits(self, question: OpenAttempt) -> bool:
-        """True if the asker's KV is compatible with ours, or the asker does not state a
+    def _fits(self, message: OpenAttempt) -> bool:
+        """True if the prefill worker's KV is compatible with ours, or it does not state a
         compatibility hash."""
-        if not question.compat_hash:
+        if not message.compat_hash:
             return True
-        card = self.worker.cards().get(question.model)
-        return card is not None and card.compat_hash == question.compat_hash
+        card = self.worker.cards().get(message.model)
+        return card is not None and card.compat_hash == message.compat_hash
 
-    def _renew(self, question: RenewLeases, call: IncomingCall) -> LeasesRenewed:
+    def _renew(self, message: RenewLeases, call: IncomingCall) -> LeasesRenewed:
         by, over = _life(call), []
-        for held, progress in zip_longest(question.held, question.progress[: len(question.held)]):
+        for held, progress in zip_longest(message.held, message.progress[: len(message.held)]):
             remote = self._remote.get(held.request)
             if remote is None or not remote.renewed(held.attempt, by, progress or 0):
                 over.append(held)

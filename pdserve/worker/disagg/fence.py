@@ -80,7 +80,7 @@ class Fence:
     def claim(
         self, asked: OpenAttempt, by: NodeLife, state: DecodeState, now: Seconds, *, alive: bool
     ) -> tuple[DecodeEvent, str]:
-        """Classifies a question for an attempt; returns the event and, if it is stale, the reason.
+        """Classifies a request for an attempt; returns the event and, if it is stale, the reason.
         `alive`: the node life that holds the open attempt is still a member."""
         owner = self._owner
         if owner is None or (asked.owner, asked.owner_epoch) != owner:

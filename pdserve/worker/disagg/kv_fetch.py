@@ -97,10 +97,10 @@ class KvFetcher:
 class KvFetchClaim:
     """The old worker's side of one fetch; implements `ports.PrefillClaim`."""
 
-    def __init__(self, words: KvFetch, number: int, asker: NodeLife, ours: NodeLife) -> None:
+    def __init__(self, words: KvFetch, number: int, decode: NodeLife, ours: NodeLife) -> None:
         self.number = number
         self.item = words.item
-        self.decode, self.decode_epoch = asker
+        self.decode, self.decode_epoch = decode
         self._ours = ours
 
     def __repr__(self) -> str:

@@ -253,13 +253,13 @@ class PrefillHandler:
     async def _renew(self, decode: NodeLife, renewals: _Renewals) -> None:
         known = [one for one in renewals.held.values() if one.held is not None]
         held = tuple(one.held for one in known if one.held is not None)
-        question = RenewLeases(held, tuple(one.progress for one in known))
+        renewal = RenewLeases(held, tuple(one.progress for one in known))
         try:
             link = await self.node.link(decode.node, timeout=_RENEW_TIMEOUT)
             if link.peer.epoch != decode.epoch:
                 raise LinkLost(f"{decode.node} has restarted", sent=False)
             sent = self.node.now()
-            answer = await link.request(RENEW, question, timeout=_RENEW_TIMEOUT)
+            answer = await link.request(RENEW, renewal, timeout=_RENEW_TIMEOUT)
         except PdserveError as error:
             _log.debug("leases at %s were not renewed: %s", decode.node, error.message)
             return
@@ -303,8 +303,8 @@ class PrefillHandler:
         if not refused:
             self._given += 1
             ours = NodeLife(self.node.id, self.node.epoch)
-            asker = NodeLife(call.link.peer.node, call.link.peer.epoch)
-            self._take(KvFetchClaim(words, self._given, asker, ours))
+            decode = NodeLife(call.link.peer.node, call.link.peer.epoch)
+            self._take(KvFetchClaim(words, self._given, decode, ours))
         return KvFetchReply(refused)
 
     def _refusal(self, words: KvFetch) -> str:

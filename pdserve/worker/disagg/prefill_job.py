@@ -167,7 +167,7 @@ class PrefillJob:
         """Asks for an attempt until there is an answer or the lease time has passed."""
         node, claim = self._owner.node, self.claim
         until = node.now() + LEASE_SECONDS
-        question = OpenAttempt(
+        opening = OpenAttempt(
             request=claim.item.request,
             round=claim.item.round,
             owner=claim.owner,
@@ -183,7 +183,7 @@ class PrefillJob:
                     self.feed(Event.LINKED)
                 asked = node.now()
                 opened = await link.request(
-                    OPEN_ATTEMPT, question, timeout=until - asked, late=self._too_late
+                    OPEN_ATTEMPT, opening, timeout=until - asked, late=self._too_late
                 )
             except (LinkError, DeadlineExceeded, NotReady) as error:
                 _log.debug("%r: %s", self, error.message)

@@ -267,13 +267,13 @@ class RemotePrefillRequest:
 
     # ------------------------------------------------------------------ from prefill workers
 
-    def asked(self, question: OpenAttempt, by: NodeLife, call: IncomingCall) -> None:
-        """Handles a prefill worker's question for an attempt."""
+    def asked(self, message: OpenAttempt, by: NodeLife, call: IncomingCall) -> None:
+        """Handles a prefill worker's request for an attempt."""
         holder = self.fence.holder
         alive = holder is not None and self._owner.lives(holder.life)
         now = self._owner.node.now()
-        event, why = self.fence.claim(question, by, self.state, now, alive=alive)
-        self.feed(event, _Word(call=call, by=by, claim=question.claim, why=why))
+        event, why = self.fence.claim(message, by, self.state, now, alive=alive)
+        self.feed(event, _Word(call=call, by=by, claim=message.claim, why=why))
 
     def renewed(self, attempt: int, by: NodeLife, progress: int = 0) -> bool:
         """Renews the lease; returns False if the attempt is over. `progress`: see `RenewLeases`."""

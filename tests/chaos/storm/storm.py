@@ -61,7 +61,7 @@ def run(wishes: Wishes) -> Storm:
 
 class _Run:
     def __init__(self, wishes: Wishes, site: Testbed) -> None:
-        self.wishes = wishes
+        self.filters = wishes
         self.site = site
         parts = {place.name: str(place.part) for place in site.places.values()}
         self.circumstances = Circumstances(parts=parts, patience=PATIENCE, hurry=HURRIED_TIMEOUT)
@@ -74,7 +74,7 @@ class _Run:
 
     async def whole(self) -> Storm:
         """All of it."""
-        say = self.wishes.say
+        say = self.filters.say
         for why in self.site.missing:
             say(f"left out: {why}")
         began = time.monotonic()
@@ -107,7 +107,7 @@ class _Run:
 
     async def _learn(self) -> None:
         """The right answers, of a cluster that nobody disturbs."""
-        wishes, sizes = self.wishes, self.wishes.sizes
+        wishes, sizes = self.filters, self.filters.sizes
         plain = storm_requests.draw(wishes.seed, sizes)
         self.pool.answers += await self._answers(plain)
         stopped = storm_requests.with_stops(wishes.seed, self.pool.answers, sizes)
@@ -119,7 +119,7 @@ class _Run:
     async def _answers(
         self, asked: list[storm_requests.StormRequest]
     ) -> list[tuple[storm_requests.StormRequest, Expected]]:
-        at_once = max(8, self.wishes.streams // 2)
+        at_once = max(8, self.filters.streams // 2)
         lives = await load.undisturbed(asked, self._patient, at_once, self.circumstances.patience)
         return [(life.question, storm_requests.expected_of(life)) for life in lives]
 
@@ -134,7 +134,7 @@ class _Run:
     # ------------------------------------------------------------------ the storm
 
     async def _rage(self) -> None:
-        wishes, storm = self.wishes, self.storm
+        wishes, storm = self.filters, self.storm
         crowd = load.Crowd(
             self.pool,
             self._patient,
@@ -173,7 +173,7 @@ class _Run:
         verdict = checker.judge(life, expected, self.circumstances)
         self.storm.take(life, verdict)
         if not verdict.allowed and len(self.storm.wrong) <= 10:
-            self.wishes.say(f"{verdict.outcome}: {verdict.why}\n{life.story(self.storm.zero)}")
+            self.filters.say(f"{verdict.outcome}: {verdict.why}\n{life.story(self.storm.zero)}")
 
     # ------------------------------------------------------------------ after
 

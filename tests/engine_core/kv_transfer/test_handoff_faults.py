@@ -219,7 +219,7 @@ def test_an_attempt_waits_a_while_for_blocks_that_others_grew_into():
     assert [event.kind for event in both.lost] == [Overloaded.__name__]
     both.admitted.clear()
     both.step_d()
-    assert not both.admitted  # room is promised again when there is some
+    assert not both.admitted  # room is reserved again when there is some
     for other in others:
         both.d.engine.abort(other)
     both.step_d()

@@ -170,7 +170,7 @@ class PairMachine(RuleBasedStateMachine):
 
     @rule(request=requests())
     def starve(self, request: GenerateRequest) -> None:
-        """Running sequences grow into what was promised, and the attempt comes too late."""
+        """Running sequences grow into what was reserved, and the attempt comes too late."""
         handle, _ = self.pair.submit(request)
         self.handles.append(handle)
         self.step_d(1)
@@ -353,9 +353,14 @@ class PairMachine(RuleBasedStateMachine):
     def the_books_balance(self) -> None:
         for end in (self.pair.p, self.pair.d):
             end.core.pool.check()
-            promises = end.core.scheduler.promises
-            assert promises.unfilled == sum(promises._budgets.values()) >= promises.unbound >= 0
-            assert promises.lacking <= set(promises._budgets)
+            reservations = end.core.scheduler.reservations
+            assert (
+                reservations.unfilled
+                == sum(reservations._budgets.values())
+                >= reservations.unbound
+                >= 0
+            )
+            assert reservations.lacking <= set(reservations._budgets)
 
     def teardown(self) -> None:
         if not hasattr(self, "pair"):

@@ -1,4 +1,4 @@
-"""Questions and workers for tests of single policies."""
+"""Requests and workers for tests of single policies."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def snapshot(workers: Sequence[WorkerView], **fields: Any) -> RoutingState:
     return replace(state_of(workers), **fields)
 
 
-def weighed(policy: Explains, question: RouteRequest, state: RoutingState) -> Mapping[str, Terms]:
+def weighed(policy: Explains, request: RouteRequest, state: RoutingState) -> Mapping[str, Terms]:
     """Its terms, by name."""
-    return {str(node): terms for node, terms in policy.terms(question, state).items()}
+    return {str(node): terms for node, terms in policy.terms(request, state).items()}

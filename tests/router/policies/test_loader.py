@@ -41,7 +41,7 @@ def test_an_unknown_name_suggests_the_nearest_and_lists_all():
         ("pdserve.ids:choose", "module pdserve.ids has no 'choose'"),
         ("pdserve.ids:", "module pdserve.ids has no ''"),
         ("pdserve.router.policies.loader:GROUP", "cannot be called"),
-        ("json:dumps", r"does not take \(question, state, random\)"),
+        ("json:dumps", r"does not take \(request, state, random\)"),
     ],
 )
 def test_what_cannot_be_used_says_why(name: str, words: str):

@@ -10,11 +10,11 @@ from tests.router.policies.support import ask, snapshot, worker
 
 def test_a_session_stays_whatever_the_load():
     for session in map(str, range(20)):
-        question = ask(session_id=session)
+        request = ask(session_id=session)
         idle = snapshot([worker("a"), worker("b"), worker("c")])
-        home = choose(question, idle, Random(1)).node
+        home = choose(request, idle, Random(1)).node
         busy = snapshot([worker(node, 8 * (node == home)) for node in "abc"])
-        assert choose(question, busy, Random(2)).node == home
+        assert choose(request, busy, Random(2)).node == home
 
 
 def test_sessions_have_different_homes():

@@ -60,10 +60,10 @@ def some_cluster(seed: int, model: LatencyModel = MODEL) -> RoutingState:
 # ---------------------------------------------------------------------- the sum
 
 
-def term(name: str, policy: Ttft, question: Any = None, **fields: Any) -> float:
+def term(name: str, policy: Ttft, request: Any = None, **fields: Any) -> float:
     """Of a worker with these numbers, beside an idle one."""
     given = state(worker("a", **fields), worker("b"), overlaps={NodeId("b"): 100})
-    return weighed(policy, question or ask(200), given)["a"][name]
+    return weighed(policy, request or ask(200), given)["a"][name]
 
 
 def test_an_idle_worker_costs_the_prefill():
@@ -88,23 +88,23 @@ def test_a_running_step_is_waited_for_but_only_once():
 def test_a_full_worker_is_waited_for():
     full = {"sequences": 8, "max_sequences": 8, "decodes": 8, "kv_tokens": 8000}
     policy = replace(PLAIN, output_tokens=100)
-    question = ask(200, max_tokens=1000)
+    request = ask(200, max_tokens=1000)
     life = 100 * MODEL.step(8, 8000)
-    assert term("wait", policy, question, **full) == pytest.approx(life / 8)
+    assert term("wait", policy, request, **full) == pytest.approx(life / 8)
     full["sequences"] = 11
-    assert term("wait", policy, question, **full) == pytest.approx(life * 4 / 8)
+    assert term("wait", policy, request, **full) == pytest.approx(life * 4 / 8)
     short = ask(200, max_tokens=10)
     assert term("wait", policy, short, **full) == pytest.approx(life / 10 * 4 / 8)
 
 
 def test_blocks_that_are_lacking_are_waited_for():
     short = {"blocks_total": 1000, "blocks_used": 900, "decodes": 4, "kv_tokens": 28_800}
-    policy, question = replace(PLAIN, output_tokens=100), ask(200, max_tokens=1000)
+    policy, request = replace(PLAIN, output_tokens=100), ask(200, max_tokens=1000)
     life = 100 * MODEL.step(4, 28_800)
-    assert term("wait", policy, question, **short) == pytest.approx(life * 100 / 1000)
+    assert term("wait", policy, request, **short) == pytest.approx(life * 100 / 1000)
     coming = {**short, "prefill_tokens": 6400, "prefills": 1}
-    assert term("wait", policy, question, **coming) == pytest.approx(life * 300 / 1000)
-    assert term("wait", policy, question, **{**short, "blocks_used": 500}) < life / 50
+    assert term("wait", policy, request, **coming) == pytest.approx(life * 300 / 1000)
+    assert term("wait", policy, request, **{**short, "blocks_used": 500}) < life / 50
 
 
 def test_externality_and_opportunity_grow_with_load():
@@ -130,9 +130,9 @@ def test_running_streams_are_harmed_now_and_later():
 def test_what_is_compared_is_the_sum_of_the_terms(model: LatencyModel):
     for seed in range(200):
         given, policy = some_cluster(seed, model), Ttft(lambda_decode=0.1)
-        question = ask(Random(seed).choice((1, 50, 400)), max_tokens=100)
-        terms = policy.terms(question, given)
-        for view, cost in zip(given.workers, policy.costs(question, given), strict=True):
+        request = ask(Random(seed).choice((1, 50, 400)), max_tokens=100)
+        terms = policy.terms(request, given)
+        for view, cost in zip(given.workers, policy.costs(request, given), strict=True):
             parts = terms[view.node]
             assert cost == pytest.approx(parts["cost"])
             assert sum(parts.values()) - parts["cost"] == pytest.approx(cost)
@@ -154,9 +154,9 @@ def test_what_is_compared_is_the_sum_of_the_terms_there_too():
     moved = 0
     for seed in range(200):
         given, policy = split(seed), Ttft(lambda_decode=0.1, most_itl=0.01)
-        question = ask(Random(seed).choice((1, 50, 400)), max_tokens=100)
-        terms = policy.terms(question, given)
-        for view, cost in zip(given.workers, policy.costs(question, given), strict=True):
+        request = ask(Random(seed).choice((1, 50, 400)), max_tokens=100)
+        terms = policy.terms(request, given)
+        for view, cost in zip(given.workers, policy.costs(request, given), strict=True):
             assert cost == pytest.approx(terms[view.node]["cost"])
             moved += terms[view.node]["transfer"] > 0
     assert moved > 100
@@ -164,9 +164,9 @@ def test_what_is_compared_is_the_sum_of_the_terms_there_too():
 
 def test_a_decode_worker_counts_the_sooner_of_both():
     busy: dict[str, Any] = {"work": 5.0, "as_of": 100.0}
-    question = ask(200)
+    request = ask(200)
     given = state(worker("a", decode=True, **busy), worker("b", **busy), elsewhere=AWAY)
-    found = weighed(PLAIN, question, given)
+    found = weighed(PLAIN, request, given)
     assert found["a"]["cost"] == pytest.approx(AWAY.ttft(6400, 0))
     assert found["a"]["wait"] == AWAY.wait
     assert found["a"]["transfer"] == pytest.approx(0.01 + 6400e-5)
@@ -175,9 +175,9 @@ def test_a_decode_worker_counts_the_sooner_of_both():
     short = ask(10)
     idle = state(worker("a", decode=True), worker("b"), elsewhere=AWAY)
     assert weighed(PLAIN, short, idle)["a"]["cost"] == pytest.approx(MODEL.prefill(320))
-    assert given.ttft(question, given.workers[0]) == pytest.approx(AWAY.ttft(6400, 0))
-    assert given.goes_elsewhere(question, given.workers[0])
-    assert not given.goes_elsewhere(question, given.workers[1])
+    assert given.ttft(request, given.workers[0]) == pytest.approx(AWAY.ttft(6400, 0))
+    assert given.goes_elsewhere(request, given.workers[0])
+    assert not given.goes_elsewhere(request, given.workers[1])
     assert not idle.goes_elsewhere(short, idle.workers[0])
 
 
@@ -258,7 +258,7 @@ def test_blind_it_counts_requests_and_the_uncached_share():
 @pytest.mark.parametrize("model", KINDS)
 def test_permuting_the_workers_changes_nothing(model: LatencyModel):
     for seed in range(100):
-        given, question = some_cluster(seed, model), ask(100)
+        given, request = some_cluster(seed, model), ask(100)
         random = Random(seed)
         shuffled = list(given.workers)
         random.shuffle(shuffled)
@@ -273,7 +273,7 @@ def test_permuting_the_workers_changes_nothing(model: LatencyModel):
             ),
             overlaps={renamed[node]: blocks for node, blocks in given.overlaps.items()},
         )
-        before, after = weighed(Ttft(), question, given), weighed(Ttft(), question, moved)
+        before, after = weighed(Ttft(), request, given), weighed(Ttft(), request, moved)
         assert all(
             before[old]["cost"] == pytest.approx(after[new]["cost"]) for old, new in renamed.items()
         )
@@ -282,15 +282,15 @@ def test_permuting_the_workers_changes_nothing(model: LatencyModel):
 @pytest.mark.parametrize("model", KINDS)
 def test_an_idle_identical_worker_never_raises_the_best_cost(model: LatencyModel):
     for seed in range(100):
-        given, question = some_cluster(seed, model), ask(100)
-        best = min(Ttft().costs(question, given))
+        given, request = some_cluster(seed, model), ask(100)
+        best = min(Ttft().costs(request, given))
         more = replace(given, workers=(*given.workers, worker("z")))
-        assert min(Ttft().costs(question, more)) <= best * (1 + 1e-9)
+        assert min(Ttft().costs(request, more)) <= best * (1 + 1e-9)
 
 
 def test_speeds_scale_all_times():
     for seed in range(100):
-        given, question = some_cluster(seed), ask(100)
+        given, request = some_cluster(seed), ask(100)
         slower = replace(
             given,
             workers=tuple(
@@ -300,7 +300,7 @@ def test_speeds_scale_all_times():
         )
         still = replace(given, workers=tuple(replace(w, as_of=100.0) for w in given.workers))
         for one, three in zip(
-            Ttft().costs(question, still), Ttft().costs(question, slower), strict=True
+            Ttft().costs(request, still), Ttft().costs(request, slower), strict=True
         ):
             assert three == pytest.approx(3 * one)
 
@@ -332,10 +332,10 @@ class Cluster:
 
     def place(self, group: int, blocks: int, common: int) -> str:
         """A prompt whose first `common` blocks are its group's."""
-        question = ask(blocks, first=group)
+        request = ask(blocks, first=group)
         overlaps = {NodeId(n): self.cached[n][group] for n in self.speeds if self.cached[n][group]}
         given = state(*map(self.view, self.speeds), overlaps=overlaps, now=self.now)
-        chosen = str(self.policy(question, given, self.random).node)
+        chosen = str(self.policy(request, given, self.random).node)
         work = self.speeds[chosen] * MODEL.prefill(
             blocks * 32, min(self.cached[chosen][group] * 32, blocks * 32 - 1)
         )

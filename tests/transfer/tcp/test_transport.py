@@ -50,7 +50,7 @@ class Raw:
     async def __aenter__(self) -> Raw:
         destination, key = self.two.destination.transport, self.two.source.key
         cards = self.two.source.transport.cards
-        wish = msgspec.msgpack.encode(transport._Wish("off"))
+        wish = msgspec.msgpack.encode(transport._Proposal("off"))
         hello = PathHello(backend="tcp", epoch=key.epoch, path=1, regions=cards, details=wish)
         welcome = await destination.answer(key, hello)
         assert isinstance(welcome, PathWelcome)

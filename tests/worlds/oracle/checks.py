@@ -211,10 +211,10 @@ def _engine(world: World, host: VirtualHost, worker: Worker) -> Iterator[str]:
     """What an engine has set aside or linked for transfers belongs to somebody."""
     core = worker.engine.core
     if isinstance(core, EngineCore):
-        promises = core.scheduler.promises
-        if len(promises) or promises.unfilled or promises.unbound:
-            words = f"{len(promises)} promises of {promises.unfilled} blocks"
-            yield f"the engine of {host.name} keeps {words}, {promises.unbound} unbound"
+        reservations = core.scheduler.reservations
+        if len(reservations) or reservations.unfilled or reservations.unbound:
+            words = f"{len(reservations)} reservations of {reservations.unfilled} blocks"
+            yield f"the engine of {host.name} keeps {words}, {reservations.unbound} unbound"
     lives = {(h.part.node.id, h.part.node.epoch) for h in _up(world) if h.part is not None}
     for path in worker.engine.paths():
         if (path.node, path.epoch) not in lives:

@@ -62,9 +62,9 @@ BOOKING_CELLS: Final = frozenset(
     (f"booking {state}", event)
     for state, events in {
         "unknown": ("held", "let_go"),
-        "placed": ("held", "RELEASED", "WORKER_GONE", "ASKER_GONE", "NEVER_SEEN"),
+        "placed": ("held", "RELEASED", "WORKER_GONE", "FRONTEND_GONE", "NEVER_SEEN"),
         "seen": ("reported", "LET_GO", "RELEASED"),
-        "counted": ("LET_GO", "RELEASED", "WORKER_GONE", "ASKER_GONE", "report_lost"),
+        "counted": ("LET_GO", "RELEASED", "WORKER_GONE", "FRONTEND_GONE", "report_lost"),
         "peer's placed": ("held", "peer_ended", "peer_gone"),
         "peer's seen": ("reported", "let_go", "peer_ended"),
         "peer's counted": ("let_go", "peer_ended", "peer_gone"),

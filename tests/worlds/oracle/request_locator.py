@@ -36,7 +36,7 @@ def locate_request(world: World, name: str) -> Iterator[tuple[str, str]]:
             continue
         if isinstance(host.part, Router):
             queues = host.part.service.core._queues.values()
-            if any(_is(item.question.request_id, name) for queue in queues for item in queue):
+            if any(_is(item.request.request_id, name) for queue in queues for item in queue):
                 yield host.name, "held"
         elif isinstance(host.part, Worker):
             for submission in _submissions(host):

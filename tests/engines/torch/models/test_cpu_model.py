@@ -279,7 +279,7 @@ def test_a_batch_out_of_range_is_refused_before_anything_is_touched(
 
 @needs_native
 def test_a_row_is_the_same_to_the_bit_whatever_is_computed_beside_it(small: Side) -> None:
-    """What `ForwardModel.exact` promises."""
+    """What `ForwardModel.exact` reservations."""
     model: Any = small.model
     both, alone = np.empty((2, 420), np.float32), np.empty((1, 420), np.float32)
     model._native.forward(*arrays().values(), both)
