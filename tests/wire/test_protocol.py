@@ -349,8 +349,8 @@ def test_a_long_goodbye_is_cut() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (frame(FrameKind.RESPONSE, stream=5), "answer to nothing"),
-        (frame(FrameKind.ERROR, encode(["X", "y"]), stream=5), "error for nothing"),
+        (frame(FrameKind.RESPONSE, stream=5), "response to an unknown request"),
+        (frame(FrameKind.ERROR, encode(["X", "y"]), stream=5), "error for an unknown request"),
         (frame(FrameKind.REQUEST, stream=1 << 31), "slot that is not free"),
         (frame(FrameKind.OPEN, stream=1 << 31), "slot that is not free"),
         (frame(FrameKind.REQUEST, stream=1) * 2, "slot that is not free"),
@@ -390,7 +390,7 @@ def test_a_violation_is_told_to_the_peer() -> None:
     violation(a, frame(FrameKind.RESPONSE, stream=5))
     going = only(move(a, d), ev.GoingAway)
     assert going.code == GoAwayCode.VIOLATION
-    assert "answer to nothing" in going.message
+    assert "response to an unknown request" in going.message
 
 
 def test_events_before_a_violation_are_kept() -> None:

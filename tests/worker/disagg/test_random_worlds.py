@@ -336,7 +336,7 @@ PREFILL_ACTIONS = {
     "a withdrawn prompt is computed on": PrefillAction.ABORT,
     "a claim that is refused is kept": PrefillAction.END_REFUSED,
 }
-BUDGET = 60
+BUDGET = 200
 
 
 def _fails(numbers: Iterable[int]) -> bool:
