@@ -286,7 +286,7 @@ class Link(Protocol):
         may have acted; `Overloaded` and `PayloadTooLarge` before anything is sent; the peer's
         error; `ProtocolError` for an answer of another type. Cancellation: the peer is told. `late`
         is called with an answer that arrives after a cancellation or the deadline, for answers that
-        give something which must be given back.
+        grant a resource which must be released.
         """
         ...
 

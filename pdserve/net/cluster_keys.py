@@ -83,7 +83,7 @@ def make_key_file(path: Path) -> None:
                 file.write(f"{secrets.token_hex(KEY_BYTES)}\n")
             os.link(temporary, path)
         except FileExistsError:
-            pass  # another process was faster
+            pass  # another process created it
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:

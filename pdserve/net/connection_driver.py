@@ -1,17 +1,17 @@
 """Moves bytes between a transport and a sans-I/O `Connection`.
 
-Writing. Verbs append to the connection and call `wake`; one flush per turn of the loop then hands
-everything, or as much as the transport is to hold, to the transport in one call. While it is full,
-nothing is handed over, so what waits is known not to have left this process.
+Writing. The owner queues frames on the connection and calls `wake`. One flush per turn of the loop
+passes the queued bytes, at most about `high_water`, to the transport in one call. While the
+transport is full, nothing is passed on, so the queued bytes have not left this process.
 
-Pinned memory. A raw payload is written from where it lies. `pin` remembers who wants to know when
-the transport has drained past it; while there are pins, the transport is asked to report when it is
-empty instead of nearly empty.
+Pinned memory. A raw payload is written without a copy. `pin` stores a callback for the moment when
+the transport has drained past the payload. While there are pins, the transport reports when its
+buffer is empty, not when it is nearly empty.
 
-Reading. A large body is received where it belongs; everything else into one buffer that all
-connections of a node share, because a read is used up before the next one begins.
+Reading. A large body is received directly into its destination. Everything else goes into one
+buffer that all connections of a node share: each read is copied out before the next one begins.
 
-It knows no requests, streams or peers: it hands events to the rules of its owner.
+It knows no requests, streams or peers: it passes events to the rules of its owner.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["IGNORE", "ConnectionDriver", "ConnectionOwner"]
 
 _AFTER_PLACED: Final[Bytes] = 4096
-"""Most bytes to read behind a payload that was received in place: probably the next one follows,
-and what of it comes along with its header has to be copied."""
+"""Size of the read after a payload that was received in place. Another such payload probably
+follows, and the part of it that is read together with its header must be copied."""
 
 
 class _IgnoreAll(dict[type, "Callable[[Any], None]"]):
@@ -45,21 +45,21 @@ class _IgnoreAll(dict[type, "Callable[[Any], None]"]):
 
 
 def _ignore(event: object) -> None:
-    """What came after the end, in the same read."""
+    """Ignores an event that follows the end in the same read."""
 
 
 IGNORE: Final = _IgnoreAll()
 
 
 class ConnectionOwner(Protocol):
-    """Who a shell works for."""
+    """What owns a driver and handles its events."""
 
     def connected(self, shell: ConnectionDriver) -> Connection:
-        """The transport is there; returns the connection to run over it."""
+        """Handles a connected transport; returns the connection to run over it."""
         ...
 
     def lost(self, shell: ConnectionDriver, error: BaseException | None) -> None:
-        """The transport is gone. Comes once, after the last event."""
+        """Handles the end of the transport. Called once, after the last event."""
         ...
 
 
@@ -81,11 +81,11 @@ class ConnectionDriver(asyncio.BufferedProtocol):
         self.owner = owner
         self.rules: Mapping[type, Callable[[Any], None]] = {}
         self.due = False
-        """A flush is scheduled."""
+        """True if a flush is scheduled."""
         self.closed = False
-        """Nothing more is handed to the transport."""
+        """True if nothing more is passed to the transport."""
         self.heard = False
-        """Bytes came since the owner last looked."""
+        """True if bytes arrived since the owner last cleared this."""
 
         self._loop = loop
         self._timers = timers
@@ -105,16 +105,17 @@ class ConnectionDriver(asyncio.BufferedProtocol):
     # ------------------------------------------------------------------ writing
 
     def wake(self) -> None:
-        """Flush at the end of this turn of the loop. Callers on hot paths test `due` first."""
+        """Schedules a flush for the end of this turn of the loop. Hot paths test `due` first."""
         if not self.due:
             self.due = True
             self._loop.call_soon(self.flush)
 
     def flush(self) -> None:
-        """Hand what is queued to the transport, unless it is full."""
+        """Passes queued bytes to the transport, unless it is full."""
         self.due = False
+        # uvloop raises on a write to a transport that has ended, even before `connection_lost`.
         if not self.takes():
-            return  # uvloop refuses what comes between the end of a transport and the word of it
+            return
         connection = self.connection
         buffers = connection.data_to_send(self._settings.high_water)
         if not self._write(buffers):
@@ -123,16 +124,17 @@ class ConnectionDriver(asyncio.BufferedProtocol):
             self._unpin()
         if connection.queued != connection.taken:
             if not self._paused:
-                self.wake()  # the rest in its turn: other connections get theirs in between
+                # The rest goes out in the next turn: other connections are served in between.
+                self.wake()
         elif self._closing:
             self.closed = True
             self.transport.close()
 
     def _write(self, buffers: Sequence[Buffer]) -> bool:
-        """Hand these over; False once the transport is gone.
+        """Writes `buffers` to the transport; False once the transport is gone.
 
-        uvloop closes a transport whose dial is cancelled while `create_connection` returns it. It
-        neither says that it is closing nor calls `connection_lost` then: only a write tells.
+        uvloop closes a transport whose dial is cancelled while `create_connection` returns it. Then
+        `is_closing` stays False and `connection_lost` is not called: only a write fails.
         """
         try:
             if len(buffers) == 1:
@@ -146,7 +148,7 @@ class ConnectionDriver(asyncio.BufferedProtocol):
         return True
 
     def pin(self, on_sent: Callable[[], None]) -> None:
-        """Call `on_sent` when the transport has drained past all that is queued now."""
+        """Calls `on_sent` when the transport has drained past all that is queued now."""
         self._pins.append((self.connection.queued, on_sent))
 
     def _unpin_all(self) -> None:
@@ -154,9 +156,9 @@ class ConnectionDriver(asyncio.BufferedProtocol):
             self._pins.popleft()[1]()
 
     def _unpin(self) -> None:
-        """Release what the transport no longer reads."""
+        """Releases the memory that the transport no longer reads."""
         left = self.transport.get_write_buffer_size()
-        # Under TLS the buffer holds encrypted bytes, whose count says nothing about ours.
+        # Under TLS the buffer holds encrypted bytes; their count differs from the plain one.
         encrypted = self.transport.get_extra_info("ssl_object") is not None
         past = self.connection.taken - left if not (encrypted and left) else 0
         while self._pins and self._pins[0][0] <= past:
@@ -164,7 +166,7 @@ class ConnectionDriver(asyncio.BufferedProtocol):
         self._report_empty(bool(self._pins))
 
     def _report_empty(self, eager: bool) -> None:
-        """Have `resume_writing` called when the transport's buffer is empty, not when it is low."""
+        """Has `resume_writing` called when the transport's buffer is empty, not when it is low."""
         if eager == self._eager:
             return
         self._eager = eager
@@ -183,24 +185,26 @@ class ConnectionDriver(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._paused = False
+        # Unpin before the flush: new bytes in the buffer would hide that the old ones have left.
         if self._pins:
-            self._unpin()  # before more is written, which would hide that this was drained
+            self._unpin()
         self.flush()
         if not self._paused:
             self._wake_drained()
 
     @property
     def full(self) -> bool:
-        """The transport takes no more at present."""
+        """True if the transport takes no more at present."""
         return self._paused
 
     def takes(self) -> bool:
-        """`flush` hands on what is queued. False also between the end of a transport and the word
-        of it."""
+        """True if `flush` would pass on queued bytes. False also for a transport that has ended
+        and has not called `connection_lost` yet."""
         return not (self._paused or self.closed or self.transport.is_closing())
 
     def wait_drained(self) -> asyncio.Future[None]:
-        """Done when the transport takes more, or is gone. Shared: do not cancel it."""
+        """A future that is done when the transport takes more, or is gone. It is shared: do not
+        cancel it."""
         if self._drained is None:
             self._drained = self._loop.create_future()
         return self._drained
@@ -218,7 +222,8 @@ class ConnectionDriver(asyncio.BufferedProtocol):
             if wanted is not None:
                 self._in_place = True
                 return wanted
-        self._in_place = False  # it may have been offered before, and nothing came
+        # The call before may have offered memory in place, without a read after it.
+        self._in_place = False
         return self._reading
 
     def buffer_updated(self, count: int) -> None:
@@ -234,28 +239,29 @@ class ConnectionDriver(asyncio.BufferedProtocol):
         self.dispatch(self.connection.receive_data(data))
 
     def eof_received(self) -> None:
-        """The transport closes itself after this; the last words go out first."""
+        """Sends what is queued, because the transport closes itself after this."""
         self.dispatch(self.connection.receive_eof())
         self.flush()
         self.closed = True
 
     def dispatch(self, events: list[ev.Event]) -> None:
-        """Hand `events` to the rules; what they queue goes out at the end of this turn."""
+        """Passes `events` to the rules; what they queue goes out at the end of this turn."""
         for event in events:
             self.rules[type(event)](event)
         if not self.due and self.connection.queued != self.connection.taken:
             self.wake()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)  # uvloop's is one by structure
+        # uvloop's transport has the methods of this class.
+        self.transport = cast("asyncio.Transport", transport)
         self.connection = self.owner.connected(self)
         self._set_limits()
         self.wake()
 
-    # ------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------ closing
 
     def close(self) -> None:
-        """Send what is queued, then close; give up on a peer that does not read after a while."""
+        """Sends what is queued, then closes; aborts after `close_timeout` at the latest."""
         if self._closing or self.closed:
             return
         self._closing = True
@@ -263,7 +269,8 @@ class ConnectionDriver(asyncio.BufferedProtocol):
         self.wake()
 
     def end(self) -> None:
-        """Close with what the transport takes now: nothing of the rest leaves this process."""
+        """Passes on what the transport takes now, then closes; the rest never leaves this
+        process."""
         self.flush()
         if not self.closed:
             self.closed = True
@@ -271,7 +278,7 @@ class ConnectionDriver(asyncio.BufferedProtocol):
             self._timers.call_later(self._settings.close_timeout, self.abort)
 
     def abort(self) -> None:
-        """Close now; what is queued is lost."""
+        """Closes now; what is queued is lost."""
         self.closed = True
         if not self._lost:
             self.transport.abort()

@@ -8,7 +8,7 @@
     the same life, dialled by the other     the one that the smaller node id dialled takes over
 
 "Takes over" loses nothing: the other connection starts nothing new, ends what is under way, and
-then closes. A plain function without state; `endpoint` asks it whenever a handshake is complete.
+then closes. A plain function without state; `endpoint` calls it after each complete handshake.
 """
 
 from __future__ import annotations

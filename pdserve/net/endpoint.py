@@ -99,12 +99,12 @@ class Endpoint:
 
         self._bodies = bodies or BodyBudget(self.settings.requests)
         self._links: dict[NodeId, PeerLink] = {}
-        self._sessions: dict[bytes, PeerLink] = {}  # of links we accepted
-        self._all: dict[PeerLink, None] = {}  # retiring ones too
+        self._sessions: dict[bytes, PeerLink] = {}  # accepted links
+        self._all: dict[PeerLink, None] = {}  # includes retiring links
         self._pending: PendingHandshakes[_PendingConnection] = PendingHandshakes(
             self.settings.pending_handshakes
         )
-        self._guests: dict[_PendingConnection, None] = {}  # every connection there is
+        self._guests: dict[_PendingConnection, None] = {}  # all connections
         self._listeners: list[NetListener] = []
         self._dials: dict[str, asyncio.Task[PeerLink]] = {}
         self._tasks: set[asyncio.Task[object]] = set()
@@ -114,7 +114,7 @@ class Endpoint:
         self.refused: dict[str, int] = {}
         """Handshakes that this node turned away, by the name of the error."""
 
-    # ------------------------------------------------------------------ looking
+    # ------------------------------------------------------------------ lookups and counts
 
     @property
     def links(self) -> Mapping[NodeId, PeerLink]:
@@ -157,7 +157,8 @@ class Endpoint:
             task = self._spawn(self._dial(address), f"dial {address}")
             self._dials[address] = task
             task.add_done_callback(lambda _: self._dials.pop(address, None))
-        await asyncio.wait({task})  # unlike `await`, cancelling this does not end the others' dial
+        # `wait` leaves the shared dial running for its other callers if this one is cancelled.
+        await asyncio.wait({task})
         if task.cancelled():
             raise DialFailed("this node is shutting down")
         link = task.result()
@@ -172,10 +173,11 @@ class Endpoint:
         return guest.link
 
     async def _connect(self, guest: _PendingConnection) -> None:
-        """Dial; returns when the handshake is complete. Errors: `DialFailed` or one of its
+        """Dials; returns when the handshake is complete. Errors: `DialFailed` or one of its
         kinds."""
         settled = guest.settled = self._loop.create_future()
-        # Cancelled in the turn in which the connection was lost, nobody would look at the reason.
+        # A caller that is cancelled in the turn in which the connection is lost does not read the
+        # exception; read it here, or asyncio logs it as never retrieved.
         settled.add_done_callback(lambda done: done.cancelled() or done.exception())
         shell = self._shell(guest)
         timeout = self.settings.dial_timeout
@@ -189,12 +191,12 @@ class Endpoint:
                 shell.abort()
         if settled.cancelled():
             raise DialTimeout(
-                f"{guest.address} accepts connections but did not shake hands in time"
+                f"{guest.address} accepts connections but did not complete the handshake in time"
             )
         settled.result()
 
     def _dial_bulk(self, link: PeerLink) -> None:
-        """Dial the bulk connection of a link that this node has dialled."""
+        """Dials the bulk connection of a link that this node has dialled."""
         if link.address and not self._closing and link not in self._bulk_dials:
             self._bulk_dials.add(link)
             _ = self._spawn(self._connect_bulk(link), f"dial bulk {link.peer.node}")
@@ -215,13 +217,14 @@ class Endpoint:
 
     def _task_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
+        # Read the exception: without a waiting caller, asyncio would log it as never retrieved.
         if not task.cancelled():
-            task.exception()  # whoever waits sees it; if nobody does any more, nobody wants it
+            task.exception()
 
     # ------------------------------------------------------------------ handshakes
 
     def start(self, guest: _PendingConnection, shell: ConnectionDriver) -> Connection:
-        """A transport is connected: begin the handshake."""
+        """Begins the handshake on a connected transport."""
         self._guests[guest] = None
         nonce, keys = self._entropy(NONCE_BYTES), self._keys()
         versions = self.settings.versions
@@ -254,7 +257,7 @@ class Endpoint:
     def authenticated(
         self, guest: _PendingConnection, claim: IdentityClaim, spoken: Negotiated
     ) -> None:
-        """Acceptor: the peer has proved its identity; decide whether it may stay."""
+        """Acceptor: the peer has proved its identity. Accepts or refuses the connection."""
         self.settle(guest)
         connection = guest.shell.connection
         if self._closing:
@@ -284,7 +287,7 @@ class Endpoint:
         if link is None or (link.peer.node, link.peer.epoch) != (claim.node, claim.epoch):
             guest.refuse(
                 HandshakeRefusalReason.SESSION,
-                HandshakeRefused(f"{claim.node} names no session of its own"),
+                HandshakeRefused(f"{claim.node} names a session that is not its own"),
             )
         elif guest.shell.connection.accept(limits=self.settings.bulk_limits):
             guest.on_lost = link.bulk_ready(guest.shell)
@@ -356,7 +359,7 @@ class Endpoint:
         return link
 
     def _install(self, link: PeerLink, verdict: Verdict) -> None:
-        """Carry out the decision of `resolve`."""
+        """Carries out the decision of `resolve`."""
         old = self._links.get(link.peer.node)
         if verdict is Verdict.YIELD:
             link.retire(_DUPLICATE, GoAwayCode.DUPLICATE)
@@ -369,7 +372,8 @@ class Endpoint:
         self._handler.on_link_up(link)
         if old is not None:
             old.retire(_DUPLICATE, GoAwayCode.DUPLICATE)
-        self._check_key(link)  # the keys may have changed since its handshake began
+        # The keys may have changed since this link's handshake began.
+        self._check_key(link)
 
     def _link_down(self, link: PeerLink) -> None:
         if self._links.get(link.peer.node) is link:
@@ -380,11 +384,12 @@ class Endpoint:
             self._handler.on_link_down(link, link.down)
         self._wake_closer()
 
-    # ------------------------------------------------------------------ keys that are replaced
+    # ------------------------------------------------------------------ key rotation
 
     def keys_changed(self) -> None:
-        """Use the new cluster keys. The side that dialled a link whose key is no longer accepted
-        dials it anew; work under way goes on. Old links that are left end after `revoke_after`."""
+        """Applies new cluster keys. The side that dialled a link whose key is no longer accepted
+        dials again; work under way goes on. Links that still use the old key end after
+        `revoke_after`."""
         for link in tuple(self._all):
             self._check_key(link)
 
@@ -396,12 +401,12 @@ class Endpoint:
             _ = self._spawn(self._renew(link), f"renew {link.peer.node}")
 
     def _is_current(self, link: PeerLink) -> bool:
-        """True if this is the link to its peer, and will stay so."""
+        """True if this is the current link to its peer, neither retiring nor down."""
         known = self._links.get(link.peer.node) is link
         return known and not link.retiring and link.down is None
 
     async def _renew(self, link: PeerLink) -> None:
-        """Dial again until the link is replaced or ends; the peer's key file may change a little
+        """Dials again until the link is replaced or ends; the peer's key file may change a little
         later."""
         while self._is_current(link) and link.key not in self._keys():
             try:
@@ -415,21 +420,22 @@ class Endpoint:
             await asyncio.sleep(_RENEW_PAUSE)
 
     def _revoke(self, link: PeerLink) -> None:
-        """End a link whose peer has not shown an accepted key in time."""
+        """Ends a link whose peer has not shown an accepted key in time."""
         if link.down is not None or link.key in self._keys():
             return
+        # Another link to the peer has replaced this one, which closes when its work is done.
         if self._links.get(link.peer.node) not in (link, None):
-            return  # it has; this one ends with what runs on it
+            return
         _log.warning(
             "the link to %s ends: its cluster key is no longer in use",
             link.peer.node,
         )
         link.abort("its cluster key is no longer in use")
 
-    # ------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------ closing
 
     def forget(self, guest: _PendingConnection) -> None:
-        """A transport is gone."""
+        """Removes a connection whose transport is gone."""
         self.settle(guest)
         self._guests.pop(guest, None)
         self._wake_closer()
@@ -458,7 +464,7 @@ class Endpoint:
         self.timers.close()
 
     async def _until(self, met: Callable[[], bool], deadline: Seconds) -> None:
-        """Wait until `met` is true; it is checked whenever a link or a transport ends."""
+        """Waits until `met` is true; it is checked whenever a link or a transport ends."""
         while not met() and (left := deadline - self._loop.time()) > 0:
             self._closer = self._loop.create_future()
             await asyncio.wait({self._closer}, timeout=left)
@@ -476,7 +482,7 @@ class _PendingConnection:
         self, endpoint: Endpoint, *, address: str = "", bulk_of: PeerLink | None = None
     ) -> None:
         self.address = address
-        """What we dialled; empty: it was accepted."""
+        """The address that was dialled; empty: the connection was accepted."""
         self.bulk_of = bulk_of
         """The link that a dialled bulk connection is for."""
         self.link: PeerLink | None = None
@@ -488,7 +494,7 @@ class _PendingConnection:
         self.settled: asyncio.Future[None] | None = None
         """Done when the handshake of a dialled connection is over."""
         self.on_lost: Callable[[BaseException | None], None] | None = None
-        """The listener that the end is reported to once the handshake has succeeded."""
+        """Called at the end of the connection if the handshake has succeeded."""
         self._endpoint = endpoint
 
     def connected(self, shell: ConnectionDriver) -> Connection:
@@ -519,12 +525,12 @@ class _PendingConnection:
         self.shell.close()
 
     def refuse(self, why: HandshakeRefusalReason, error: HandshakeRefused) -> None:
-        """Acceptor: refuse the peer and tell it why."""
+        """Acceptor: refuses the peer and tells it why."""
         self.shell.connection.refuse(why, error)
         self.fail(error)
 
     def give_up(self, why: HandshakeRefusalReason, text: str) -> None:
-        """Acceptor: end an unfinished handshake at once; the reason may not arrive."""
+        """Acceptor: ends an unfinished handshake at once; the reason may not arrive."""
         self._endpoint.settle(self)
         self._endpoint.complain(self, HandshakeRefused(text))
         self.shell.rules = IGNORE

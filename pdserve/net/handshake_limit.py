@@ -1,9 +1,9 @@
 """Bounds the number of unauthenticated connections.
 
 At the bound the host with the most unfinished handshakes loses its oldest one. A host that opens
-connections and sends nothing only ends its own; a peer that does the handshake, which takes
-milliseconds, is not the oldest of the busiest host for long. Bookkeeping only: `endpoint` closes
-what this names, and whatever exceeds the handshake's deadline.
+connections and sends nothing loses only its own. A peer that does the handshake needs milliseconds
+for it, so its connection is seldom the oldest of the busiest host. This file only counts: its owner
+closes the connection that `add` returns, and each one that exceeds the handshake's deadline.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Watches many deadlines that mostly do not pass, at almost no cost each.
 
-A request that is answered in time should not pay for a timer. The owner keeps its requests in one
-table anyway, and this keeps one number: no deadline in the table is before `due`. A new deadline
-costs a comparison, an answer nothing; when `due` comes, the owner scans its table once and returns
+A request that is answered in time needs no timer of its own. The owner keeps its requests in a
+table, and this class keeps one number: no deadline in the table is before `due`. A new deadline
+costs one comparison, an answer costs nothing. At `due` the owner scans its table once and returns
 the earliest remaining deadline.
 
-With 64 requests of equal timeout under way, that is one scan per timeout; at worst it is one per
-tick over a bounded table. Measured against an entry per request in the wheel, it takes a tenth off
-a request's time. Owned by one `link`, one for each table.
+With 64 requests of equal timeout under way, that is one scan per timeout; at worst it is one scan
+per tick over a bounded table. A measured request takes a tenth less time than with one entry per
+request in the timer wheel. Owned by one `link`, one for each table.
 """
 
 from __future__ import annotations
@@ -55,5 +55,6 @@ class LazyDeadline:
         self._timer = None
         self.due = inf
         left = self._look(self._timers.now())
-        if left < self.due:  # what expired may have led to new deadlines
+        # `look` may have started work whose deadline is earlier and is watched already.
+        if left < self.due:
             self.watch(left)

@@ -83,15 +83,15 @@ class PeerLink:
     ) -> None:
         self.peer = peer
         self.address = address
-        """What this side dialled; empty: it accepted."""
+        """The address that this side dialled; empty: it accepted the connection."""
         self.dialled = bool(address)
         self.session = session
-        """What the acceptor calls this link; a bulk connection names it."""
+        """The id that the acceptor gave this link; a bulk connection names it."""
         self.down: LinkDownReason | None = None
         self.announced = False
-        """The handler knows of the link."""
+        """True if the handler's `on_link_up` was called."""
         self.key = b""
-        """The cluster key that it was made with."""
+        """The cluster key of its handshake."""
 
         self._loop = asyncio.get_running_loop()
         self.now: Callable[[], Seconds] = self._loop.time
@@ -106,26 +106,26 @@ class PeerLink:
         self.shell = shell
         self.connection = shell.connection
         self._timeout: Seconds = 0.0
-        self._milliseconds = 0  # the same, as it travels
+        self._milliseconds = 0  # `_timeout` in the header
         self._asking = LazyDeadline(timers, self._expire_asking)
         self._serving: dict[int, LinkCall] = {}
         self._served = LazyDeadline(timers, self._expire_serving)
-        self._strikes: list[Seconds] = []  # when, within the window
-        self._unserved: set[int] = set()  # methods that would be a strike at the peer
+        self._strikes: list[Seconds] = []  # times within `strike_window`
+        # Methods that the peer, of release 0.1, does not serve and would count as a strike.
+        self._unserved: set[int] = set()
         self._silence = 0  # keepalive intervals without a byte
         self._pings = 0
-        self._farewell: LinkDownReason | None = (
-            None  # why, as far as known before the transport is gone
-        )
+        # Why the link ends, as far as this is known before the transport is gone.
+        self._farewell: LinkDownReason | None = None
         self._last_call: Timer | None = None
-        self._next_look: Timer | None = None  # of the keepalive
+        self._next_look: Timer | None = None  # keepalive timer
 
         # The bulk connection.
         self.bulk: ConnectionDriver | None = None
         """The bulk connection, if there is one."""
         self._bulk_waiters: list[asyncio.Future[None]] = []
         self._bulk_error: BaseException | None = None
-        self._bulk_queued: Bytes = 0  # of earlier ones
+        self._bulk_queued: Bytes = 0  # on earlier bulk connections
 
         shell.rules = self._control_rules()
         self._keepalive()
@@ -138,7 +138,7 @@ class PeerLink:
         """True if nothing new can be started on it."""
         return self.connection.leaving or self.connection.left
 
-    # ------------------------------------------------------------------ tells and requests
+    # ------------------------------------------------------------------ one-way messages, requests
 
     def tell(self, method: int, body: Buffer) -> None:
         self.connection.send_tell(method, body)
@@ -158,7 +158,8 @@ class PeerLink:
             raise NoMethod(f"{self.peer.node} does not serve {method.name}")
         future: asyncio.Future[Buffer] = self._create_future()
         deadline = self.now() + timeout
-        if timeout != self._timeout:  # most requests have that of the one before
+        # Most requests have the same timeout as the one before.
+        if timeout != self._timeout:
             self._milliseconds = min(max(0, int(timeout * 1000)), _LONGEST)
             self._timeout = timeout
         heir = None if late is None else partial(self._late, method, late)
@@ -179,20 +180,21 @@ class PeerLink:
         except asyncio.CancelledError:
             if future.cancelled():
                 self._withdraw(call, heir)
+            # The answer and the cancellation came in the same turn of the loop.
             elif heir is not None and future.exception() is None:
-                heir(future.result())  # both in one turn of the loop
+                heir(future.result())
             raise
 
     def _note_unserved(self, method: Method[Q, R], error: ProtocolError) -> NoMethod:
-        """A peer of release 0.1 counts each such request as garbage and ends the link at the
-        third, so it is not asked again."""
+        """Records that the peer does not serve a method. A peer of release 0.1 counts each such
+        request as undecodable and ends the link at the third, so no more are sent."""
         if isinstance(error, NoMethod):
             return error
         self._unserved.add(method.id)
         return NoMethod(error.message)
 
     def _withdraw(self, call: int, heir: LateAnswerHandler | None) -> None:
-        """Cancel an own request; its answer may already be on its way."""
+        """Cancels an own request; its answer may already be on its way."""
         asking: PendingRequest | None = None
         if heir is not None:
             future: asyncio.Future[Buffer] = self._create_future()
@@ -210,8 +212,8 @@ class PeerLink:
             late(answer)
 
     def _expire_asking(self, now: Seconds) -> Seconds:
-        """End own requests that are past their deadlines: the peer is told, and late answers are
-        dropped."""
+        """Ends own requests that are past their deadlines: each is cancelled at the peer. Returns
+        the earliest deadline that is left."""
         earliest = inf
         for call, asking in tuple(self.connection.calls.items()):
             if asking is None:
@@ -226,7 +228,7 @@ class PeerLink:
         return earliest
 
     def _keep(self, serving: LinkCall) -> None:
-        """The handler will answer later: watch the request's deadline."""
+        """Watches the deadline of a request that the handler answers later."""
         if self.down is not None:
             serving.cancelled()
             return
@@ -236,7 +238,7 @@ class PeerLink:
             self._served.watch(serving.kept)
 
     def served(self, serving: LinkCall) -> None:
-        """A request of the peer was answered."""
+        """Removes a request of the peer that was answered."""
         self._serving.pop(serving.id, None)
 
     def _expire_serving(self, now: Seconds) -> Seconds:
@@ -315,7 +317,7 @@ class PeerLink:
     # ------------------------------------------------------------------ the bulk connection
 
     async def _wait_bulk(self, deadline: Seconds) -> ConnectionDriver:
-        """Wait for the bulk connection; it is requested if it was not yet."""
+        """Waits for the bulk connection; requests it if no other task waits for it."""
         waiter: asyncio.Future[None] = self._loop.create_future()
         if self.down is not None:
             raise LinkLost("the link is closed", sent=False)
@@ -342,8 +344,8 @@ class PeerLink:
             self.wake()
 
     def bulk_ready(self, shell: ConnectionDriver) -> Callable[[BaseException | None], None]:
-        """Take a bulk connection for this link, in place of an earlier one. Returns the object to
-        tell of its end."""
+        """Takes a bulk connection for this link, in place of an earlier one. Returns the function
+        to call when that connection ends."""
         if self.bulk is not None:
             self.bulk.abort()
         self.bulk = shell
@@ -352,12 +354,12 @@ class PeerLink:
         return lambda error: self._bulk_lost(shell, error)
 
     def bulk_failed(self, error: BaseException) -> None:
-        """The endpoint could not dial the bulk connection."""
+        """Handles a failed dial of the bulk connection."""
         self._bulk_error = error
         self._wake_bulk()
 
     def _bulk_lost(self, shell: ConnectionDriver, error: BaseException | None) -> None:
-        """The bulk connection has ended: its streams end, the link goes on."""
+        """Handles the end of the bulk connection: its streams end, the link goes on."""
         shell.rules = IGNORE
         if self.bulk is shell:
             self.bulk = None
@@ -387,8 +389,8 @@ class PeerLink:
         }
 
     def _bulk_rules(self, shell: ConnectionDriver) -> Mapping[type, Callable[[Any], None]]:
-        """Rules that allow only streams: requests would escape the control connection's
-        accounting."""
+        """Rules that allow only streams: requests would bypass the limits of the control
+        connection."""
 
         def refuse(event: ev.Event) -> None:
             _log.warning("%r: %s on the bulk connection", self, type(event).__name__)
@@ -429,8 +431,9 @@ class PeerLink:
             if not future.done():
                 future.set_result(body)
                 continue
+            # The caller was cancelled in this turn of the loop and has not run yet.
             heir = asking[3]  # type: ignore[index]
-            if heir is not None:  # cancelled in this turn: the caller has not run yet
+            if heir is not None:
                 heir(body)
 
     def _on_failed(self, event: ev.RequestFailed) -> None:
@@ -441,8 +444,9 @@ class PeerLink:
     def _on_asked(self, event: ev.RequestsReceived) -> None:
         on_request = self._handler.on_request
         for call, method, milliseconds, body in event.requests:
+            # An earlier request of this event may have ended the link.
             if self.down is not None:
-                return  # the one before has ended the link
+                return
             serving = LinkCall(self, call, method, milliseconds, body)
             try:
                 on_request(serving)
@@ -505,14 +509,14 @@ class PeerLink:
         shell.dispatch(shell.connection.place(destination))
 
     def _sink_failed(self, stream: LinkStream, error: Exception) -> None:
-        """A sink has raised: end its stream only."""
+        """Handles an exception of a sink: ends its stream only."""
         self._strike(error)
         if not isinstance(error, PdserveError):
             _log.error("%r: the reader of a stream failed", self, exc_info=error)
         stream.abort(error)
 
     def _strike(self, error: Exception) -> None:
-        """Count a body that could not be decoded: one may be a bug, several mean a faulty peer."""
+        """Counts a body that could not be decoded: one may be a bug, several mean a faulty peer."""
         if not isinstance(error, ProtocolError) or isinstance(error, NoMethod):
             return
         now, settings = self.now(), self._settings
@@ -521,7 +525,7 @@ class PeerLink:
         if len(self._strikes) >= settings.strikes:
             self._end(LinkDownReason("violation", error.message), GoAwayCode.VIOLATION)
 
-    # ------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------ closing
 
     def close(self, message: str = "") -> None:
         self.retire(
@@ -533,7 +537,7 @@ class PeerLink:
         self._end(down, GoAwayCode.REPLACED)
 
     def retire(self, down: LinkDownReason, code: GoAwayCode) -> None:
-        """Start nothing more; close when work under way has ended, at the latest after
+        """Starts nothing more; closes when work under way has ended, at the latest after
         `retire_after`."""
         if self.down is not None or self.connection.leaving:
             return
@@ -544,7 +548,7 @@ class PeerLink:
         self._check_finished()
 
     def replaced(self) -> None:
-        """A later life of the peer has connected: end this link."""
+        """Ends this link because a later life of the peer has connected."""
         self._end(
             LinkDownReason("replaced", "a later life of the peer has connected"),
             GoAwayCode.REPLACED,
@@ -569,7 +573,7 @@ class PeerLink:
         self._last_call = self._timers.call_later(later, lambda: self.abort(message))
 
     def _check_finished(self) -> None:
-        """Close a retiring link once nothing is under way on it."""
+        """Closes a retiring link once nothing is under way on it."""
         connection = self.connection
         if self.down is not None or not (connection.leaving and connection.left):
             return
@@ -590,8 +594,8 @@ class PeerLink:
         self.shell.close()
 
     def _end(self, down: LinkDownReason, code: GoAwayCode) -> None:
-        """End now, but let the transport say why if it can at once: what is reported as not sent
-        must not leave later."""
+        """Ends the link now. The reason is sent only if the transport takes it at once: what is
+        reported as not sent must not be sent later."""
         if self._farewell is None or code is not GoAwayCode.SHUTDOWN:
             self._farewell = down
         self.connection.send_goaway(code, down.message)
@@ -599,7 +603,8 @@ class PeerLink:
         self.lost(None)
 
     def lost(self, error: BaseException | None) -> None:
-        """The control connection is gone: end everything under way, then tell the handler."""
+        """Handles the end of the control connection: ends everything under way, then reports the
+        end of the link."""
         if self.down is not None:
             return
         if self._farewell is not None:
@@ -637,13 +642,14 @@ class PeerLink:
     def _end_streams(self, shell: ConnectionDriver, error: LinkLost) -> None:
         for wire in shell.connection.streams():
             wire.sending = wire.receiving = False
-            if wire.context is not None:  # else: refused, or its `Opened` was not looked at
+            # Without a context the stream was refused, or its `StreamOpened` was not handled.
+            if wire.context is not None:
                 _of(wire).on_end(error)
 
     # ------------------------------------------------------------------ keepalive
 
     def _keepalive(self) -> None:
-        """Ping a silent peer; end the link after `silent_after`."""
+        """Pings a silent peer; ends the link after `silent_after`."""
         if self.down is not None:
             return
         interval = self._settings.ping_after
@@ -661,7 +667,7 @@ class PeerLink:
         self.shell.heard = False
         self._next_look = self._timers.call_later(interval, self._keepalive)
 
-    # ------------------------------------------------------------------ looking
+    # ------------------------------------------------------------------ statistics, flushing
 
     def stats(self) -> LinkStats:
         connections = [self.connection]
@@ -678,13 +684,13 @@ class PeerLink:
         )
 
     def wake(self) -> None:
-        """Send what is queued at the end of this turn of the event loop."""
+        """Sends what is queued at the end of this turn of the event loop."""
         if not self.shell.due:
             self.shell.wake()
 
 
 def _inherit(heir: LateAnswerHandler, ended: asyncio.Future[Buffer]) -> None:
-    """An error that says that there was no answer."""
+    """Passes a late answer to its handler; an error means that there was no answer."""
     if not ended.cancelled() and ended.exception() is None:
         heir(ended.result())
 

@@ -43,8 +43,8 @@ class CallLink(Link, Protocol):
 
 
 class LinkCall(msgspec.Struct, eq=False):
-    """One request of a peer; implements `net.base.IncomingCall`. A Struct, because one is made per
-    request and a plain class costs double."""
+    """One request of a peer; implements `net.base.IncomingCall`. One is made per request; it is a
+    Struct because a plain class costs twice as much."""
 
     link: CallLink
     id: int
@@ -87,7 +87,7 @@ class LinkCall(msgspec.Struct, eq=False):
         self.cancelled()
 
     def cancelled(self) -> None:
-        """The answer is no longer wanted."""
+        """Ends the work: the answer is no longer needed."""
         self.done = True
         callback, self.on_cancel = self.on_cancel, None
         if callback is not None:

@@ -43,7 +43,8 @@ class LinkStream:
         self._wire = wire
         self._sink = sink
         self._hold = hold
-        self._ended: BaseException | bool = False  # True, or the error: no more for the sink
+        # True or the error once the sink gets nothing more.
+        self._ended: BaseException | bool = False
         self._waiters: list[asyncio.Future[None]] = []
 
     # ------------------------------------------------------------------ reading

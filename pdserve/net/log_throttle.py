@@ -1,5 +1,5 @@
-"""Limits log lines that strangers can provoke: one per kind and interval, with a count of the
-rest.
+"""Limits log lines that unauthenticated peers can cause: one per kind and interval, with a count of
+the rest.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class LogThrottle:
         self._suppressed: dict[str, int] = {}
 
     def admit(self, kind: str, now: Seconds) -> int | None:
-        """Returns None to stay silent, else the number of suppressed messages of this kind since
-        the last one.
+        """Returns None if the message is suppressed, else the number of suppressed messages of this
+        kind since the last one.
         """
         if now < self._next.get(kind, 0.0):
             self._suppressed[kind] = self._suppressed.get(kind, 0) + 1

@@ -1,8 +1,8 @@
 """Computes when to dial again: one policy per cause, and the state to follow it.
 
 Delays double from `first` to `most` and are drawn evenly from zero to the result ("full jitter"),
-so that nodes that lost the same peer do not redial in step. A link that held for `healthy` starts
-over. The caller does the waiting.
+so that nodes that lost the same peer do not redial in step. After a link was up for `healthy`, the
+delays start at `first` again. The caller does the waiting.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RedialPolicy:
     first: Seconds
     most: Seconds
     floor: Seconds = 0.0
-    """Smallest delay, for causes that time alone does not cure."""
+    """Smallest delay, for causes that an operator must remove."""
 
 
 _TRANSIENT: Final = RedialPolicy(first=0.1, most=5.0)
@@ -44,8 +44,9 @@ REDIAL_POLICIES: Final[Mapping[str, RedialPolicy]] = {
     "key": _BY_HAND,
     "cluster": _BY_HAND,
     "version": _BY_HAND,
-    "self": _BY_HAND,  # one of its seeds is the node itself
-    "peer": _BY_HAND,  # somebody else is there: wait for news of the node
+    "self": _BY_HAND,  # a seed is the own address
+    # Another node answers at the address: the right address comes by gossip.
+    "peer": _BY_HAND,
 }
 """Policies by `DialFailed.cause`."""
 

@@ -36,7 +36,7 @@ class NetSettings:
     handshake_timeout: Seconds = 3.0
     """How long an accepted connection may stay unauthenticated."""
     pending_handshakes: int = 256
-    """Most unauthenticated connections; one more ends the oldest of the host with the most."""
+    """Most unauthenticated connections; one more ends the oldest one of the host that has most."""
 
     ping_after: Seconds = 5.0
     """A link that has been silent this long is pinged."""
@@ -69,6 +69,6 @@ class NetSettings:
     strikes: int = 3
     """Undecodable bodies from one peer within `strike_window` before its link ends."""
     strike_window: Seconds = 60.0
-    """A strike is forgotten after this: a link lives for weeks, and one bad body a day is no faulty
-    peer.
+    """A strike is forgotten after this: a link stays up for weeks, and one bad body a day does not
+    mean a faulty peer.
     """

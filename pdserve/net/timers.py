@@ -49,10 +49,10 @@ class TimerWheel:
     __slots__ = ("_emptied", "_filled", "_slots")
 
     def __init__(self) -> None:
-        # Dicts as ordered sets: entries of one tick expire in the order they came, in every run.
+        # Dicts as ordered sets: entries of one tick expire in the order of `add`, in every run.
         self._slots: dict[int, dict[Expiring, None]] = {}
-        self._filled: list[int] = []  # a heap of the keys of `_slots`
-        self._emptied = 0  # of the slots, those that are `_EMPTIED`
+        self._filled: list[int] = []  # heap of `_slots` keys
+        self._emptied = 0  # slots that are `_EMPTIED`
 
     def __len__(self) -> int:
         return sum(map(len, self._slots.values()))
@@ -77,18 +77,20 @@ class TimerWheel:
         slot = self._slots.get(entry.tick)
         if slot:
             slot.pop(entry, None)
-            if not slot:  # far ticks are many, and an emptied dict keeps its size
+            # Far ticks are many, and an emptied dict keeps its memory: `_EMPTIED` replaces it.
+            if not slot:
                 self._slots[entry.tick] = _EMPTIED
                 self._emptied += 1
                 if self._emptied > _FEW and self._emptied > len(self._slots) // 2:
                     self._drop_emptied()
 
     def _drop_emptied(self) -> None:
-        """Removes emptied ticks; deadlines are minutes ahead, and the memory would be kept that
-        long.
+        """Removes emptied ticks; deadlines are minutes ahead, and the ticks would use memory until
+        then.
         """
         self._slots = {tick: slot for tick, slot in self._slots.items() if slot}
-        self._filled = sorted(self._slots)  # which is a heap
+        # A sorted list is a heap.
+        self._filled = sorted(self._slots)
         self._emptied = 0
 
     def next(self) -> Seconds | None:
@@ -178,7 +180,8 @@ class Timers:
         try:
             for entry in due:
                 entry.expire()
-        finally:  # whoever raised hears of it from the loop; those after it are not to suffer
+        finally:
+            # The loop reports an exception of one entry; the entries after it expire a tick later.
             rest = [*due]
             for entry in rest:
                 self._wheel.add(entry, self._loop.time())

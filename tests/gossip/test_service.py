@@ -191,7 +191,7 @@ async def test_a_part_begun_on_a_link_that_was_replaced_takes_the_other() -> Non
             peer = link.peer
 
             async def open_bulk_stream(self, *_: object, **__: object) -> None:
-                raise HandshakeRefused("it names no session of its own")
+                raise HandshakeRefused("it names a session that is not its own")
 
         reply = encode(PartReply(bytes(16), 0, bytes(100_000)))
         await gossip_of(a)._send_bulk(Replaced(), reply)  # type: ignore[arg-type]

@@ -353,7 +353,7 @@ async def test_dials_fail_by_name_and_in_time() -> None:
             await t.a.dial("nonsense")
         t.world.pause("b")
         start = asyncio.get_running_loop().time()
-        with pytest.raises(DialTimeout, match="did not shake hands"):
+        with pytest.raises(DialTimeout, match="did not complete the handshake"):
             await t.a.dial(t.address)
         assert asyncio.get_running_loop().time() - start == pytest.approx(2.0, abs=0.05)
         t.world.resume("b")

@@ -48,7 +48,7 @@ class BoundedAcceptor:
     ) -> None:
         """Args: `welcome` gets each connection and its host, owns the connection, and ends within a
         deadline; it is cancelled when another connection takes its place. `host_of` maps a
-        connection and the peer's address to the host that it counts for. Make it inside the
+        connection and the peer's address to the host that it counts for. Create it inside the
         running loop.
         """
         self._loop = asyncio.get_running_loop()
@@ -57,7 +57,8 @@ class BoundedAcceptor:
         self._host_of = host_of
         self._pending: PendingHandshakes[asyncio.Task[None]] = PendingHandshakes(bound)
         self._unbegun: dict[asyncio.Task[None], socket.socket] = {}
-        """Tasks that have not run yet: if cancelled, they never see their connection."""
+        """Tasks that have not run yet: a cancelled one never runs and cannot close its
+        connection."""
         self._resuming: asyncio.TimerHandle | None = None
         name = sockets[0].getsockname()
         self.port: int = name[1] if isinstance(name, tuple) else 0
@@ -123,8 +124,9 @@ class BoundedAcceptor:
         del self._unbegun[task]
         try:
             await self._welcome(accepted, host)
-        except Exception:  # a bug of the owner's; the next connection is not to suffer
-            _log.exception("a connection from %s could not be welcomed", host)
+        except Exception:
+            # A bug in `welcome` must not affect later connections.
+            _log.exception("a connection from %s could not be set up", host)
             accepted.close()
 
     async def close(self) -> None:

@@ -23,7 +23,7 @@ __all__ = ["Certificates"]
 _log = logging.getLogger(__name__)
 
 _State = tuple[tuple[int, int, int], ...]
-"""Of each file: which one it is, its size, and when it was written."""
+"""For each file: inode, size, and time of the last write."""
 
 
 class Certificates:
@@ -48,9 +48,10 @@ class Certificates:
         return self._tls
 
     def reload(self) -> bool:
-        """Read the files again; True if the node's own certificate or key has changed. Errors:
+        """Reads the files again; True if the node's own certificate or key has changed. Errors:
         `ConfigError`; the old ones stay in force."""
-        self._state = self._look()  # first: what is written meanwhile is read next time
+        # Before the load: a file that is written during the load then counts as changed.
+        self._state = self._look()
         fresh = Tls.load(*self._paths)
         changed, self._tls = fresh.fingerprint != self._tls.fingerprint, fresh
         return changed

@@ -1,8 +1,8 @@
 """Simulates a network in one process, with TCP's semantics and faults, for tests and simulation.
 
-Hosts have names and reach each other by `name:port`. Nothing happens but by the event loop's own
-clock and the world's seeded `random`, so a loop with virtual time replays a run exactly. Faults are
-verbs of the world; what they did is counted in `faults`, so that a run can prove that they
+Hosts have names and reach each other by `name:port`. All times and choices come from the event
+loop's clock and the world's seeded `random`, so a loop with virtual time replays a run exactly.
+Faults are methods of the world; `faults` counts their effects, so that a test can check that they
 happened.
 
     delay, bandwidth, random splits   `set_conditions`
@@ -46,7 +46,7 @@ class MemoryWorld:
     def __init__(self, random: Random) -> None:
         self.random = random
         self.context = contextvars.copy_context()
-        """Context for what belongs to no host: the one that made the world."""
+        """Context for callbacks that belong to no host: the context of the world's creator."""
         self.faults: Counter[str] = Counter()
         """How often each kind of fault had an effect."""
         self._default = Conditions()
@@ -137,7 +137,7 @@ class MemoryWorld:
             else:
                 outgoing.break_off()
 
-    # ------------------------------------------------------------------ for pipes
+    # ------------------------------------------------------------------ interface for pipes
 
     def conditions(self, source: str, target: str) -> Conditions:
         return self._conditions.get((source, target), self._default)
@@ -152,7 +152,7 @@ class MemoryWorld:
         self._transports.pop(transport, None)
 
     def _look(self) -> None:
-        """Applies changed conditions: whatever they held up goes on."""
+        """Applies changed conditions: pipes and packets that were held up go on."""
         for transport in tuple(self._transports):
             for pipe in transport.pipes():
                 pipe.look()
@@ -168,7 +168,7 @@ class MemoryWorld:
             if (outgoing.source, outgoing.target) == (a, b):
                 yield transport
 
-    # ------------------------------------------------------------------ for networks
+    # ------------------------------------------------------------------ listening, connecting
 
     @property
     def connections(self) -> int:

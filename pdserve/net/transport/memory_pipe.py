@@ -1,17 +1,17 @@
 """Connects two in-memory transports by a pipe in each direction.
 
-A pipe is what a kernel and a network do for TCP: it takes bytes while there is room (copying them,
-so that until then the writer's memory is read), carries them in order, hands them over as the
-reader reads, and says how the connection ends. What is in the writer's transport is referenced, not
-copied, exactly as with a socket, so that a test of pinned memory means the same over both.
+A pipe does for these transports what kernels and a network do for TCP. It takes bytes while there
+is room, carries them in order, delivers them as the reader reads, and reports how the connection
+ends. It copies bytes when it takes them. Until then the writer's transport only refers to the
+writer's memory, as with a socket, so a test of pinned memory is valid for both.
 
     writer's transport       pipe: at most `capacity`         reader's protocol
     buffered (references) -> segments on their way (copies) -> data_received, eof_received
 
-Everything happens by the event loop's clock: `call_soon` without delay, `call_at` with. A protocol
-is called in the context that made it, whoever wrote; pipes run in their world's, so that a loop can
-tell what belongs to which process. Owned by a `MemoryWorld`, which says how a direction behaves at
-present (`Conditions`) and counts what it did.
+All times come from the event loop's clock: `call_soon` without delay, `call_at` with one. A
+protocol is called in the context that made it, and pipes run in the context of their world, so that
+a loop can tell which process a callback belongs to. Owned by a `MemoryWorld`, which gives the
+present `Conditions` of a direction and counts the effects of faults.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Pipe:
         self._loop = loop
         self._waiting: deque[memoryview] = deque()  # in the writer's transport
         self._waiting_bytes: Bytes = 0
-        self._segments: deque[tuple[Seconds, bytes | _Mark]] = deque()  # on their way
+        self._segments: deque[tuple[Seconds, bytes | _Mark]] = deque()  # under way
         self._carried: Bytes = 0
         self._last: Seconds = 0.0
         self._finishing = False
@@ -112,7 +112,7 @@ class Pipe:
     def conditions(self) -> Conditions:
         return self._world.conditions(self.source, self.target)
 
-    # ------------------------------------------------------------------ the writing end
+    # ------------------------------------------------------------------ writing end
 
     @property
     def waiting(self) -> Bytes:
@@ -129,8 +129,8 @@ class Pipe:
         self.pump()
 
     def drop(self, *, reset: bool) -> None:
-        """Handles the writer's abort: waiting bytes are lost, those under way arrive, then the
-        end.
+        """Handles the writer's abort: waiting bytes are lost; the reader gets the bytes under way
+        and then the end.
         """
         self._waiting.clear()
         self._waiting_bytes = 0
@@ -176,7 +176,7 @@ class Pipe:
         self._segments.append((start, what))
         self._schedule()
 
-    # ------------------------------------------------------------------ the reading end
+    # ------------------------------------------------------------------ reading end
 
     def _schedule(self) -> None:
         """Sets a timer for the first segment."""
@@ -197,8 +197,9 @@ class Pipe:
         """Delivers what is due and may be delivered."""
         self._timer = None
         if self.conditions.silent or self._world.held(self.target):
+            # `look` continues when the host or the direction delivers again.
             self._world.fired("silence" if self.conditions.silent else "pause")
-            return  # `look` goes on
+            return
         now = self._loop.time()
         while self._segments and self._segments[0][0] <= now:
             if not self.reader.is_reading() and not self._reset_is_due(now):
@@ -271,7 +272,7 @@ class MemoryTransport(asyncio.Transport):
         self._outgoing = outgoing
         self._incoming = incoming
         self._high, self._low = _HIGH_WATER, _HIGH_WATER // 4
-        self._paused = False  # the protocol was asked to stop writing
+        self._paused = False  # `pause_writing` was called
         self._reading = True
         self._eof_sent = False
         self._closing = False
@@ -367,8 +368,9 @@ class MemoryTransport(asyncio.Transport):
 
     def was_sent(self, data: bytes) -> None:
         """Delivers bytes to the protocol."""
+        # A kernel answers bytes for a closed socket with a reset.
         if self._closing:
-            self._outgoing.drop(reset=True)  # nobody reads any more: the kernel says so
+            self._outgoing.drop(reset=True)
         elif isinstance(self._protocol, asyncio.BufferedProtocol):
             assert self._buffer is not None
             self._buffer[: len(data)] = data
@@ -391,7 +393,7 @@ class MemoryTransport(asyncio.Transport):
             self._closing = True
             self._lose(ConnectionResetError("connection reset by peer"))
 
-    # ------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------ closing
 
     def is_closing(self) -> bool:
         return self._closing
@@ -409,7 +411,7 @@ class MemoryTransport(asyncio.Transport):
         if self._lost:
             return
         self._closing = True
-        # What a socket does that is closed: a reset only if it leaves something unread.
+        # A socket that is closed sends a reset only if there are unread bytes.
         self._outgoing.drop(reset=self._incoming.unread)
         self._lose(None)
 

@@ -1,8 +1,8 @@
 """Opens sockets by host name: listens on every address of a name, and connects to any that answers.
 
 A connection attempt begins with the first address and adds the next after a quarter of a second, or
-at once when one fails, while the earlier ones go on (RFC 8305): one dead address costs no more than
-that. uvloop does not do this itself.
+at once when one fails, while the earlier ones go on (RFC 8305). So an address that does not answer
+costs a quarter of a second. uvloop does not do this itself.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ async def resolve(host: str, port: int, *, passive: bool = False) -> list[Addres
         )
     except ValueError:
         raise _no_name(host) from None
-    return found  # type: ignore[return-value]  # of streams all are internet addresses
+    # With SOCK_STREAM all results are internet addresses.
+    return found  # type: ignore[return-value]
 
 
 def resolve_now(host: str, port: int) -> list[AddressInfo]:
@@ -62,7 +63,8 @@ def _look_up(host: str, port: int, flags: int, *, passive: bool) -> list[Address
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
     except (socket.gaierror, ValueError):
         return []
-    return found  # type: ignore[return-value]  # as above
+    # With SOCK_STREAM all results are internet addresses.
+    return found  # type: ignore[return-value]
 
 
 def _no_name(host: str) -> OSError:
@@ -71,13 +73,14 @@ def _no_name(host: str) -> OSError:
 
 
 async def connect_any(host: str, port: int) -> socket.socket:
-    """A socket connected to the address that answered first. Raises `OSError`; the caller has the
+    """A socket connected to the address that answered first. Raises `OSError`; the caller sets the
     deadline. Cancellation closes all attempts.
     """
     found = await resolve(host, port)
     try:
         connection = await start_connection(found, happy_eyeballs_delay=_STAGGER)
-    except RuntimeError as error:  # uvloop's for a descriptor that a transport still has
+    except RuntimeError as error:
+        # uvloop raises this for a descriptor that a transport still uses.
         raise OSError(errno.EBADF, str(error)) from None
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -97,8 +100,9 @@ def bind_all(found: list[AddressInfo], backlog: int) -> list[socket.socket]:
         except OSError as error:
             for listening in sockets:
                 listening.close()
+            # The port that the system chose for the first address is in use at another address.
             if error.errno == errno.EADDRINUSE and sockets and found[0][4][1] == 0:
-                continue  # the system's choice for the first is taken at another
+                continue
             raise
         if sockets:
             return sockets
@@ -107,7 +111,7 @@ def bind_all(found: list[AddressInfo], backlog: int) -> list[socket.socket]:
 
 
 def _bind(one: AddressInfo, backlog: int, sockets: list[socket.socket]) -> None:
-    """Binds one more address, on the port of those before."""
+    """Binds one more address, on the port of the first."""
     family, kind, protocol, _, address = one
     port = sockets[0].getsockname()[1] if sockets else address[1]
     listening: socket.socket | None = None

@@ -1,7 +1,7 @@
 """Carries bytes over TCP, with TLS if the node has certificates.
 
-With TLS, its handshake comes before the cluster's own and is the first that an unknown peer can
-cost this node. So it has the same deadline and the same bound (`PendingHandshakes`).
+The TLS handshake comes before the cluster's own, so it is the first work that an unknown peer can
+cause on this node. It has the same deadline and the same bound (`PendingHandshakes`).
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class _TcpListener:
 
     async def close(self) -> None:
         for server in self._servers:
-            server.close()  # not `wait_closed`: accepted connections go on
+            # Without `wait_closed`, because accepted connections go on.
+            server.close()
 
 
 class _TlsListener:
@@ -120,7 +121,7 @@ class _TlsListener:
         self.address = self._accepting.address
 
     async def _encrypt(self, accepted: socket.socket, host: str) -> None:
-        """The TLS handshake; who fails it is told to the operator, but not too often."""
+        """Does the TLS handshake; logs a failure, with a limit on the number of log lines."""
         try:
             await self._loop.connect_accepted_socket(
                 self._factory,
@@ -140,7 +141,8 @@ class _TlsListener:
 
 
 def _tls_words(error: OSError) -> str:
-    """What a person can act on; to OpenSSL a peer without TLS has a strange version."""
+    """The error in words that an operator can act on; OpenSSL reports a peer without TLS as a wrong
+    version."""
     reason = error.reason if isinstance(error, ssl.SSLError) else None
     if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"):
         return "the peer does not use it: give all nodes --tls-cert, or none"
@@ -148,7 +150,8 @@ def _tls_words(error: OSError) -> str:
 
 
 def _cannot_listen(address: str, error: OSError) -> ConfigError:
-    number = error.errno or 0  # those of name resolution are negative
+    # Errors of name resolution have negative numbers.
+    number = error.errno or 0
     cause = os.strerror(number) if number > 0 else error.strerror or str(error)
     return ConfigError(
         f"cannot listen on {address}: {cause}; choose another --listen", param="listen"

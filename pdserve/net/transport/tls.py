@@ -1,7 +1,7 @@
 """Makes TLS contexts for both directions, and the binding that the cluster key's proof covers.
 
 The cluster key authenticates nodes with and without TLS; its proof covers the certificate of the
-accepting side, so that even a self-signed one cannot be swapped on the way. `--tls-ca` also
+accepting side, so that even a self-signed one cannot be replaced on the way. `--tls-ca` also
 requires a certificate of that authority from both sides. Host names are not compared: nodes move,
 and are identified by key and id.
 """
@@ -29,8 +29,8 @@ class TlsSource(Protocol):
 
 
 class _ServerContext(ssl.SSLContext):
-    """A context that keeps its certificate's fingerprint, since another one may be current by
-    then.
+    """A context that keeps its certificate's fingerprint: during a handshake, a renewed context may
+    become current.
     """
 
     fingerprint: bytes
@@ -109,7 +109,8 @@ def _why(error: Exception) -> str:
 
 def _first_certificate(path: Path) -> bytes:
     """The node's own certificate, as DER: the first in the chain."""
-    text = path.read_text("latin-1")  # comments may be in any language
+    # Latin-1 decodes every file: comments may be in any language and encoding.
+    text = path.read_text("latin-1")
     end = "-----END CERTIFICATE-----"
     start = text.index("-----BEGIN CERTIFICATE-----")
     return ssl.PEM_cert_to_DER_cert(text[start : text.index(end, start) + len(end)])
