@@ -1,9 +1,9 @@
 """Encodes typed bodies as msgpack and decodes them, with one error for bytes that do not decode.
 
 Bodies are `msgspec.Struct`s encoded as arrays. Fields are append-only with defaults, so a reader
-skips what a later version added and fills what an earlier one lacks. No body may hold an untyped
-field: a typed decoder refuses unexpected containers while it parses, so that types and frame size
-bound nesting and memory, whatever the bytes claim.
+skips the fields of a later version and fills those that an earlier one lacks. No body may hold an
+untyped field: a typed decoder refuses unexpected containers while it parses, so that types and
+frame size bound nesting and memory for any input.
 
 `Method` pairs a number on the wire with its two types; each package defines its own numbers.
 """
@@ -32,8 +32,9 @@ encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 """Encodes a body. Objects without a type on the wire raise `TypeError`."""
 
 UNDECODABLE: Final = (
-    msgspec.DecodeError,  # malformed, truncated, trailing bytes; ValidationError: another type
-    RecursionError,  # nested deeper than the interpreter follows
+    # Malformed, truncated or trailing bytes; its subclass `ValidationError`: another type.
+    msgspec.DecodeError,
+    RecursionError,  # nested too deeply
     UnicodeDecodeError,
     OverflowError,
     MemoryError,
@@ -75,9 +76,7 @@ class Method(Generic[Q, R]):
         check_type(reply)
         self.reply = reply
         self.unpack_reply: Callable[[Buffer], R] = msgspec.msgpack.Decoder(reply).decode
-        """Decodes an answer and raises any of `UNDECODABLE`; for the hot path, which saves a
-        call.
-        """
+        """Decodes an answer and raises any of `UNDECODABLE`; saves the hot path a call."""
 
     def bad_reply(self, error: Exception) -> ProtocolError:
         """The error for an answer that does not decode."""

@@ -40,9 +40,9 @@ def encode_failure(failure: Failure) -> bytes:
 def failure_of(error: BaseException) -> Failure:
     """The record of `error`.
 
-    A link that failed at the sending node says nothing about the link the record travels on, so it
-    becomes `Unavailable`. A foreign exception becomes the root class without its message, which may
-    quote anything and would reach clients; the failing node logs it.
+    A `LinkError` concerns another link than the one that carries the record, so it becomes
+    `Unavailable`. A foreign exception becomes the root class without its message, because that may
+    contain private text and would reach clients; the failing node logs it.
     """
     if isinstance(error, LinkError):
         return Failure(Unavailable.__name__, _cut(error.message))

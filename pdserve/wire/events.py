@@ -1,8 +1,8 @@
 """Events of a connection: one record for each thing that happened, in the order of the bytes.
 
-An event is handed over once and not kept. Frequent things (requests, answers, stream items) come in
+An event is returned once and not kept. Requests, answers and stream items are frequent and come in
 lists: one event for a run of them. `context` is the object that the owner gave when it started the
-request; a stream's is on the `StreamState`.
+request; the context of a stream is in its `StreamState`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ __all__ = [
 
 
 class _Event(msgspec.Struct, gc=False):
-    """Base of events. The garbage collector skips them, since no cycles run through an event,
-    except one with an error, whose traceback leads to the frame that holds it.
+    """Base of events. The garbage collector skips them, because they are in no reference cycles.
+    Events with an error are an exception: its traceback refers to the frame that holds the event.
     """
 
 
@@ -88,7 +88,7 @@ class RequestFailed(_Event, gc=True):
 
 
 class RequestCancelled(_Event):
-    """The peer no longer wants the answer; the connection has already confirmed that."""
+    """The peer has cancelled a request; the connection has already confirmed that."""
 
     stream: int
 
@@ -109,13 +109,13 @@ class DataReceived(_Event):
     stream: StreamState
     items: list[Buffer]
     cost: int
-    """Their total cost: the credit to return once they are taken."""
+    """Total cost of the items: the credit to return once they are taken."""
     last: bool
 
 
 class PayloadBegins(_Event):
-    """A large payload waits: call `place` with its destination, or None to drop it. Always the last
-    event of a `receive_*` call.
+    """A large payload follows: call `place` with its destination, or None to drop it. Always the
+    last event of a `receive_*` call.
     """
 
     stream: StreamState
@@ -124,7 +124,9 @@ class PayloadBegins(_Event):
 
 
 class RawReceived(_Event):
-    """A raw payload is complete; a large one is where it was placed, empty if it was dropped."""
+    """A raw payload is complete. A large one is in the memory given to `place`; it is empty if it
+    was dropped.
+    """
 
     stream: StreamState
     meta: bytes

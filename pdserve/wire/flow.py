@@ -1,9 +1,9 @@
 """Credit-based flow control, per stream and per peer.
 
 A receiver grants credit; a DATA frame spends its body's length plus `FRAME_COST`, so that one
-number bounds bytes and frames. A sender may send while any credit is left, even a frame longer than
-it: no stream can stall on a frame that never fits, and a receiver holds at most its grants and one
-frame per stream. Credit returns when the consumer has taken half a window.
+number bounds bytes and frames. A sender may send while any credit is left, even a frame that costs
+more than that. So no stream stalls on a frame that never fits, and a receiver holds at most its
+grants and one frame per stream. Credit returns when the consumer has taken half a window.
 
 All grants to one peer come from one `CreditBudget`, however many streams it opens. Owned by one
 `Connection`.
@@ -59,15 +59,15 @@ class BodyBudget:
         self.most = most
         self.used = 0
         self.refused = 0
-        """Requests that found no room, here or in their peer's own share."""
+        """Number of requests refused for a limit on requests, streams or body bytes."""
 
 
 class StreamState:
     """One stream of a connection, in both directions.
 
-    Each half ends exactly once: ours when we send END, RESET or a frame flagged LAST, the peer's
-    when we receive one. The slot is free only when both have ended, so that a frame of one stream
-    cannot be taken for a frame of the next.
+    Each half ends exactly once: our half when this side sends END, RESET or a frame flagged LAST,
+    the peer's half when this side receives one. The slot is free only when both halves have ended,
+    so that a frame of one stream cannot be taken for a frame of the next.
     """
 
     __slots__ = (
@@ -91,7 +91,8 @@ class StreamState:
         self.receiving = True
         """True while the peer's half goes on."""
         self.listening = True
-        """True while the peer's data is reported; False once we reset or stopped it."""
+        """True while the peer's data is reported; False once this side has aborted or
+        refused the stream."""
         self.credit = credit
         """Credit left for sending; at 0 or below nothing may be sent."""
         self.window = 0

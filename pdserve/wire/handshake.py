@@ -7,16 +7,21 @@
                                          <-------  READY      proof_a, identity
     checks proof_a
 
-A proof is HMAC-SHA256 under the cluster key of: this protocol, whose proof it is, the bodies of
-HELLO and CHALLENGE as they travelled, the prover's identity, and the acceptor's TLS certificate if
-there is one. Both nonces are fresh, so nothing can be replayed; the roles differ, so nothing can be
-reflected; versions are covered, so nothing can be downgraded; the certificate is covered, so that
-whoever sits between two TLS sessions fails. The dialler proves first: a scanner harvests no proof.
+A proof is an HMAC-SHA256 under the cluster key. It covers the name of this protocol, the prover's
+role, the bodies of HELLO and CHALLENGE as they were sent, the prover's identity, and the acceptor's
+TLS certificate if there is one. What each part prevents:
 
-Two keys may be accepted while one is replaced: a dialler proves with its first, an acceptor takes
-any and answers with the one it was shown. A peer that has proved nothing is told a fixed word only.
+    fresh nonces of both sides   replay
+    the role                     reflection
+    the versions in HELLO        downgrade
+    the certificate              a man in the middle of two TLS sessions
 
-Without TLS the proof covers the start of a connection, not what follows: see `docs/protocol.md`.
+The dialler proves first, so a scanner gets no proof that it could try keys against.
+
+Two keys may be accepted while one is replaced: a dialler proves with its first key, an acceptor
+takes either and answers with the dialler's. An unauthenticated peer gets a fixed text as refusal.
+
+Without TLS the proof covers only the start of a connection: see `docs/protocol.md`.
 
 Plain functions and two small state machines; nonces come in as arguments. Owned by `Connection`.
 """
@@ -71,7 +76,7 @@ __all__ = [
 PROTOCOL: Final = 1
 """The highest protocol version that this code speaks."""
 KEY_BYTES: Final = 32
-"""Smallest length of a cluster key: proofs can be tried against guesses offline."""
+"""Smallest length of a cluster key: an attacker can test guessed keys against a proof offline."""
 NONCE_BYTES: Final = 32
 _MAGIC: Final = "pdserve"
 
@@ -109,9 +114,7 @@ class Auth(msgspec.Struct, frozen=True, array_like=True):
 
     proof: _Proof
     claim: Annotated[bytes, Meta(max_length=800)]
-    """An `IdentityClaim`, encoded as it is hashed: the proof covers fields of later versions
-    too.
-    """
+    """An `IdentityClaim`, kept encoded: the proof covers fields of later versions too."""
 
 
 class IdentityClaim(msgspec.Struct, frozen=True, array_like=True):
@@ -124,8 +127,8 @@ class IdentityClaim(msgspec.Struct, frozen=True, array_like=True):
     """Address at which it can be dialled; empty: it cannot."""
     channel: Annotated[int, Meta(ge=0, le=255)] = ConnectionRole.CONTROL
     session: Annotated[bytes, Meta(max_length=32)] = b""
-    """In READY: names the control connection; in AUTH of a bulk connection: the one it belongs
-    to.
+    """In READY: the id of the control connection. In AUTH of a bulk connection: the id of the
+    control connection that it belongs to.
     """
 
 
@@ -178,7 +181,7 @@ class Identity:
 
 
 class HandshakeRefusalReason(IntEnum):
-    """Codes of REFUSE. An unauthenticated peer can provoke only the first four."""
+    """Codes of REFUSE. An unauthenticated peer can cause only the first four."""
 
     MALFORMED = 1
     VERSION = 2
@@ -250,7 +253,8 @@ _ACCEPTOR: Final = b"acceptor"
 def proof(
     key: bytes, role: bytes, hello: bytes, challenge: bytes, claim: bytes, binding: bytes
 ) -> bytes:
-    """Computes the HMAC; every part is preceded by its length, so that no two inputs look alike."""
+    """Computes the HMAC. The length precedes each part, so that different inputs cannot have the
+    same bytes."""
     mac = hmac.new(key, digestmod=hashlib.sha256)
     for part in (b"pdserve handshake 1", role, hello, challenge, claim, binding):
         mac.update(len(part).to_bytes(4, "big"))
@@ -366,7 +370,8 @@ class AcceptorHandshake:
         """Handles AUTH; returns the authenticated peer."""
         auth = _well_formed(_decode_auth, body)
         shown = b""
-        for key in self._keys:  # all of them, whichever fits: the time taken tells nothing
+        # All keys are tried, even after a match, so that the time taken does not reveal which fits.
+        for key in self._keys:
             expected = proof(key, _DIALLER, self._hello, self._challenge, auth.claim, self._binding)
             if hmac.compare_digest(expected, auth.proof):
                 shown = key

@@ -4,8 +4,8 @@
     | length | kind | flags | tag | stream | value | body: `length` bytes
       u32      u8     u8      u16   u32      u32            all big-endian
 
-What `tag`, `stream` and `value` mean depends on the kind and is said beside it. Numbers are never
-reused; `docs/protocol.md` holds the rules. This file knows neither states nor bodies.
+The meaning of `tag`, `stream` and `value` depends on the kind; `FrameKind` documents it. Numbers
+are never reused; `docs/protocol.md` holds the rules. This file knows neither states nor bodies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FrameKind(IntEnum):
     AUTH = 3
     """Dialler: its proof and its identity."""
     READY = 4
-    """Acceptor: its proof and its identity. From here on, the frames below."""
+    """Acceptor: its proof and its identity. After it, only the frames from PING on are sent."""
     REFUSE = 5
     """Acceptor, instead of any of the above: the reason. The connection ends."""
 
@@ -64,7 +64,8 @@ class FrameKind(IntEnum):
     END = 50
     """The sender's half of the stream is complete."""
     RESET = 51
-    """Body: `Failure`. Ends the sender's half unfinished; it also stops reading the other half."""
+    """Body: `Failure`. Ends the sender's half unfinished; the sender also stops reading the other
+    half."""
     CREDIT = 52
     """value: credit granted in addition."""
 
@@ -73,7 +74,7 @@ class FrameFlag(IntFlag):
     """Bits of the flags byte."""
 
     RAW = 0x01
-    """DATA: the body is a msgpack meta followed by bytes that are no msgpack."""
+    """DATA: the body is a msgpack meta followed by bytes that are not msgpack."""
     LAST = 0x02
     """OPEN, DATA: the sender's half of the stream ends with this frame."""
     IGNORABLE = 0x80

@@ -17,7 +17,7 @@ __all__ = ["HEADER_BYTES", "MAX_FRAME", "FrameDecoder", "encode_frame", "encode_
 
 HEADER_BYTES = 4
 MAX_FRAME = 64 * 1024 * 1024
-"""Default limit of a body: room for any prompt and any step, but not for a corrupt length."""
+"""Default limit of a body: any prompt and any step fit, and most corrupt lengths are refused."""
 
 _HEADER = struct.Struct(">I")
 
@@ -51,7 +51,7 @@ class FrameDecoder:
 
     @property
     def pending(self) -> int:
-        """Bytes of an incomplete frame; at the end of a stream anything but 0 is a loss."""
+        """Bytes of an incomplete frame; if not 0 at the end of a stream, the frame is lost."""
         return len(self._pending)
 
     def feed(self, data: bytes) -> list[bytes]:

@@ -33,7 +33,7 @@ __all__ = [
 HANDSHAKE_BODY: Final[Bytes] = 1024
 """Largest body before authentication: a nonce, a proof and three names fit four times."""
 HANDSHAKE_FRAMES: Final = 2
-"""Most frames of each side of a handshake; an unauthenticated peer gets half a page read."""
+"""Most frames of each side of a handshake; from an unauthenticated peer half a page is read."""
 HANDSHAKE_BYTES: Final[Bytes] = HANDSHAKE_FRAMES * (HEADER_BYTES + HANDSHAKE_BODY)
 """Most bytes read from a peer before it is authenticated, beyond one socket read."""
 
@@ -44,7 +44,7 @@ pieces.
 FRAME_COST: Final = 128
 """Credit that a DATA frame costs beyond its body, so that one number bounds bytes and frames."""
 MAX_STREAMS: Final = 1 << 16
-"""Slots of one side of a connection: what 16 bits of a stream id can name."""
+"""Slots of one side of a connection: 16 bits of a stream id hold the slot."""
 
 UNKNOWN: Final = -1
 """In a table of limits: this kind is not allowed."""
@@ -56,7 +56,7 @@ META: Final[Bytes] = 4096
 
 _SMALL: Final[Bytes] = 4096
 _SPARE: Final[Bytes] = 256
-"""Kinds whose header says everything; the room is for fields of later versions."""
+"""Largest body of kinds that need only a header; later versions may add fields."""
 
 
 def _table(bounds: Mapping[int, Bytes]) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ class Limits:
 
     body: Bytes = 4 << 20
     """Largest body of a TELL, REQUEST, RESPONSE, OPEN or DATA frame. A prompt of a million tokens
-    fits; larger data travels as a stream. One such frame delays those behind it.
+    fits; larger data travels as a stream. One such frame delays the frames behind it.
     """
     pending: int = 4096
     """Most own requests under way at the peer; one more raises `Overloaded`."""
@@ -85,13 +85,13 @@ class Limits:
     full queue of ordinary prompts is a fraction of it.
     """
     asked_least: Bytes = 1 << 20
-    """Share of the node's request bodies that each peer has to itself, whatever the others use."""
+    """Share of the node's request bodies that is reserved for each peer."""
     streams: int = 4096
     """Most own streams open to the peer; one more raises `Overloaded`."""
     window: int = 64 * 1024
     """Default credit granted per stream."""
     least_window: int = 4096
-    """A stream that cannot get this much of the budget is refused instead of being slow."""
+    """A stream that cannot get this much of the budget is refused; with less it would be slow."""
     budget: int = 16 << 20
     """Credit granted to the peer over all streams: the most that its data can occupy here."""
     unsent: Bytes = 8 << 20

@@ -1,11 +1,11 @@
 """Splits a byte stream into frames. Sans-I/O.
 
 A length is checked against its kind's limit before any of the body is kept, so memory is bounded by
-one frame plus one read. Small frames are slices of the read they came in; a large body that a read
-cuts is filled in place, straight from the socket if the reader uses `wanted()`.
+one frame plus one read. Small frames are slices of the read that contains them. A large body that
+spans several reads is filled in place, directly from the socket if the reader uses `wanted()`.
 
-The owner chooses where the payload of a large raw frame goes: `feed` stops with the frame's meta as
-the last body and `placing` set to the payload's size; `place` continues. Each connection owns one.
+The owner chooses the destination of a large raw payload: `feed` stops with the frame's meta as the
+last body and `placing` set to the payload's size; `place` continues. Each connection owns one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _is_announced(kind: int, flags: int, length: Bytes, value: int) -> bool:
 
 
 class FrameParser:
-    """Bytes in, `(header, body)` out."""
+    """Turns bytes into frames, each a `(header, body)`."""
 
     __slots__ = ("_filled", "_goal", "_header", "_tail", "large", "placing", "single", "table")
 
@@ -51,13 +51,13 @@ class FrameParser:
         """
         self.table = table
         self.single = single
-        """True: return one frame per `feed`, since the next may need another table."""
+        """True: return one frame per `feed`, because the next one may need another table."""
         self.placing: Bytes = 0
         """Size of the payload that waits for `place`; 0: none."""
         self._tail = b""
         self._header: Header | None = None
-        self._goal: Bytes = 0  # of a large body: its size
-        self._filled: Bytes = 0  # and how much of it has come
+        self._goal: Bytes = 0  # size of the large body
+        self._filled: Bytes = 0  # received bytes of it
         self.large: memoryview | None = None
         """Memory of a large body being received; None: dropped, or there is none."""
 
@@ -111,7 +111,9 @@ class FrameParser:
         self._tail = data[position:]
 
     def _check_unknown(self, header: Header) -> None:
-        """Checks a frame over the limit or not allowed: only one flagged ignorable passes."""
+        """Checks a frame that is over the limit or of a kind that is not allowed. Raises unless it
+        is flagged ignorable and small.
+        """
         length, kind, flags = header[:3]
         if self.table[kind] != UNKNOWN:
             limit = self.table[kind]
@@ -127,7 +129,7 @@ class FrameParser:
         self._header, self._goal, self._filled, self.large = header, goal, 0, destination
 
     def _fill(self, data: bytes, frames: list[Frame]) -> bytes:
-        """Moves `data` into the large body; returns what is left over."""
+        """Copies `data` into the large body; returns the bytes behind the body."""
         take = min(self._goal - self._filled, len(data))
         if self.large is not None:
             self.large[self._filled : self._filled + take] = data[:take]

@@ -1,26 +1,26 @@
-"""The protocol of one connection between nodes, sans-I/O: bytes and verbs in, events out.
+"""The protocol of one connection between nodes, sans-I/O: bytes and method calls in, events out.
 
-    receive_data, receive_eof, receive_buffer + received, place     what came; return events
-    send_*, respond, fail, grant, abort, accept, refuse ...         what to say; they only append
-    data_to_send                                                    what to write now
+    receive_data, receive_eof, receive_buffer + received, place     take bytes; return events
+    send_*, respond, fail, grant, abort, accept, refuse ...         only queue frames
+    data_to_send                                                    returns the bytes to write
 
     state     may receive                    goes on to
     GREETING  CHALLENGE | HELLO              PROVING
     PROVING   READY | AUTH                   OPEN (dialler) | JUDGING (acceptor)
     JUDGING   nothing                        OPEN by `accept`, ENDED by `refuse`
     OPEN      every kind from PING on        ENDED
-    ENDED     whatever comes is dropped
+    ENDED     every frame, and drops it
 
-Any state goes to ENDED when the peer breaks the rules or refuses, or when the bytes end; the event
-is `ProtocolViolated`, and what is left in `data_to_send` says so to the peer.
+Any state goes to ENDED when the peer breaks the rules or refuses, or when the bytes end. The event
+is `ProtocolViolated`; after a violation, `data_to_send` returns the frame that tells the peer.
 
-Last words. A request ends by RESPONSE or ERROR, a half of a stream by END, RESET or LAST. A slot is
-used again only when both sides have said theirs, also after a cancellation: so a frame always meets
-the entry it belongs to, and one that meets none is a violation, not a guess. Only CANCEL and CREDIT
-may cross the other side's last word, and are then ignored.
+Last frames. RESPONSE or ERROR ends a request; END, RESET or LAST ends a half of a stream. A slot is
+used again only when both sides have sent their last frames, also after a cancellation. So each
+frame finds the entry that it belongs to, and a frame without an entry is a violation. Only CANCEL
+and CREDIT may cross the other side's last frame; then they are ignored.
 
-It does no I/O, reads no clock, draws no randomness, keeps no deadline: its owner does. The bodies
-of requests and streams are opaque to it.
+It does no I/O, reads no clock, draws no randomness and keeps no deadline: its owner does that. It
+does not decode the bodies of requests and streams.
 """
 
 from __future__ import annotations
@@ -137,15 +137,15 @@ class Connection:
         self.left = False
         """True once the peer sent GOAWAY."""
 
-        # What is to be written.
+        # Bytes to send.
         self.queued: Bytes = 0
         """Bytes ever appended; minus `taken`, those that wait for `data_to_send`."""
         self.taken: Bytes = 0
         """Bytes ever handed out by `data_to_send`."""
         self._out: list[Buffer] = []
-        self._bulky = False  # one of them is worth not being copied
+        self._bulky = False  # a piece is `LARGE`
 
-        # What is under way.
+        # Requests and streams under way.
         self._slots = StreamIds(dialled=self.dialled)
         self._free = self._slots.free
         self.calls: dict[int, object] = {}
@@ -156,7 +156,8 @@ class Connection:
         """Bytes of the bodies of the peer's unanswered requests."""
         self._streams: dict[int, StreamState] = {}
         self._own_streams = 0
-        self._payload: tuple[StreamState, bytes] | None = None  # being received in place
+        # The stream and meta of the raw payload that is being received in place.
+        self._payload: tuple[StreamState, bytes] | None = None
 
         self._handshake = handshake
         self._greetings = 0
@@ -184,7 +185,7 @@ class Connection:
         self._pending, self._incoming = limits.pending, limits.incoming
         self._asked_least = limits.asked_least
 
-    # ------------------------------------------------------------------ what goes out
+    # ------------------------------------------------------------------ sending
 
     @property
     def unsent(self) -> Bytes:
@@ -193,8 +194,8 @@ class Connection:
 
     def data_to_send(self, most: Bytes = 1 << 62) -> list[Buffer]:
         """The next bytes to write, in few buffers, which must not change before they are written.
-        Stops after `most` bytes, though not inside a body. Small pieces come joined; a large
-        body is the very object that was given.
+        Stops after `most` bytes, though not inside a body. Small pieces are joined; a large body
+        is not copied.
         """
         if self.queued - self.taken > most:
             return _join_small(self._take(most))
@@ -293,8 +294,8 @@ class Connection:
         self._parser.single = False
 
     def _greet(self, data: bytes, events: list[ev.Event]) -> None:
-        """Handles frames before authentication, one at a time, since each changes what may
-        follow.
+        """Handles frames before authentication, one at a time, because each changes which frames
+        may follow.
         """
         frames = self._parser.feed(data)
         while frames:
@@ -334,7 +335,7 @@ class Connection:
         else:
             raise ProtocolError(f"a frame of kind {kind} while {state.value}")
 
-    # ------------------------------------------------------------------ what comes in
+    # ------------------------------------------------------------------ receiving
 
     def receive_data(self, data: bytes) -> list[ev.Event]:
         """The events that `data` completes. After `PayloadBegins`, call `place` first."""
@@ -397,13 +398,13 @@ class Connection:
         return events
 
     def _violate(self, error: PdserveError | HandshakeRefusal, events: list[ev.Event]) -> None:
-        """Ends the connection for a violation, and tells the peer as much as it may know."""
+        """Ends the connection for a violation; an unauthenticated peer gets only a fixed text."""
         ours: PdserveError = error.error if isinstance(error, HandshakeRefusal) else error
         if self.state is ConnectionState.OPEN:
             self._say_goodbye(GoAwayCode.VIOLATION, ours.message)
         else:
             if not isinstance(ours, HandshakeRefused):
-                # The first bytes tell other protocols from this one: HTTP on a wrong port, mostly.
+                # If the first frame is bad, the peer uses another protocol, most often HTTP.
                 strange = "this is not pdserve's cluster protocol: " * (self._greetings == 0)
                 ours = HandshakeRefused(f"{strange}{ours.message}")
             refusal = (
@@ -427,9 +428,10 @@ class Connection:
         announced = frames.pop() if self._parser.placing else None
         calls, asked, free, ids_end = self.calls, self._asked, self._free, self._slots.end
         streams, dialled, bodies = self._streams, self.dialled, self._bodies
-        answers: list[tuple[object, Buffer]] | None = None  # runs that the next frame may join
+        # Runs that the next frame may extend; `data` holds the items of stream `current`.
+        answers: list[tuple[object, Buffer]] | None = None
         requests: list[tuple[int, int, int, Buffer]] | None = None
-        current: StreamState | None = None  # whose items `data` has
+        current: StreamState | None = None
         data: ev.DataReceived
         items: list[Buffer]
         for (length, kind, flags, tag, stream_id, value), body in frames:
@@ -447,7 +449,7 @@ class Connection:
             elif kind == _REQUEST:
                 if (
                     stream_id in asked
-                    or (stream_id < ACCEPTORS) is dialled  # ours to give out
+                    or (stream_id < ACCEPTORS) is dialled  # own id
                     or len(asked) + len(streams) >= self._incoming
                     or stream_id in streams
                     or self.asked_bytes + length > self._asked_least
@@ -476,8 +478,9 @@ class Connection:
                 data.cost += cost
             else:
                 answers = requests = current = None
+                # A kind without a rule is ignorable: the parser refuses all others.
                 rule = self._rules.get(kind)
-                if rule is not None:  # else: it may be ignored, or the parser had refused it
+                if rule is not None:
                     rule((length, kind, flags, tag, stream_id, value), body, events)
         if announced is not None:
             self._on_payload(announced, events)
@@ -547,7 +550,7 @@ class Connection:
             self._say_goodbye(GoAwayCode.SHUTDOWN, "")
         events.append(ev.GoingAway(goodbye.code, goodbye.message))
 
-    # ------------------------------------------------------------------ tells and requests
+    # ------------------------------------------------------------------ one-way messages, requests
 
     def send_tell(self, method: int, body: Buffer) -> None:
         """Sends a one-way message. Raises `LinkLost` (not sent), `Overloaded`,
@@ -574,8 +577,8 @@ class Connection:
         return stream_id
 
     def cancel(self, stream_id: int, context: object = None) -> None:
-        """Cancels an own request: no event will come, or, with another `context`, its one last
-        event carries that. The slot stays taken until the peer confirms.
+        """Cancels an own request. Without `context` no event follows; with one, the last event of
+        the request carries it. The slot stays taken until the peer confirms.
         """
         if self.calls.get(stream_id) is not None:
             self.calls[stream_id] = context
@@ -624,8 +627,8 @@ class Connection:
         self._bodies.used -= size
 
     def _admit(self, stream_id: int, refusal: FrameKind, size: Bytes = 0) -> bool:
-        """True if the peer may start another request, with a body of that size to be kept until it
-        is answered; otherwise answers `Overloaded`.
+        """True if the peer may start another request, whose body of `size` bytes is counted until
+        it is answered; otherwise answers `Overloaded`.
         """
         asked, streams = self._asked, self._streams
         theirs = stream_id & ACCEPTORS != self._slots.side
@@ -645,8 +648,8 @@ class Connection:
         return False
 
     def _over_budget(self, size: Bytes) -> str:
-        """Why a body of that size is too much; empty: it is not. Each peer has a share that others
-        cannot take, and its own limit.
+        """Why a body of `size` bytes exceeds a limit; empty: it does not. Each peer has a reserved
+        share and its own limit.
         """
         own, bodies = self.asked_bytes + size, self._bodies
         if own <= self._asked_least:
@@ -670,7 +673,7 @@ class Connection:
             events.append(ev.RequestFailed(context, error))
 
     def _on_cancel(self, header: Header, body: Buffer, events: list[ev.Event]) -> None:
-        """Confirms a cancellation at once, by the last frame that is still owed."""
+        """Confirms a cancellation at once, by the last frame of the request or stream half."""
         stream_id = header[4]
         if stream_id in self._asked:
             self.fail(stream_id, Cancelled("the caller no longer waits"))
@@ -811,7 +814,8 @@ class Connection:
     def _end_receiving(self, stream: StreamState) -> None:
         stream.receiving = False
         freed = stream.release()
-        stream.allowance = 0  # more would be a violation
+        # Further data is a violation.
+        stream.allowance = 0
         self.budget.give(freed)
         if not stream.sending:
             self._forget(stream)
@@ -878,9 +882,7 @@ class Connection:
         return stream
 
     def _on_payload(self, frame: Frame, events: list[ev.Event]) -> None:
-        """Handles a large payload that waits; without a listener it is dropped, and reading goes
-        on.
-        """
+        """Handles an announced large payload; drops it if this side has aborted the stream."""
         header, meta = frame
         stream = self._spend(header)
         self._payload = (stream, bytes(meta))
@@ -896,8 +898,8 @@ class Connection:
         self._end_receiving(stream)
 
     def _on_reset(self, header: Header, body: Buffer, events: list[ev.Event]) -> None:
-        """Handles RESET: the stream is over; if our half was not, the confirmation is its last
-        frame.
+        """Handles RESET: the stream is over. If our half has not ended, a RESET confirms and ends
+        it.
         """
         stream = self._receiving(header)
         error = error_of(decode_failure(body))
@@ -910,8 +912,9 @@ class Connection:
 
     def _on_credit(self, header: Header, body: Buffer, events: list[ev.Event]) -> None:
         stream = self._streams.get(header[4])
+        # The credit has crossed the last frame of our half.
         if stream is None or not stream.sending:
-            return  # it crossed our last word
+            return
         blocked = stream.credit <= 0
         stream.credit += header[5]
         if blocked and stream.credit > 0 and stream.listening:

@@ -3,8 +3,8 @@
     bit 31         30 .. 16     15 .. 0
     who started    generation   slot, from 1
 
-A slot is free when both sides are done with it; thanks to the generation a later frame is a
-violation instead of a mix-up. Owned by one `Connection`.
+A slot is free when both sides are done with it. Its next user has another generation, so a late
+frame is detected as a violation and not taken for the next user's. Owned by one `Connection`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ GENERATION: Final = 1 << 16
 
 
 class StreamIds:
-    """The ids of one side. `take` prefers the most recently returned: its table entries are
-    warm.
+    """The ids of one side. `take` prefers the id that was returned last, because its table entries
+    are probably in the CPU's cache.
     """
 
     __slots__ = ("_fresh", "end", "free", "side")
@@ -56,5 +56,5 @@ class StreamIds:
         self.free.append(following if following < self.end else following - ACCEPTORS)
 
     def ours(self, stream_id: int) -> bool:
-        """True if this side assigns ids like it."""
+        """True if this side assigned `stream_id`."""
         return stream_id & ACCEPTORS == self.side
