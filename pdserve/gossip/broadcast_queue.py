@@ -1,9 +1,9 @@
 """Queues rumours for gossip: bounded, only the newest record of each member, least sent first.
 
-Peers are told in turns, and a rumour stays until each peer had one, so that no peer is left out by
-chance. Losing a rumour is harmless, since digests repair it; an outdated one is useless, since
-receivers reject it. So a newer record of a member replaces the older at once, and at the bound the
-most often sent rumour is dropped.
+Peers take turns, and a rumour stays queued until each peer has received it, so that no peer is left
+out by chance. A lost rumour is harmless, because digests repair it. An outdated one is useless,
+because receivers reject it. So a newer record of a member replaces the older one at once, and at
+the bound the most often sent rumour is dropped.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class BroadcastQueue:
             self._drop(*max(self._sent, key=self._sent.__getitem__))
 
     def take(self, n: int, copies: int, peers: int) -> tuple[Rumour, ...]:
-        """The batch to send now to `copies` of the `peers`, who take turns."""
+        """The batch to send now to `copies` of the `peers`, which take turns."""
         batch = heapq.nsmallest(self._config.batch, self._sent, key=self._sent.__getitem__)
         limit = max(transmissions(self._config, n), peers)
         rumours = []

@@ -77,7 +77,7 @@ class Cards:
     # ------------------------------------------------------------------------------ cards
 
     def set_own(self, epoch: Epoch, version: int, card: Card, parts: tuple[bytes, ...]) -> None:
-        """Set this node's card. Errors: `ValueError` if `parts` are not those that the card
+        """Sets this node's card. Errors: `ValueError` if `parts` are not those that the card
         names."""
         named = [(part.hash, part.size) for part in card.parts]
         if named != [(part_hash(data), len(data)) for data in parts]:
@@ -90,7 +90,7 @@ class Cards:
         return held.card if held else None
 
     def learn(self, record: MemberRecord, teller: NodeId | None) -> None:
-        """Note that a member has a card of this version."""
+        """Notes that a member has a card of this version, and fetches it if it is new."""
         held = self._held.get(record.node)
         if held and (held.epoch, held.version) >= (record.epoch, record.card):
             return
@@ -104,7 +104,7 @@ class Cards:
         self._pump()
 
     def drop(self, node: NodeId) -> None:
-        """A member's life has ended."""
+        """Drops the card of a member whose life has ended, and the fetch for it."""
         self._held.pop(node, None)
         if self._fetches.pop(node, None):
             self._context.agenda.cancel(("card", node))
@@ -119,13 +119,13 @@ class Cards:
         self._context.send(requester, reply)
 
     def reply(self, sender: NodeId, reply: CardReply) -> None:
-        """Handle an answer to a card request; other or late answers leave the fetch to its
-        deadline."""
+        """Handles an answer to a card request. Other answers, and late ones, are ignored: the
+        fetch goes on at its deadline."""
         fetch = self._fetches.get(reply.node)
         if fetch is None or fetch.epoch != reply.epoch or fetch.asked != sender:
             return
         if reply.card is None or reply.version < fetch.version:
-            # Not yet: it heard the news as we did, and pulls the card itself.
+            # The peer has heard the news too and fetches the card itself: ask again soon.
             self._context.after("card", reply.node, 2 * self._context.config.gossip_interval)
             return
         self._held[reply.node] = _Held(reply.epoch, reply.version, reply.card)
@@ -135,15 +135,15 @@ class Cards:
         self._pump()
 
     def card_due(self, node: NodeId) -> None:
-        """The asked peer has not answered in time: ask another one, after the waiting fetches."""
+        """Handles the timeout of a request: another peer is asked, after the waiting fetches."""
         fetch = self._fetches.pop(node)
         fetch.under_way = False
         self._fetches[node] = fetch
         self._pump()
 
     def linked(self) -> None:
-        """A new link is up: fetches that wait for an unlinked peer may proceed. In a life after the
-        first, members are known before links."""
+        """Handles a new link: fetches that wait for an unlinked peer may proceed. After a rejoin,
+        members are known before there are links."""
         links = self._context.links
         for node, card in tuple(self._fetches.items()):
             if card.under_way and card.asked not in links:
@@ -181,7 +181,7 @@ class Cards:
     # ------------------------------------------------------------------------------ parts
 
     def want(self, owner: NodeId, name: bytes) -> None:
-        """Fetch a part that `owner`'s card names; a fetch under way uses the new owner."""
+        """Fetches a part that `owner`'s card names; a fetch under way uses the new owner."""
         if name in self._part_fetches:
             self._part_fetches[name].owner = owner
             return
@@ -219,7 +219,7 @@ class Cards:
             self._finish_part(reply.hash, bytes(fetch.data))
 
     def part_due(self, key: str) -> None:
-        """The asked peer has not sent the chunk in time."""
+        """Handles the timeout of a request for a chunk."""
         name = bytes.fromhex(key)
         self._try_part(name, self._part_fetches[name])
 
@@ -239,7 +239,8 @@ class Cards:
             return
         if fetch.owner not in self._context.links:
             self._reach(fetch.owner)
-        # The owner has it; every third time somebody else may, should the way to the owner be shut.
+        # The owner has the part. Every third try goes to any linked peer that may have it too,
+        # because the owner may be unreachable.
         second = fetch.owner if fetch.tries % 3 else self._context.me
         fetch.asked = self._source(source, second)
         if fetch.asked is not None:

@@ -6,7 +6,7 @@
     any       Leave                                        LEAVING
     LEAVING   leave_linger                                 OUT          GossipStopped
     any       own epoch is dead                            OUT          Rejoin
-    any       a later epoch of ours lives                  OUT          Superseded
+    any       a later epoch of this node lives             OUT          Superseded
 
 The state of each member, as this node sees it (precedence in `member_table`):
 
@@ -18,8 +18,8 @@ The state of each member, as this node sees it (precedence in `member_table`):
     any       rumour of its death, a later life            DEAD         Died
     any       its goodbye                                  LEFT         Departed
 
-It joins the parts and fixes their order. It knows no sockets, tasks or clocks: the driver owns
-those, and calls `step` for every event and again at `due`.
+It connects the parts of this package and fixes their order. It knows no sockets, tasks or clocks:
+the driver owns those, and calls `step` for every event and again at `due`.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Gossip:
         effects, self.context.effects = self.context.effects, []
         return effects
 
-    # ----------------------------------------------------------------------- own life
+    # ----------------------------------------------------------------------- start, leave, own life
 
     def _silent(self) -> bool:
         return self.phase is GossipPhase.OUT
@@ -222,7 +222,7 @@ class Gossip:
             self.context.emit(ev.TableReady(alone=alone and self.members.present == 1))
 
     def _out(self, effect: ev.Rejoin | ev.Superseded | ev.GossipStopped) -> None:
-        """Silences the machine: its life is over."""
+        """Ends this life: the machine sends nothing more."""
         self.phase = GossipPhase.OUT
         self.context.effects = [e for e in self.context.effects if not isinstance(e, ev.Send)]
         self.context.agenda.clear()
@@ -245,7 +245,7 @@ class Gossip:
         elif record.epoch < self.me.epoch or self.phase is GossipPhase.LEAVING:
             return
         elif record.state.final or record.incarnation >= m.HIGHEST:
-            # The latter cannot be answered: this life has no incarnation left.
+            # At the highest incarnation this life cannot refute a suspicion any more.
             self._out(self._rejoin(self.me.epoch))
         elif record.state is MemberState.SUSPECT and record.incarnation >= self.me.incarnation:
             self.context.health.worse()
@@ -328,7 +328,7 @@ class Gossip:
                 pause = self.context.around(self._config.redial_first)
                 self.context.after("seed", seed, pause)
         if self.context.links.get(new.node) == new.epoch:
-            # A way back may open before any probe would find out.
+            # The member may run behind a partition; this tells it as soon as the partition ends.
             self.context.send(new.node, m.Records((new,)))
         if change.new_life or (change.old and not change.old.state.final):
             left = new.state is MemberState.LEFT
@@ -466,8 +466,8 @@ class Gossip:
         record = self.members.get(node)
         if record and self._over(record, event.epoch):
             self.context.send(node, m.Records((record,)))
-        # A later life than the one we know introduces itself. To bury the earlier one before that
-        # would tell its process, if it runs, to rejoin above the newcomer instead of ending.
+        # A later life than the known one announces itself. If the earlier one were declared dead
+        # before that, its process, if it runs, would rejoin above the newcomer instead of ending.
         if self.phase is GossipPhase.JOINING or self.me.node < node:
             self.context.send(node, self._ledger.summary())
 
@@ -488,9 +488,8 @@ class Gossip:
             self._reach(event.node)
 
     def _on_dial_failed(self, event: ev.DialAttemptFailed) -> None:
-        # A node that starts with its seeds, before them, or outlives them, looks for them like one
-        # that joins: a refusal most likely means that the seed starts this moment. Reunions are
-        # for clusters that have fallen apart.
+        # A node without a linked seed looks for its seeds like a joining one: a refusal probably
+        # means that the seed is starting. Reunions serve clusters that were split.
         seeking = self.phase is GossipPhase.JOINING or self._lost()
         seeking = seeking and event.address in self._seeds
         delay = self._dialler.failed(event.address, event.refused and not seeking)
@@ -500,7 +499,8 @@ class Gossip:
                 self._ready(alone=True)
             return
         if seeking:
-            if event.refused:  # the host is there: nothing is saved by waiting longer
+            # The host is up, so a longer delay saves nothing.
+            if event.refused:
                 delay = min(delay, self._config.redial_refused)
             self.context.after("seed", event.address, delay)
         for node in self._prober.targets:
@@ -546,9 +546,9 @@ class Gossip:
         self._on_message[type(event.message)](event.node, event.message)
 
     def _on_word_of_the_dead(self, event: ev.MessageReceived, record: MemberRecord) -> None:
-        """Handles a message from a member that is dead here: tells it so. Nothing else of the
-        message counts, except that if it holds this node dead too, it has dropped shared state,
-        and both start again.
+        """Handles a message from a member that is dead here: tells the member, and ignores the
+        message. Records are not ignored: if they hold this node dead too, the member has dropped
+        shared state, and both nodes start again.
         """
         if isinstance(event.message, m.Records):
             for other in event.message.records:
@@ -557,11 +557,11 @@ class Gossip:
         else:
             self.context.send(event.node, m.Records((record,)))
 
-    # ----------------------------------------------------------------------- tables
+    # ----------------------------------------------------------------------- table comparison
 
     def _on_summary(self, node: NodeId, summary: m.TableHash) -> None:
         answer = self._ledger.answer_summary(summary)
-        # Empty records say: equal. A joining node waits for that.
+        # Empty records mean that the tables are equal; a joining node waits for them.
         self.context.send(node, m.Records() if answer is None else answer)
 
     def _on_buckets(self, node: NodeId, buckets: m.BucketHashes) -> None:
@@ -571,8 +571,8 @@ class Gossip:
         self._answer(node, self._ledger.answer_digests(digests))
 
     def _answer(self, node: NodeId, messages: Iterable[m.Message]) -> None:
-        """Reports the end of a comparison: one side may be joining and waits to hear that the
-        tables are equal.
+        """Sends the answers of a comparison. Without answers the tables are equal: empty records
+        report that, because a joining node waits for them.
         """
         answers = tuple(messages)
         for message in answers or (m.Records(),):
@@ -582,7 +582,7 @@ class Gossip:
 
     def _on_records(self, node: NodeId, message: m.Records) -> None:
         for record in message.records:
-            # Those that a newcomer learns are no news to anybody else.
+            # The other members know the records that a joining node learns.
             self._hear(node, Rumour(record), tell=self.phase is not GossipPhase.JOINING)
         if self._silent():
             return
@@ -616,7 +616,7 @@ class Gossip:
         self._dialler.keep((*self._seeds, *known))
         self.context.after("sweep", "", _SWEEP)
 
-    # ----------------------------------------------------------------------- each step
+    # ----------------------------------------------------------------------- timers and news
 
     def _on_tick(self, event: ev.Tick) -> None:
         for kind, whose in self.context.agenda.take(self.context.now):

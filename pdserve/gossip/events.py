@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from pdserve.gossip.messages import Card, MemberRecord, Message
     from pdserve.ids import Epoch, NodeId
 
-# ------------------------------------------------------------------------------------ told
+# ---------------------------------------------------------------------------------- events
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ Event = (
     | Leave
 )
 
-# ---------------------------------------------------------------------------------- wanted
+# --------------------------------------------------------------------------------- effects
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Refuted:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """A member's life ended, finally: waits for it can stop."""
+    """A member's life ended, which is final: waits for it can stop."""
 
     record: MemberRecord
 

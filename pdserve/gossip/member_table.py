@@ -40,7 +40,7 @@ def merge(a: MemberRecord, b: MemberRecord) -> MemberRecord:
         return a if a.epoch > b.epoch else b
     strong, weak = (a, b) if precedence(a) >= precedence(b) else (b, a)
     card = max(a.card, b.card)
-    # Fixed for an epoch; should a member break that, everybody still chooses alike.
+    # Both are fixed for an epoch. If a member breaks that rule, all nodes still choose alike.
     address, role = max((a.address, a.role), (b.address, b.role))
     if (strong.card, strong.address, strong.role) == (card, address, role):
         return strong

@@ -122,7 +122,7 @@ class News(msgspec.Struct, frozen=True, array_like=True, tag=1):
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=2):
     nonce: Nonce
     rumours: Rumours = ()
-    """What the receiver should know first: that it is suspected."""
+    """Rumours that the receiver applies before it answers: that it is suspected."""
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -140,7 +140,7 @@ class IndirectPing(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class IndirectPingResult(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Answers `IndirectPing`: whether `node` answered. Either way the sender is well."""
+    """Answers `IndirectPing`: whether `node` answered. Either way the sender is healthy."""
 
     nonce: Nonce
     alive: bool

@@ -23,7 +23,7 @@ __all__ = ["ProbeRings"]
 @lru_cache(maxsize=1 << 10)
 def _places(node: NodeId) -> tuple[tuple[bytes, NodeId], ...]:
     """A member's position on each of up to eight rings; the name breaks ties. The cache holds about
-    as many as a large cluster has at a time, a KiB each.
+    the members of a large cluster, one KiB each.
     """
     digest = blake2b(node.encode(), digest_size=64, person=b"pdserve-rings").digest()
     return tuple((digest[i : i + 8], node) for i in range(0, 64, 8))
@@ -72,7 +72,7 @@ class ProbeRings:
             return tuple(other for _, other in self._rings[0] if other != node)
         found: dict[NodeId, None] = {}
         for ring, place in zip(self._rings, _places(node), strict=False):
-            # Of a node outside the view, the place it would have.
+            # For a node outside the view, this is the position that it would have.
             here = bisect_left(ring, place)
             after = step if node in self._members or step < 0 else 0
             found[ring[(here + after) % len(ring)][1]] = None

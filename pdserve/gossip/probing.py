@@ -6,7 +6,7 @@
     WAITING   due                   RELAYED   ask helpers to ping
     RELAYED   due, all reported     IDLE      verdict: it cannot be heard
     any       ack, helper's yes     IDLE      heard
-    any       our own stall         IDLE      start over: the silence was ours
+    any       this process stalled  IDLE      start over: missed acks prove nothing
 
 An ack counts if it names a nonce of the current round, however late: the nonce proves that it was
 sent after the ping. `core` handles verdicts. Pings on behalf of peers have timers of their own.
@@ -109,7 +109,7 @@ class Prober:
         return False
 
     def heard(self, node: NodeId) -> None:
-        """Notes any message from a member: the way to it is open."""
+        """Notes a sign that the network to a member works."""
         if node in self._probes:
             self._probes[node].heard = self._context.now
 
@@ -199,7 +199,7 @@ class Prober:
 
     def _conclude(self, node: NodeId, probe: _Probe) -> bool:
         if probe.asked:
-            # A well helper reports even a failure; silence casts doubt on our own ears.
+            # A healthy helper reports even a failure: a missing report may be this node's fault.
             self._context.health.worse()
         self._rest(node, probe)
         return True

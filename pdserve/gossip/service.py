@@ -41,10 +41,10 @@ connection."""
 _BULK_TIMEOUT: Final[Seconds] = 10.0
 _BULK_TRIES: Final = 3
 _BULK_TASKS: Final = 64
-"""Most chunks being sent at a time; further ones are dropped, and asked for again elsewhere."""
+"""Most chunks being sent at a time; further ones are dropped, and the requester asks again."""
 _FAULT_PAUSE: Final[Seconds] = 1.0
 _IDLE_CHECK: Final[Seconds] = 10.0
-"""Seconds between two looks for idle links that membership no longer needs."""
+"""Time between two checks whether a link that membership no longer needs is idle."""
 
 
 class GossipService:
@@ -70,7 +70,8 @@ class GossipService:
         self._timer: asyncio.TimerHandle | None = None
         self._due: Seconds = float("inf")
         self._not_before: Seconds = 0.0
-        """After a fault the timer pauses, or it would repeat the fault at once and for ever."""
+        """Earliest time of the next tick. After a fault the timer pauses; otherwise the fault would
+        repeat at once and for ever."""
         self._dialling: set[str] = set()
         self._unneeded: dict[NodeId, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -79,52 +80,52 @@ class GossipService:
         self._waiting: list[ev.Event] = []
         self._closed = False
 
-    # ------------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------ events from the node
 
     def start(self, start: ev.StartGossip) -> None:
-        """Dial the seeds and introduce this node."""
+        """Dials the seeds and announces this node."""
         self._step(start)
 
     def link_up(self, link: Link) -> None:
-        """The node has a link to this peer."""
+        """Handles a new link."""
         peer = link.peer
         self._dialling.discard(peer.address)
         self._keep(peer.node)
         self._step(ev.LinkUp(peer.node, peer.epoch, peer.address))
 
     def link_down(self, node: NodeId, epoch: Epoch, *, orderly: bool = False) -> None:
-        """The node has no link to this life of the peer any more; `orderly`: one side has closed it
-        on purpose."""
+        """Handles the end of the last link to this life of the peer; `orderly`: one side has closed
+        it on purpose."""
         self._keep(node)
         self._step(ev.LinkDown(node, epoch, orderly))
 
     def told(self, link: Link, body: Buffer) -> None:
-        """Handle a gossip message of a peer. Errors: `ProtocolError`."""
+        """Handles a gossip message of a peer. Errors: `ProtocolError`."""
         self._step(ev.MessageReceived(link.peer.node, link.peer.epoch, decode(body)))
 
     def opened(self, stream: IncomingStream, body: Buffer) -> None:
-        """Handle a chunk of a part on the bulk connection. Errors: `ProtocolError`."""
+        """Handles a chunk of a part on the bulk connection. Errors: `ProtocolError`."""
         message = decode(body)
         if not isinstance(message, PartReply):
-            raise ProtocolError("only parts of cards travel here")
+            raise ProtocolError("this stream is only for parts of cards")
         stream.accept(_Mute(), window=0)
         stream.end()
         self._step(ev.MessageReceived(stream.link.peer.node, stream.link.peer.epoch, message))
 
     def set_card(self, card: Card, parts: tuple[bytes, ...]) -> None:
-        """Set this node's card."""
+        """Sets this node's card."""
         self._step(ev.SetCard(card, parts))
 
     def want_part(self, owner: NodeId, hash: bytes) -> None:
-        """Fetch a part; the listener gets `PartReady` or `PartFailed`."""
+        """Fetches a part; the listener gets `PartReady` or `PartFailed`."""
         self._step(ev.WantPart(owner, hash))
 
     def leave(self) -> None:
-        """Say goodbye; `GossipStopped` follows."""
+        """Announces that this node leaves; `GossipStopped` follows."""
         self._step(ev.Leave())
 
     async def close(self) -> None:
-        """End the timer and all tasks; the listener gets no further call."""
+        """Ends the timer and all tasks; the listener gets no further call."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -135,11 +136,11 @@ class GossipService:
         if self._tasks:
             await asyncio.wait(tuple(self._tasks))
 
-    # ------------------------------------------------------------------ one step
+    # ------------------------------------------------------------------ steps and effects
 
     def _step(self, event: ev.Event) -> None:
-        """Pass an event to the machine. It is not re-entrant: events caused by effects wait their
-        turn."""
+        """Passes an event to the machine. The machine is not re-entrant: events caused by effects
+        wait in a queue."""
         if self._closed:
             return
         self._waiting.append(event)
@@ -153,12 +154,13 @@ class GossipService:
         self._arm()
 
     def _take_in(self, event: ev.Event) -> None:
-        """Handle one event. A failure must not lose the waiting events, or the next timer."""
+        """Handles one event. A failure must not lose the waiting events or the next timer."""
         try:
             for effect in self.machine.step(self._loop.time(), event):
                 self._perform(effect)
         except Exception:
-            if isinstance(event, ev.Tick):  # a peer's messages must not hold up the timer
+            # Only a failed tick pauses the timer: a peer's bad messages must not delay it.
+            if isinstance(event, ev.Tick):
                 self._not_before = self._loop.time() + _FAULT_PAUSE
             _log.exception("membership failed on %s", type(event).__name__)
 
@@ -189,7 +191,7 @@ class GossipService:
             self._tell(effect)
 
     def _tell(self, effect: ev.Effect) -> None:
-        """Call the listener. A failure must not lose the effects that follow, or the peer's
+        """Calls the listener. A failure must not lose the effects that follow or the peer's
         link."""
         try:
             self._on_effect(effect)
@@ -209,18 +211,19 @@ class GossipService:
             return
         try:
             link.tell(TELL, body)
-        except PdserveError as error:  # the link is ending, or full: comparing tables mends it
+        except PdserveError as error:
+            # The link is ending or full; the next table comparison repairs the loss.
             _log.debug("gossip to %s was not sent: %s", effect.node, error)
 
     def _encode(self, message: Message) -> bytes:
-        """Encode a message; one `News` goes to several peers."""
+        """Encodes a message; keeps the last one, because one `News` goes to several peers."""
         if self._encoded[0] is not message:
             self._encoded = (message, encode(message))
         return self._encoded[1]
 
     async def _send_bulk(self, link: Link, body: bytes) -> None:
-        """Two nodes that dial each other at once keep one of their two links: what was begun on the
-        other begins again on that."""
+        """Sends a chunk of a part. If two nodes dial each other at once, one of the two links ends;
+        a chunk that was begun on it is sent again on the other."""
         for _ in range(_BULK_TRIES):
             try:
                 await link.open_bulk_stream(
@@ -231,8 +234,9 @@ class GossipService:
             else:
                 return
             other = self._network.link(link.peer.node)
+            # Without another link the chunk is dropped; the requester asks again.
             if other is None or other is link:
-                return  # whoever asked asks again
+                return
             link = other
 
     # ------------------------------------------------------------------ links
@@ -242,7 +246,7 @@ class GossipService:
         self._spawn(self._dialled(address), f"gossip dial {address}")
 
     async def _dialled(self, address: str) -> None:
-        """Report the end of a dial; the machine expects exactly one for each."""
+        """Dials and reports the result; the machine expects exactly one for each dial."""
         try:
             link = await self._network.dial(address)
         except Exception as error:
@@ -258,13 +262,14 @@ class GossipService:
             return
         self._dialling.discard(address)
         peer, now = link.peer, self._network.link(link.peer.node)
-        if now is None or now.peer.epoch != peer.epoch:  # it has ended meanwhile
+        if now is None or now.peer.epoch != peer.epoch:  # the link has ended
             self._step(ev.DialAttemptFailed(address, refused=False))
-        else:  # it was there before, or has an address besides its own
+        else:
+            # `link_up` did not see this address: the link is older, or the peer has two addresses.
             self._step(ev.LinkUp(peer.node, peer.epoch, address))
 
     def _close_idle(self, node: NodeId) -> None:
-        """Close a link once nothing is under way on it; others may still use it."""
+        """Closes a link once nothing is under way on it; other parts of the node may use it."""
         self._keep(node)
         link = self._network.link(node)
         if link is None:

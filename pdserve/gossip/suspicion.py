@@ -1,11 +1,11 @@
-"""Computes how long a suspicion lasts, and how far this process trusts itself (Lifeguard).
+"""Computes how long a suspicion lasts, and the health score of this process (Lifeguard).
 
-A suspicion is a countdown to a verdict. Each further accuser shortens it logarithmically: the
-second opinion is worth most. Enough accusers whose connections were refused end it at once.
+A suspicion is a countdown to a verdict. Each further accuser shortens it logarithmically, the first
+of them most. Enough accusers whose connections were refused end it at once.
 
-The health score is about this process. Signs of a starved process raise it: late timers, suspicions
-of itself that it had to refute, helpers that stayed silent although a healthy one reports even a
-failure. Successful pings lower it. It knows no member table.
+Signs of a starved process raise the health score: late timers, refuted suspicions of this node, and
+missing reports of helpers, because a healthy helper reports even a failure. Successful pings lower
+it. This file knows no member table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def spread(config: GossipConfig, n: int) -> Seconds:
 
 
 def floor(config: GossipConfig, n: int) -> Seconds:
-    """The shortest suspicion among `n` members: there and back, and a second to react."""
+    """The shortest suspicion among `n` members: time for the news and its refutation to spread, and
+    a second to react."""
     return max(config.suspicion_floor, 2 * spread(config, n) + 1.0)
 
 
@@ -50,7 +51,7 @@ class Suspicion:
     incarnation: int
     since: Seconds
     not_before: Seconds = 0.0
-    """No verdict before this, whatever the countdown says: this process was not listening."""
+    """No verdict before this time, even if the countdown is over: this process had stalled."""
     accusers: dict[NodeId, None] = field(default_factory=dict)
     refusers: dict[NodeId, None] = field(default_factory=dict)
 
@@ -76,7 +77,7 @@ class Suspicion:
         return max(self.since + length, self.not_before)
 
     def gone(self, config: GossipConfig, n: int) -> bool:
-        """True if enough observers were refused: there is no process."""
+        """True if enough observers were refused: the process is gone."""
         return len(self.refusers) >= max(1, min(config.refusals, n - 1))
 
 

@@ -111,7 +111,8 @@ class TableDigest:
         for node, value in theirs.hashes.items():
             mine = self._hashes[_bucket(node)].get(node)
             if mine is None and self._members.get(node) is not None:
-                records.append(node)  # dead here: they should know
+                # The member is dead here, and the peer does not know it.
+                records.append(node)
             if mine is None or mine.to_bytes(8, "big") != value:
                 wanted.append(node)
         yield from self._chunks(records, wanted)
