@@ -177,7 +177,7 @@ MESSAGES = RequestDecoder(MessagesRequest, REFUSED_BY_MESSAGES)
 COUNT_TOKENS = RequestDecoder(CountTokensRequest, REFUSED_BY_MESSAGES)
 
 
-# ---------------------------------------------------------------- the answer
+# ---------------------------------------------------------------- responses
 
 
 class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):

@@ -156,9 +156,8 @@ class NamedTool(msgspec.Struct, kw_only=True):
     @property
     def function(self) -> NamedFunction:
         """Function that must be called."""
-        assert isinstance(
-            self.named, NamedFunction
-        )  # a chat with `allowed_tools` is made usual first
+        # The frontend replaces `allowed_tools` before it reads this.
+        assert isinstance(self.named, NamedFunction)
         return self.named
 
 

@@ -75,7 +75,7 @@ class Usage(msgspec.Struct, kw_only=True):
     """Routing details, only in the last usage of an answer."""
 
 
-# ---------------------------------------------------------------- routing, explained
+# ---------------------------------------------------------------- route explanation
 
 
 class RouteCandidate(msgspec.Struct, kw_only=True):
@@ -282,7 +282,7 @@ class Completion(msgspec.Struct, kw_only=True):
     usage: Usage | None = None
 
 
-# ---------------------------------------------------------------- the small endpoints
+# ---------------------------------------------------------------- models, tokenizer, health
 
 
 class Model(msgspec.Struct, kw_only=True):

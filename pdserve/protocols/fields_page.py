@@ -2,9 +2,9 @@
 
     python -m pdserve.protocols.fields_page [FILE]
 
-prints the page, or writes it. What stands in it is what the server does: type and range come from
-the schema, the note is the field's own description, refusals and fields without effect are those
-that the decoder goes by.
+prints the page, or writes it to FILE. The page cannot differ from the server: type and range come
+from the schema, the note is the field's description, and the refused fields and those without
+effect come from the tables that the decoder uses.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ENDPOINTS: Mapping[str, RequestDecoder[Any]] = {
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
 }
-"""By path. `/route` takes what the first two take, `/v1/responses/input_tokens` what its parent
-does."""
+"""Decoders by path. `/route` takes the fields of the first two, `/v1/responses/input_tokens` those
+of `/v1/responses`."""
 
 _HEAD = """\
 # Request fields
@@ -58,7 +58,7 @@ _NAMES = {"integer": "integer", "number": "number", "string": "text", "boolean":
 
 
 def render_page() -> str:
-    """All of it, in Markdown."""
+    """The whole page in Markdown."""
     endpoints = [line for path in ENDPOINTS for line in _endpoint(path)]
     return "\n".join([_HEAD, *endpoints, *_objects()])
 
@@ -80,7 +80,7 @@ def _endpoint(path: str) -> Iterator[str]:
 
 
 def _objects() -> Iterator[str]:
-    """The records that stand within requests."""
+    """The section on records inside requests."""
     requests = [decoder.record for decoder in ENDPOINTS.values()]
     _, components = msgspec.json.schema_components(requests, ref_template="{name}")
     yield "## Objects\n"
@@ -105,7 +105,8 @@ def _properties(record: type[msgspec.Struct]) -> dict[str, dict[str, Any]]:
 
 
 def _note(name: str, described: dict[str, Any]) -> str:
-    """Fields of one name are for one thing: one description does for all endpoints."""
+    """The field's description. Fields of the same name have the same meaning at all endpoints, so
+    the description in `ChatRequest` serves for all."""
     own = described.get("description")
     if own is None and name in ChatRequest.__struct_fields__:
         own = _properties(ChatRequest)[name].get("description", "")

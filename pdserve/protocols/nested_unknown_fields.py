@@ -76,7 +76,8 @@ def _fields(
 ) -> dict[str, RecordTree | None]:
     if kind.cls not in known:
         fields: dict[str, RecordTree | None] = {}
-        known[kind.cls] = fields  # before its fields are looked at: they may hold it
+        # Before the loop over the fields, because a record may contain itself.
+        known[kind.cls] = fields
         if kind.tag_field is not None:
             fields[kind.tag_field] = None
         for one in kind.fields:
@@ -118,7 +119,7 @@ def unknown_nested_fields(body: dict[str, Any], place: RecordTree) -> list[str]:
 
 
 def _walk(value: Any, place: RecordTree, path: str, general: str, found: dict[str, str]) -> None:
-    """`found`: by the path without numbers, the first one with."""
+    """Adds to `found`, by the path without indexes, the first path with indexes."""
     if value.__class__ is list and place.item is not None:
         general += "[]"
         for index, item in enumerate(value):

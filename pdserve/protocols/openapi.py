@@ -56,7 +56,7 @@ _ERRORS = {
     "413": "The body is too large.",
     "429": "A bound was reached; Retry-After says when to come back.",
     "500": "The server or its engine failed.",
-    "503": "Nobody can serve this now; Retry-After says when to come back.",
+    "503": "No worker can serve this now; Retry-After says when to come back.",
     "504": "The request's time ran out; the message names the stage.",
 }
 _COMMON = ("400", "401", "403", "404", "408", "413", "429", "500", "503")
@@ -184,7 +184,7 @@ def _timed(operation: dict[str, Any], whose: str = _OPENAI) -> dict[str, Any]:
 
 
 def _stored_response() -> dict[str, Any]:
-    """Whatever is asked of one: there is none."""
+    """The operations on a stored response, which does not exist."""
     errors = {code: {"$ref": f"#/components/responses/Error{code}"} for code in ("401", "404")}
     operation = {"summary": "Nothing is stored: always 404", "responses": errors}
     return {
@@ -224,7 +224,7 @@ def _get(summary: str, answer: str, *errors: str) -> dict[str, Any]:
 
 
 def _or_anthropics(operation: dict[str, Any], answer: str) -> dict[str, Any]:
-    """With the header `anthropic-version` it is this."""
+    """Adds the answer for requests with the header `anthropic-version`."""
     content = operation["responses"]["200"]["content"]["application/json"]
     content["schema"] = {"anyOf": [content["schema"], _ref(answer)]}
     return operation

@@ -53,19 +53,19 @@ MAX_STRUCTURE = 1 << 17
 MAX_VALUES = 1 << 21
 """Maximum values of one body: a prompt of two million token ids."""
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.S)
-"""Also one that never ends: else each escaped quote in it is taken for the start of another, and
-looked through to the end."""
+"""Matches an unterminated string too. Otherwise each escaped quote in it would be tried as the
+start of another string, with a scan to the end of the body."""
 
 _SOME_STRINGS = re.compile(rb'(?:[^"]*+"[^"\\]*+(?:\\.[^"\\]*+)*+"?){1,4096}+', re.S)
-"""So many strings with what stands before them: about a millisecond of work. No other thread runs
-during one call of a regular expression."""
+"""Matches up to 4096 strings with the bytes before them: about a millisecond of work. No other
+thread runs during one call of a regular expression."""
 _ZEROS = bytes.maketrans(b"0123456789", b"0" * 10)
 _LONG_NUMBER = b"0" * 64
-"""A number with so many digits, when every digit is a 0."""
+"""Digits of a long number, after `_ZEROS` has replaced every digit by 0."""
 _AT_ONCE = 1 << 20
-"""Bytes that are looked through in one call, a millisecond: no other thread runs during it."""
+"""Bytes that one call searches, in about a millisecond: no other thread runs during it."""
 _MANY_VALUES = 1 << 17
-"""The JSON reader takes about 10 ms for so many, and no other thread runs meanwhile."""
+"""Number of values that the JSON reader reads in about 10 ms; no other thread runs meanwhile."""
 
 _PYTHONS = re.compile(r"\b(?:int|float|str|bool)\b")
 _JSONS = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
@@ -120,7 +120,7 @@ def _decoder(
 
 _PLAIN = _decoder(_float)
 _LONG = _decoder(_float, _int)
-"""Slower by a call for each integer, but other threads run in between."""
+"""Slower by one call for each integer, but other threads run in between."""
 _WHOLE = _decoder(_whole, _int)
 """Reads numbers without a fraction as integers."""
 _NO_INTEGER = re.compile(r"`[^`]*\bint\b[^`]*`, got `float`")
@@ -181,10 +181,10 @@ class RequestDecoder(Generic[T]):
 
 
 def _check_structure(body: bytes) -> None:
-    """Bound what a body can cost beyond its length: small values take most of the time.
+    """Bounds the number of objects, arrays, keys and values: they take most of the decoding time.
 
-    Counting bytes is cheap and never too low, so strings are only looked through when it may
-    matter. Errors: `InvalidRequest`.
+    Counting bytes is cheap and never gives too little, so strings are removed only if that count is
+    over a limit. Errors: `InvalidRequest`.
     """
     if len(body) <= MAX_STRUCTURE or not _is_too_much(*_counted(body)):
         return
@@ -202,7 +202,7 @@ def _check_structure(body: bytes) -> None:
 
 
 def _counted(body: bytes) -> tuple[int, int]:
-    """Objects, arrays and keys; values."""
+    """Returns the number of objects, arrays and keys, and the number of values."""
     return body.count(b"{") + body.count(b"[") + body.count(b":"), body.count(b",")
 
 
@@ -210,7 +210,7 @@ def _is_too_much(structure: int, values: int) -> bool:
     return structure > MAX_STRUCTURE or values > MAX_VALUES
 
 
-# The plain pass finds every other fault of syntax: what it takes and msgspec does not is this.
+# The plain pass finds all other syntax errors: this is the only one that msgspec alone refuses.
 _SURROGATE = (
     "the body is not valid JSON: a \\u escape is half of a surrogate pair; "
     "send text as UTF-8 or as full pairs"
@@ -247,7 +247,7 @@ def _plain(body: bytes, decoder: json.JSONDecoder = _PLAIN) -> dict[str, Any]:
 
 
 def _has_slow_numbers(body: bytes) -> bool:
-    """Reading its integers in one call would keep other threads from running for too long."""
+    """True if reading the integers in one call would block other threads for too long."""
     if body.count(b",") > _MANY_VALUES:
         return True
     size = _AT_ONCE + len(_LONG_NUMBER) - 1
@@ -256,9 +256,10 @@ def _has_slow_numbers(body: bytes) -> bool:
 
 
 def _invalid(message: str, record: type[msgspec.Struct], body: bytes) -> InvalidRequest:
-    """msgspec's words, in JSON's terms, with the path in OpenAI's form (`messages[0].content`)."""
+    """Converts msgspec's message: JSON's type names, OpenAI's paths (`messages[0].content`)."""
     match = _AT_PATH.match(message)
-    assert match is not None  # every part of the pattern is optional
+    # Every part of the pattern is optional, so it always matches.
+    assert match is not None
     what, path = match["what"], (match["path"] or "").removeprefix(".")
     path = path.replace("[...]", "[*]") if match["key"] is None else path
     if missing := _MISSING.match(what):
@@ -278,7 +279,7 @@ def _invalid(message: str, record: type[msgspec.Struct], body: bytes) -> Invalid
 
 
 def _bad_key(body: bytes, path: str) -> str:
-    """The first key there that is no token id, if there is one to be found."""
+    """Describes the first key at `path` that is not a token id, if one is found."""
     given = _plain(body).get(path)
     keys = given if isinstance(given, dict) else {}
     bad = next((key for key in keys if not (key.isascii() and key.isdigit())), None)

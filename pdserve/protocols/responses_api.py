@@ -218,7 +218,7 @@ REFUSED_BY_RESPONSES: dict[str, UnsupportedField] = {
 RESPONSES = RequestDecoder(ResponsesRequest, REFUSED_BY_RESPONSES)
 
 
-# ---------------------------------------------------------------- the answer
+# ---------------------------------------------------------------- responses
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):

@@ -46,7 +46,7 @@ class SseDecoder:
     """Decodes an event stream from pieces to whole events.
 
     Lines may end in LF, CR or CRLF, and any split, inside a character too, gives the same events.
-    An event that no blank line has ended is not given: the stream was cut within it.
+    An event without a blank line at its end is not returned: the stream was cut inside it.
     """
 
     def __init__(self, max_event: int = 64 << 20) -> None:

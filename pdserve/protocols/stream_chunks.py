@@ -63,8 +63,9 @@ class ChunkWriter:
         usage_field: bool,
         reasons: bool = False,
     ) -> None:
-        """Args: `usage_field` puts a `usage` on every chunk, as OpenAI does when asked for it;
-        `reasons`: deltas without reasoning say so, since clients read the field of each.
+        """Args: `usage_field` puts a `usage` on every chunk, as OpenAI does if the client asks for
+        usage; `reasons`: deltas without reasoning have null fields for it, because clients read the
+        field of each delta.
         """
         self._chat = chat
         self._silence = _NO_REASONING if reasons else b""
@@ -102,7 +103,7 @@ class ChunkWriter:
         content: bytes = b'""',
         usage: Usage | None = None,
     ) -> bytes:
-        """The first chunk of a chat choice. `content` is `null` where perhaps none will follow."""
+        """The first chunk of a chat choice. `content` is `null` if perhaps no text follows."""
         ids = b"" if prompt_token_ids is None else b',"prompt_token_ids":' + _json(prompt_token_ids)
         delta = b'"delta":{"role":"assistant",%s"content":%s}' % (self._silence, content)
         rest = b',"logprobs":null,"finish_reason":null}]'

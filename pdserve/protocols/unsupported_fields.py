@@ -24,7 +24,7 @@ class UnsupportedField:
 
     remedy: str
     neutral: tuple[object, ...] = ()
-    """Values that ask for nothing and are therefore accepted; `null` always is."""
+    """Values of the default behaviour, which are accepted; `null` always is."""
 
     def allows(self, value: object) -> bool:
         return value is None or any(
@@ -58,7 +58,8 @@ OF_OTHER_SERVERS: Mapping[str, UnsupportedField] = {
     "regex": UnsupportedField(_STRUCTURED),
     "typical_p": UnsupportedField(_OTHER_SAMPLER, (1, 1.0)),
 }
-"""What asks vLLM, SGLang, llama.cpp or TGI for another answer: refused by all that generate."""
+"""Fields that change the answer of vLLM, SGLang, llama.cpp or TGI; every endpoint that generates
+refuses them."""
 
 _REFUSED_BY_BOTH: dict[str, UnsupportedField] = {
     **OF_OTHER_SERVERS,
@@ -124,7 +125,7 @@ NESTED_WITHOUT_EFFECT: frozenset[str] = frozenset(
         "stream_options.include_obfuscation",
     }
 )
-"""What clients send along inside of objects: padding, and parts of earlier answers."""
+"""Fields that clients send inside of objects: padding, and parts of earlier answers."""
 
 
 def unknown_fields(
@@ -132,7 +133,7 @@ def unknown_fields(
 ) -> list[str]:
     """Return the field names that are in no table, in the body's order.
 
-    Errors: `InvalidRequest` for a refused field whose value asks for something.
+    Errors: `InvalidRequest` for a refused field whose value is not the default behaviour.
     """
     unknown = []
     for name in body:
@@ -157,11 +158,11 @@ def refuse_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
 
 
 def without_indices(path: str) -> str:
-    """`messages[3].content` becomes `messages[].content`: there are only so many of these."""
+    """`messages[3].content` becomes `messages[].content`: the number of such paths is bounded."""
     return _PLACES.sub("[]", path)
 
 
 def shorten(name: str, limit: int = 64) -> str:
-    """A client's word made safe to repeat in answers, logs and labels."""
+    """A client's text, shortened and made safe to repeat in answers, logs and labels."""
     clean = "".join(char if char.isprintable() else "�" for char in name[: limit + 1])
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
