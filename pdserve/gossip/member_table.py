@@ -7,8 +7,8 @@ Within one epoch, from weakest to strongest:
 A suspicion beats the record it doubts, a refutation has a higher incarnation, and a death is final:
 peers have dropped that life's leases and streams. A later epoch beats everything of an earlier one.
 The card's version is the member's own counter and grows independently. So records form a
-semilattice: in whatever order and however often they arrive, all nodes end with the same table. It
-knows no time and sends nothing.
+semilattice: all nodes end with the same table, in any order of arrival and with any repetition.
+This file knows no time and sends nothing.
 """
 
 from __future__ import annotations

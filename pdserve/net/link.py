@@ -426,8 +426,9 @@ class PeerLink:
         }
 
     def _on_answered(self, event: ev.AnswersReceived) -> None:
+        # All contexts are of type `PendingRequest`; a cast would cost time for each answer.
         for asking, body in event.answers:
-            future = asking[0]  # type: ignore[index]  # a PendingRequest: all contexts are
+            future = asking[0]  # type: ignore[index]
             if not future.done():
                 future.set_result(body)
                 continue

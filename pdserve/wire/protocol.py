@@ -485,7 +485,7 @@ class Connection:
         if announced is not None:
             self._on_payload(announced, events)
 
-    # ------------------------------------------------------------------ connection-wide
+    # ------------------------------------------------------------------ pings, GOAWAY, counts
 
     def send_ping(self, value: int) -> None:
         """Sends a ping; the peer returns `value` (32 bits) in a `Pong`."""
