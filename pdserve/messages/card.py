@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pdserve.messages.lora import LoraSummary
 from pdserve.messages.request import Pooling
 
 EXACT_PREFIX = "exact:"
@@ -64,9 +65,15 @@ class ModelCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     embedding_size: int = 0
     """Dimensions of an embedding."""
     features: tuple[str, ...] = ()
-    """What its engine can beyond plain text: `grammar`, `thinking`, `bans`, `embeddings`;
+    """What its engine can beyond plain text: `grammar`, `thinking`, `bans`, `embeddings`, `lora`;
     and `EXACT_PREFIX` with the name of its kernels, if it promises that."""
     dimensions: tuple[int, ...] = ()
     """Sizes that embeddings may be cut to; 0 stands for every size below `embedding_size`. Empty: a
     shortened embedding is not meaningful.
     """
+    loras: tuple[LoraSummary, ...] = ()
+    """LoRA adapters of the model. Each is requested by its name, and served by this card."""
+
+    def lora(self, name: str) -> LoraSummary | None:
+        """The adapter that `name` asks for; None: `name` is the model or an alias."""
+        return next((one for one in self.loras if one.name == name), None)

@@ -12,6 +12,7 @@ import msgspec
 
 from pdserve.messages.handoff import Handoff
 from pdserve.messages.kv_events import KvEvent
+from pdserve.messages.lora import LoraAdapter
 from pdserve.messages.request import GenerateRequest, TokenDelta
 from pdserve.messages.transfer import TransferControl, TransferTicket
 
@@ -78,6 +79,8 @@ class EngineSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """
     kv_cap: int = 0
     """Upper bound in bytes for KV, set after a larger pool did not fit; 0: no bound."""
+    loras: tuple[LoraAdapter, ...] = ()
+    """LoRA adapters to load besides the model. Only an engine with the feature `lora` can."""
 
     @property
     def moves_optionally(self) -> bool:

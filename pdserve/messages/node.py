@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.messages.card import GenerationDefaults, ModelCard
+from pdserve.messages.lora import LoraSummary
 from pdserve.messages.request import Pooling
 
 PART_HASH_BYTES = 16
@@ -46,6 +47,7 @@ class ModelSummary(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     embedding_size: int = 0
     features: tuple[str, ...] = ()
     dimensions: tuple[int, ...] = ()
+    loras: tuple[LoraSummary, ...] = ()
 
     @property
     def parts(self) -> tuple[bytes, ...]:
@@ -130,6 +132,7 @@ def summarize_card(card: ModelCard) -> tuple[ModelSummary, dict[bytes, bytes]]:
         embedding_size=card.embedding_size,
         features=card.features,
         dimensions=card.dimensions,
+        loras=card.loras,
     )
     return small, parts
 
@@ -159,4 +162,5 @@ def model_card(offer: ModelSummary, parts: dict[bytes, bytes]) -> ModelCard:
         embedding_size=offer.embedding_size,
         features=offer.features,
         dimensions=offer.dimensions,
+        loras=offer.loras,
     )

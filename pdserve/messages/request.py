@@ -156,6 +156,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     """How the prompt becomes an embedding, which the one delta's `finish` carries; `n` and
     `max_tokens` are 1 then. Empty: generate text.
     """
+    lora: str = ""
+    """Id of the LoRA adapter (`LoraAdapter.id`) that computes prompt and output; empty: the model
+    itself.
+    """
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -168,6 +172,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
             "thinking": thinking is not None and thinking.budget is not None,
             "bans": any(lists),
             "embeddings": bool(self.pooling),
+            "lora": bool(self.lora),
         }
         return tuple(name for name, needed in wanted.items() if needed)
 

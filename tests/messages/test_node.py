@@ -5,6 +5,7 @@ import pytest
 from pdserve.errors import ProtocolError
 from pdserve.gossip import cards
 from pdserve.messages.card import GenerationDefaults, ModelCard
+from pdserve.messages.lora import LoraSummary
 from pdserve.messages.node import ModelSummary, NodeCard, model_card, part_hash, summarize_card
 from pdserve.wire.codec import decoder, encode
 
@@ -30,6 +31,7 @@ FULL = ModelCard(
     embedding_size=64,
     features=("grammar",),
     dimensions=(32, 16),
+    loras=(LoraSummary(name="poet", revision="1f"),),
 )
 BARE = ModelCard(
     name="bare", max_model_len=1, vocab_size=1, block_size=1, tokenizer_json=b"", chat_template=None
