@@ -30,6 +30,7 @@ SOURCES = {
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 ASYNCIO = {
+    "engines/pdserve_engines/loop_thread.py": "a loop for engines whose interface is asynchronous",
     "pdserve/cli/bench/command.py": "a run on a loop of its own",
     "pdserve/cli/bench/runner.py": "sends requests by a schedule, and takes times",
     "pdserve/cli/chat.py": "one HTTP conversation, on a loop of its own",
