@@ -1,4 +1,4 @@
-"""What a bus costs between two processes: pdserve's links against the bare loop and other buses.
+"""Measures the cost of a bus between two processes: pdserve's links, a bare loop and other buses.
 
     python bench/bus.py [--rounds N] [--seconds S] [--arms bare,pdserve,...] [--no-pin]
 
@@ -65,7 +65,7 @@ class Running:
     arm: Arm
     server: subprocess.Popen[bytes]
     figures: dict[str, list[float]] = field(default_factory=dict)
-    """By name, one per round."""
+    """Figures by name, one per round."""
 
     def add(self, name: str, value: float) -> None:
         self.figures.setdefault(name, []).append(value)
@@ -128,7 +128,7 @@ async def measure_bulk(running: Running) -> None:
 
 
 async def warm_up(running: Running) -> None:
-    """Some calls, whose answers must be right."""
+    """Makes some calls and checks their answers."""
     for _ in range(WARM_UP):
         payload = os.urandom(PAYLOAD_BYTES)
         if running.arm.payload_of(await running.arm.call(payload)) != payload:
@@ -136,7 +136,7 @@ async def warm_up(running: Running) -> None:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """CPU time of a process and, where it has one, of the broker it started."""
+    """CPU time of a process, and of its broker if it started one."""
     pids = [pid]
     children = Path(f"/proc/{pid}/task/{pid}/children")
     if children.exists():
@@ -149,7 +149,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _busy_seconds() -> float:
-    """CPU time that the whole machine has spent on anything, or a hypervisor kept from it."""
+    """CPU time that the whole machine has spent, or that a hypervisor has taken from it."""
     user, nice, system, _, _, *others = Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
     return sum(map(int, (user, nice, system, *others))) / _TICKS_PER_SECOND
 
@@ -158,7 +158,7 @@ def _busy_seconds() -> float:
 
 
 def start(arm: type[Arm], processor: int | None) -> tuple[Running, int]:
-    """A server process that listens, on a processor of its own; returns its port too."""
+    """Starts a server process on its own processor; returns it with its port when it listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -173,7 +173,7 @@ def start(arm: type[Arm], processor: int | None) -> tuple[Running, int]:
 
 
 async def serve(name: str, port: int) -> None:
-    """Answer until whoever started this process closes its input, or is gone."""
+    """Serves until the parent process closes this process's input or ends."""
     arm = ARMS[name]()
     await arm.serve(port)
     print("ready", flush=True)
@@ -194,7 +194,8 @@ async def stop(running: Running) -> None:
 async def compare(
     names: Sequence[str], rounds: int, seconds: float, processor: int | None
 ) -> tuple[list[Running], float]:
-    """Measure all arms, in turns; returns also how many processors others used meanwhile."""
+    """Measures all arms in turns; also returns the number of processors that other work used
+    meanwhile."""
     async with AsyncExitStack() as stack:
         found = []
         for name in names:
@@ -263,7 +264,7 @@ def rows(found: Sequence[Running]) -> list[str]:
 
 
 def aims(by_name: dict[str, Running]) -> list[str]:
-    """Each aim, what was measured, and whether it is met."""
+    """Returns each aim, the measured value, and whether the aim is met."""
     ours = by_name["pdserve"]
     wanted = [
         ("calls at 64, of the bare loop's", "calls", "bare", 0.75, True),
@@ -303,7 +304,7 @@ def report(
 
 
 def versions() -> str:
-    """Of the packages that took part, and of the broker."""
+    """Versions of the packages and of the broker."""
     packages = ("uvloop", "msgspec", "msgpack", "nats-py", "pyzmq", "grpcio")
     found = [*filter(None, map(_version, packages))]
     if broker := shutil.which("nats-server"):

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 __all__ = ["PUBLISHED", "ideal_rate", "lru_rate", "pool_rate"]
 
 PUBLISHED: Final = {500_000: 0.045, 3_000_000: 0.136, 15_400_000: 0.326, 51_000_000: 0.364}
-"""Tokens of capacity -> share of the blocks that are hits."""
+"""Published hit rates: tokens of capacity -> share of the blocks that are hits."""
 IDEAL: Final = 0.3664
-"""Of a cache without a bound."""
+"""The published hit rate of a cache without a bound."""
 
 
 def pool_rate(prompts: Iterable[Sequence[int]], tokens: int) -> float:
-    """Share of the blocks that a `BlockPool` of so many tokens had."""
+    """Returns the hit rate of a `BlockPool` with room for `tokens` tokens."""
     pool = BlockPool(tokens // BLOCK, BLOCK)
     hits = total = 0
     for prompt in prompts:
@@ -58,7 +58,8 @@ def pool_rate(prompts: Iterable[Sequence[int]], tokens: int) -> float:
 
 
 def lru_rate(prompts: Iterable[Sequence[int]], tokens: int) -> float:
-    """The same by a plain LRU list of blocks, deeper blocks older than shallow ones."""
+    """Returns the hit rate of a plain LRU list of blocks, in which a prompt's deeper blocks are
+    older."""
     capacity = tokens // BLOCK
     cached: OrderedDict[int, None] = OrderedDict()
     hits = total = 0
@@ -77,7 +78,7 @@ def lru_rate(prompts: Iterable[Sequence[int]], tokens: int) -> float:
 
 
 def ideal_rate(prompts: Iterable[Sequence[int]]) -> float:
-    """Without a bound."""
+    """Returns the hit rate of a cache without a bound."""
     seen: set[int] = set()
     hits = total = 0
     for prompt in prompts:
@@ -88,12 +89,12 @@ def ideal_rate(prompts: Iterable[Sequence[int]]) -> float:
 
 
 def read(path: Path) -> list[list[int]]:
-    """The prompts' ids."""
+    """Reads the block ids of all prompts."""
     return [[content for content, _ in request.pieces] for request in MooncakeTrace(path)]
 
 
 def main() -> int:
-    """Exit status 1 if a rate is not the published one."""
+    """Compares the rates; the exit status is 1 if one differs from the published rate."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--write", type=Path)

@@ -1,10 +1,10 @@
-"""How soon a worker is free of a request whose client has hung up, by what it was doing.
+"""Measures how soon a worker frees a cancelled request, by what the worker was doing.
 
     python bench/cancel.py [--rounds N] [--write bench/results/cancel.md]
 
-Real processes: the client closes its connection, and what is looked for is the worker's own word
-that nothing is held any more (`pdserve_cancel_seconds`), or the router's that nobody waits. Both
-are written down: from the hang-up until it shows in `/metrics`, and the worker's part of that.
+Real processes. The client closes its connection. Then the worker's metric `pdserve_cancel_seconds`
+shows that nothing of the request is held, or the router's metrics show that no request waits. The
+result has two times: from the disconnect until `/metrics` shows it, and the worker's part of that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 SIM = ("--engine", "sim", "--engine-option", "content=on", "--engine-option", "blocks=1024")
 SLOW = ("--engine-option", "slowdown=15", "--max-batch-tokens", "32", "--max-sequences", "4")
-"""A tenth of a second for each block."""
+"""Engine options with which a block takes a tenth of a second."""
 SENT = r'transfer_bytes_total{.*direction="sent".*}'
 WAITING = r'handoffs{state="(?:admit|queue)"}'
 HELD = r"router_held{.*}"
@@ -43,19 +43,19 @@ _PROMPTS = iter(range(1, 1_000_000))
 
 @dataclass
 class Row:
-    """One stage."""
+    """The times of one stage."""
 
     seen: list[float] = field(default_factory=list)
-    """Seconds from the hang-up until the metrics say so."""
+    """Seconds from the client's disconnect until `/metrics` shows the end."""
     worker: list[float] = field(default_factory=list)
-    """The worker's part."""
+    """Seconds that the worker itself reports."""
 
 
 ROWS: dict[str, Row] = {}
 
 
 def prompt(tokens: int) -> str:
-    """One that nobody has asked before."""
+    """Returns a prompt that was not sent before."""
     return f"{next(_PROMPTS)} " + "~" * tokens
 
 
@@ -65,7 +65,7 @@ def stream(frontend: Node, worker: str, text: str, tokens: int) -> Stream:
 
 
 def total(node: Node, pattern: str) -> float:
-    """Sum of the samples that match."""
+    """Sum of the samples whose names match."""
     _, page = node.get("/metrics", node.probes)
     return sum(map(float, re.findall(rf"^pdserve_{pattern} (\S+)$", page, re.MULTILINE)))
 
@@ -75,7 +75,7 @@ def cancelled(node: Node, stage: str, what: str) -> float:
 
 
 def measure(name: str, node: Node, stage: str, one: Stream) -> None:
-    """Hang up and wait for the worker's word."""
+    """Disconnects the client and waits for the worker's report."""
     count, seconds = (cancelled(node, stage, what) for what in ("count", "sum"))
     began = time.monotonic()
     one.hang_up()
@@ -91,7 +91,7 @@ def measure(name: str, node: Node, stage: str, one: Stream) -> None:
 
 @contextmanager
 def busy(streams: list[Stream]) -> Iterator[None]:
-    """Others that take the places; hung up at the end."""
+    """Keeps other streams running; disconnects them at the end."""
     try:
         yield
     finally:
@@ -117,7 +117,7 @@ def _is_idle(node: Node) -> bool:
 
 
 def idle(*nodes: Node) -> None:
-    """Nothing of an earlier round is left."""
+    """Waits until nothing of an earlier round is left."""
     for node in nodes:
         eventually(partial(_is_idle, node), "it is busy")
 
@@ -128,8 +128,8 @@ def idle(*nodes: Node) -> None:
 def aggregated(
     label: str, frontend: Node, worker: Node, long: int, rounds: int, until_begun: float = 0.5
 ) -> None:
-    """Of a worker that does everything by itself and runs four sequences at a time; a prompt of
-    `long` tokens takes it a while, and is being computed after `until_begun` seconds."""
+    """Measures a worker that prefills and decodes and runs four sequences at a time. It needs some
+    time for a prompt of `long` tokens, and computes it `until_begun` seconds after the request."""
     for _ in range(rounds):
         idle(worker)
         one = stream(frontend, worker.name, prompt(5), 1000)
@@ -145,12 +145,12 @@ def aggregated(
             for other in others:
                 other.wait_tokens(1)
             one = stream(frontend, worker.name, prompt(5), 20)
-            eventually(waits(worker, 1), "nobody waits")
+            eventually(waits(worker, 1), "no request waits")
             measure(f"{label}: queued", worker, "queued", one)
 
 
 def handed_over(frontend: Node, prefill: Node, decode: Node, rounds: int) -> None:
-    """Of a prompt that one worker computes for another."""
+    """Measures a prompt that one worker computes for another."""
     label = "sim, two workers"
     for _ in range(rounds):
         idle(prefill, decode)
@@ -175,25 +175,25 @@ def handed_over(frontend: Node, prefill: Node, decode: Node, rounds: int) -> Non
 
 
 def waiting(decode: Node) -> float:
-    """Prompts that no prefill worker has asked for."""
+    """Number of prompts that no prefill worker has claimed."""
     return total(decode, WAITING)
 
 
 def settled(decode: Node) -> float:
-    """The same, once all that can be begun has been."""
+    """Waits until all prompts that can be claimed are, and returns the number of waiting ones."""
     eventually(lambda: total(decode, r'handoffs{state="fill"}') >= 1, "nothing is begun")
-    eventually(lambda: waiting(decode) >= 1, "nobody waits")
+    eventually(lambda: waiting(decode) >= 1, "no request waits")
     time.sleep(0.2)
     return waiting(decode)
 
 
 def held(frontend: Node, router: Node, rounds: int) -> None:
-    """Of a request that waits in a router: the router forgets it."""
+    """Measures a request that waits in a router."""
     name = "sim, one worker: held by the router"
     for _ in range(rounds):
         others = [stream(frontend, "", prompt(700), 20) for _ in range(8)]
         with busy(others):
-            eventually(lambda: total(router, HELD) >= 1, "nobody is held")
+            eventually(lambda: total(router, HELD) >= 1, "no request is held")
             number = total(router, HELD)
             one = stream(frontend, "", prompt(700), 20)
             eventually(partial(_more, router, HELD, number), "it is not held")
@@ -206,7 +206,7 @@ def held(frontend: Node, router: Node, rounds: int) -> None:
 
 
 def one_worker(cluster: Cluster, *flags: str, hold: str = "0") -> tuple[Node, Node, Node]:
-    """Router, worker and frontend, ready."""
+    """Starts a router, a worker and a frontend and waits until they are ready."""
     router = cluster.router("--hold-work", hold)
     worker = cluster.start("worker", "w1", "--join", cluster.address, *flags)
     frontend = cluster.frontend()
@@ -216,7 +216,7 @@ def one_worker(cluster: Cluster, *flags: str, hold: str = "0") -> tuple[Node, No
 
 
 def run(home: Path, rounds: int) -> None:
-    """All scenes."""
+    """Runs all scenes."""
     with Cluster(home / "one") as cluster:
         _, worker, frontend = one_worker(cluster, *SIM, *SLOW)
         aggregated("sim, one worker", frontend, worker, 1200, rounds)
@@ -260,7 +260,7 @@ def line(name: str) -> str:
 
 
 def report() -> str:
-    """The result file."""
+    """Returns the result file."""
     machine = "\n".join(f"- {fact}" for fact in facts())
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     lines = "\n".join(map(line, ROWS))
@@ -277,9 +277,9 @@ engine's word that all blocks are free. Repeat with `python bench/cancel.py`.
 |---|---:|---:|---:|---:|---:|
 {lines}
 
-An engine hears of it between two steps. The sim engine's steps take a tenth of a second here while
-a prompt is computed; the bundled model computes on the CPU, where prompts are cut into steps of at
-most 0.6 s, whatever `--max-batch-tokens` allows.
+An engine gets the cancellation between two steps. The sim engine's steps take a tenth of a second
+here while it computes a prompt. The bundled model computes on the CPU, where a prompt's steps take
+0.6 s at most, whatever `--max-batch-tokens` allows.
 """
 
 

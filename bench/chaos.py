@@ -1,4 +1,4 @@
-"""How soon a cluster of real processes notices an end, and how soon it serves again.
+"""Measures how soon a cluster of real processes notices a failure, and how soon it serves again.
 
     python bench/chaos.py [--rounds N] [--write bench/results/chaos.md]
 
@@ -41,18 +41,18 @@ PAUSE = 12.0
 FACTS: list[str] = []
 """Sentences for the result."""
 ROWS: dict[str, list[float]] = {}
-"""Samples by what they are of, in seconds."""
+"""Samples by what they measure, in seconds."""
 
 
 def note(what: str, *seconds: float) -> None:
-    """Keep and show samples."""
+    """Stores and prints samples."""
     ROWS.setdefault(what, []).extend(seconds)
     print(f"{what:<64} " + " ".join(f"{value:7.3f}" for value in seconds), flush=True)
 
 
 @contextlib.contextmanager
 def cluster() -> Iterator[Cluster]:
-    """A cluster that is not looked at when it ends."""
+    """A cluster that is not checked when it ends."""
     with tempfile.TemporaryDirectory() as home:
         one = Cluster(Path(home))
         try:
@@ -62,7 +62,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def answered(frontend: Node) -> float:
-    """When a request was first answered, asked without a pause."""
+    """Returns the time of the first answered request; sends requests without a pause."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
@@ -73,7 +73,7 @@ def answered(frontend: Node) -> float:
 
 
 def seen(peers: list[Node], name: str, since: float, words: str = "died") -> list[float]:
-    """How long after `since` each peer logged it."""
+    """Returns how long after `since` each peer logged the event."""
     return [peer.wait_said(f"{name} {words}", since - 0.01) - since for peer in peers]
 
 
@@ -86,7 +86,7 @@ def note_seen(what: str, times: list[float]) -> None:
 
 
 def kills(rounds: int) -> None:
-    """kill -9 in a cluster of six, under streams."""
+    """Kills nodes with kill -9 in a cluster of six, under streams."""
     with cluster() as one:
         one.router()
         workers = [one.worker() for _ in range(3)]
@@ -116,7 +116,7 @@ def kills(rounds: int) -> None:
 
 
 def heals(rounds: int) -> None:
-    """The only one of its role is killed and started again at once."""
+    """Kills the only node of a role and restarts it at once."""
     with cluster() as one:
         nodes = {"router": one.router(), "worker": one.worker(), "frontend": one.frontend()}
         one.wait_ready()
@@ -134,7 +134,7 @@ def since(nodes: dict[str, Node], when: float) -> float:
 
 
 def pauses() -> None:
-    """SIGSTOP for longer than a life."""
+    """Stops a node with SIGSTOP for so long that it is declared dead."""
     with cluster() as one:
         router = one.router()
         workers = [one.worker() for _ in range(2)]
@@ -153,7 +153,7 @@ def pauses() -> None:
 
 
 def silences(rounds: int) -> None:
-    """A host drops all packets, in and out."""
+    """Lets a host drop all packets, in and out."""
     with network() as net, cluster() as one:
         hosts = Hosts(net, one, one.home)
         router = hosts.start("router")
@@ -176,7 +176,7 @@ def silences(rounds: int) -> None:
 
 
 def crowd() -> None:
-    """Strangers at the cluster ports."""
+    """Connects clients without a key to the cluster ports."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2 * STRANGERS, hard)), hard))
     with cluster() as one:
@@ -201,7 +201,7 @@ def crowd() -> None:
         stream.hang_up()
     FACTS.append(
         f"{STRANGERS:,} half-open connections and {said} malformed beginnings at the cluster "
-        f"ports: nobody admitted, the\nstream went on, resident memory grew by {grown:.1f} MiB at "
+        f"ports: none was let in, the\nstream went on, resident memory grew by {grown:.1f} MiB at "
         "most."
     )
     print(FACTS[-1], flush=True)
@@ -216,7 +216,7 @@ def row(what: str, values: list[float]) -> str:
 
 
 def report(skipped: list[str]) -> str:
-    """The result file."""
+    """Returns the result file."""
     rows = "\n".join(row(what, values) for what, values in ROWS.items())
     machine = "\n".join(f"- {fact}" for fact in facts())
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())

@@ -1,4 +1,4 @@
-"""What a chunk of a stream costs a Python program: the client, and ways to do without it.
+"""Measures the cost of a stream's chunk in a Python program: pdserve's client and other ways.
 
     python -m bench.client [--rounds N] [--streams N] [--write bench/results/client.md]
 
@@ -43,7 +43,7 @@ ASKED = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream":
 
 
 async def serve() -> None:
-    """Until the process is ended."""
+    """Serves until the process is ended."""
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
         await request.read()
@@ -63,7 +63,7 @@ async def serve() -> None:
 
 
 async def raw(url: str, streams: int) -> int:
-    """Bytes that nobody looks at."""
+    """Reads the bytes and does not parse them."""
     count = 0
     async with aiohttp.ClientSession() as session:
         for _ in range(streams):
@@ -74,7 +74,7 @@ async def raw(url: str, streams: int) -> int:
 
 
 async def by_hand(url: str, streams: int) -> int:
-    """Lines and dictionaries."""
+    """Parses the lines and dictionaries by hand."""
     count = 0
     async with aiohttp.ClientSession() as session:
         for _ in range(streams):
@@ -87,7 +87,7 @@ async def by_hand(url: str, streams: int) -> int:
 
 
 async def ours(url: str, streams: int) -> int:
-    """`pdserve.client`."""
+    """Reads with `pdserve.client`."""
     count = 0
     async with Client(url, model="m") as client:
         for _ in range(streams):
@@ -97,7 +97,7 @@ async def ours(url: str, streams: int) -> int:
 
 
 async def openais(url: str, streams: int) -> int:
-    """`openai`."""
+    """Reads with the `openai` package."""
     count = 0
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
         for _ in range(streams):
@@ -152,7 +152,7 @@ def measure(rounds: int, streams: int) -> list[dict[str, float]]:
 
 
 def report(rows: list[dict[str, float]], streams: int) -> str:
-    """As Markdown."""
+    """Returns the results as Markdown."""
     lines = [
         "# What a streamed chunk costs a client",
         "",

@@ -33,17 +33,18 @@ ROOT: Final = Path(__file__).parents[1]
 CHILD: Final = ROOT / "bench" / "compare_arms" / "operations.py"
 MIN_ROUNDS: Final = 9
 MAX_SPREAD: Final = 0.03
-"""Distance of the quartiles, as a share of the median, up to which CPU time is believed."""
+"""Largest distance of the quartiles, as a share of the median, at which CPU time counts as steady.
+"""
 CALLGRIND_SHARE: Final = 0.1
-"""Of a row's count, run under callgrind, which is some fifty times slower."""
+"""Share of a row's count that runs under callgrind, which is some fifty times slower."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One operation."""
+    """An operation to measure."""
 
     name: str
-    """Its key in `compare_arms/operations.py`."""
+    """The operation's key in `compare_arms/operations.py`."""
     label: str
     count: int
     """Operations per round, each version."""
@@ -61,16 +62,16 @@ ROWS: Final = (
 
 @dataclass
 class Finding:
-    """What the rounds of one row gave; seconds per operation, in the order of rounds."""
+    """The measurements of one row; seconds per operation, in the order of rounds."""
 
     first: list[float] = field(default_factory=list)
     second: list[float] = field(default_factory=list)
     instructions: tuple[float, float] | None = None
-    """Per operation of either version; None: not counted."""
+    """Instructions per operation of each version; None: not counted."""
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
-        """Of the ratio second to first."""
+        """Quartiles of the ratio of the second version to the first."""
         ratios = [b / a for a, b in zip(self.first, self.second, strict=True)]
         if len(ratios) < 2:
             return ratios[0], ratios[0], ratios[0]
@@ -79,7 +80,7 @@ class Finding:
 
     @property
     def unsteady(self) -> bool:
-        """The quartiles lie too far apart."""
+        """True if the quartiles are too far apart."""
         low, middle, high = self.quartiles
         return (high - low) / middle > MAX_SPREAD
 
@@ -89,7 +90,7 @@ class Finding:
 
 @contextlib.contextmanager
 def unpacked(version: str) -> Iterator[Path]:
-    """The folder of a version; a revision is taken from this repository's history."""
+    """Gives the folder of a version; takes a revision from this repository's history."""
     if (Path(version) / "pdserve").is_dir():
         yield Path(version).resolve()
         return

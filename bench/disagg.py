@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from bench.disagg_grid.runner import Result
 
 QUICK: Final = Scale(requests=150, seeds=1, loads=(0.5, 1.0), prefills=(4,))
-"""A minute or two; says that everything works."""
+"""A grid of a minute or two, which shows that everything works."""
 _WELL: Final = 0.9
 _KNEE_SEEDS: Final = (11, 12)
 _KNEE_STEPS: Final = 4
@@ -54,11 +54,11 @@ _REASONS: Final = {
     "and sends its first long prompts the slow way before it has learnt. Next idea: to begin with "
     "the rate that a path reports when it is made.",
 }
-"""Of lost cells."""
+"""Reasons of lost cells."""
 
 
 def main() -> int:
-    """Run what is missing, write the page."""
+    """Runs what is missing and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--quick", action="store_true", help="a small grid, to see that it works")
     parser.add_argument("--seeds", type=int)
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def investigate(runner: Runner, scale: Scale) -> Findings:
-    """The knees, the grid, the router's terms."""
+    """Finds the knees, runs the grid and removes the router's terms."""
     knees = {kind.preset: knee(runner, scale, kind) for kind in KINDS}
     plan = list(grid(scale))
     terms = list(ablations(scale))
@@ -105,7 +105,7 @@ def investigate(runner: Runner, scale: Scale) -> Findings:
 
 
 def knee(runner: Runner, scale: Scale, kind: Kind) -> float:
-    """By halving an interval that is widened first; steps of some per cent."""
+    """Finds the knee by halving an interval that is widened first, to within some per cent."""
 
     def well(rate: float) -> bool:
         world, arm = World(kind), Arm(workers=scale.workers)

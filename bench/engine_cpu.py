@@ -48,7 +48,7 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class Size:
-    """One random Llama model with tied embeddings."""
+    """A random Llama model with tied embeddings."""
 
     hidden: int
     layers: int
@@ -141,7 +141,7 @@ class Ours:
         self.executor.allocate(max(BATCHES) * (CONTEXT + STEPS + BLOCK) // BLOCK + PROMPT)
 
     def seconds(self, batch: int, prompt: int, outputs: int) -> float:
-        """The same work as `Peer.seconds`."""
+        """Time to generate `outputs` tokens for each of `batch` prompts."""
         self.executor.prepare_thread()
         prompts = torch.randint(0, self.info.vocab_size, (batch, prompt)).tolist()
         width = -(-(prompt + outputs) // BLOCK)
@@ -195,7 +195,7 @@ def _compare(folder: Path, dtype: str, args: argparse.Namespace) -> list[str]:
 
 
 def _quantities() -> dict[str, Callable[[Peer | Ours], float]]:
-    """Each in tokens per second."""
+    """Rates by name, each in tokens per second."""
     found: dict[str, Callable[[Peer | Ours], float]] = {
         f"prefill {PROMPT}": lambda arm: PROMPT / arm.seconds(1, PROMPT, 1)
     }
@@ -205,14 +205,14 @@ def _quantities() -> dict[str, Callable[[Peer | Ours], float]]:
 
 
 def _decode_rate(batch: int, arm: Peer | Ours) -> float:
-    """The time of the first token, prompt included, is subtracted."""
+    """Decode rate; the time of the first token, prompt included, is subtracted."""
     first = arm.seconds(batch, CONTEXT, 1)
     whole = arm.seconds(batch, CONTEXT, STEPS + 1)
     return batch * STEPS / (whole - first)
 
 
 def read_bandwidth(threads: int, size: int = 1 << 29) -> float:
-    """Bytes per second of reading memory once through, as a sum over floats."""
+    """Bytes per second of reading memory once, as a sum over floats."""
     torch.set_num_threads(threads)
     data = torch.ones(size // 4)
     best = 0.0

@@ -1,4 +1,4 @@
-"""Who gets how much of an overloaded cluster: tenants by weight, priorities, with several routers.
+"""Measures the shares of tenants and priorities in an overloaded cluster with several routers.
 
     python bench/fairness.py [--seconds 35] [--seed 1]
 
@@ -35,30 +35,31 @@ RESULT: Final = Path(__file__).parent / "results" / "fairness.md"
 WORKERS: Final = 4
 OVERLOAD: Final = 1.5
 WARM_UP: Final[Seconds] = 7.0
-"""At two thirds of the capacity, by nobody in particular: routers learn how long prompts take. Over
-before membership gives up idle links, after 10 s: a frontend then leaves its router for another."""
+"""Warm-up at two thirds of the capacity, with requests of no tenant, in which routers learn how
+long prompts take. It ends before membership closes idle links after 10 s; a frontend would then
+leave its router for another."""
 FRONTENDS: Final = 16
-"""Of these, one is used per router: each frontend chooses its router itself."""
+"""Number of frontends. One is used per router, since each frontend chooses its router itself."""
 LENGTHS: Final = (500, 1000, 2000, 4000, 8000)
 OUTPUT: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One who asks."""
+    """A tenant and its load."""
 
     name: str
     weight: float
     load: float
-    """Of the cluster's capacity."""
+    """The tenant's load as a share of the cluster's capacity."""
     priority: int = 0
     pinned: bool = False
-    """All its requests are asked at the first frontend."""
+    """True if all requests of the tenant go to the first frontend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One replay."""
+    """The settings of one replay."""
 
     title: str
     tenants: tuple[Tenant, ...]
@@ -67,7 +68,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """All of them."""
+    """All cases."""
     light, heavy = Tenant("light", 1, 0.5), Tenant("heavy", 3, 1.0)
     weights = (light, heavy)
     greedy = (Tenant("modest", 1, 1.5 / 11), Tenant("greedy", 1, 15 / 11))
@@ -97,21 +98,21 @@ def cases() -> list[Case]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one tenant got."""
+    """The service that one tenant got."""
 
     tenant: Tenant
     work: Seconds
-    """Begun while all contenders were backlogged, as seconds of an idle worker."""
+    """Work that began while all contenders had a backlog, in seconds of an idle worker."""
     served: float
-    """Of what it asked for, how much had begun when the last request was asked."""
+    """Share of the tenant's requests that had begun when the last request was sent."""
     firsts: list[float]
-    """Times to first token of all its requests, ascending."""
+    """Times to first token of all the tenant's requests, ascending."""
     medians: list[float]
-    """The same, at each router that had some, ascending."""
+    """Median times to first token of the tenant's requests at each router, ascending."""
 
 
 def config(case: Case, seed: int) -> ReplayConfig:
-    """The cluster."""
+    """The replay's configuration."""
     return ReplayConfig(
         workers=WORKERS,
         routers=case.routers,
@@ -123,7 +124,7 @@ def config(case: Case, seed: int) -> ReplayConfig:
 
 
 def doors(case: Case, seed: int) -> list[int]:
-    """One frontend of each router, found by asking at all of them."""
+    """Returns one frontend of each router, found by a request to every frontend."""
     made = config(case, seed)
     ask = [TraceRequest(i, 0.0, ((i, 64),), 1, frontend=i) for i in range(made.frontends)]
     found: dict[str, int] = {}
@@ -135,7 +136,7 @@ def doors(case: Case, seed: int) -> list[int]:
 
 
 def prices(seed: int) -> dict[int, Seconds]:
-    """What prompts take an idle worker, by length: asked one after the other."""
+    """Returns the time that a prompt takes an idle worker, by length."""
     ask = [TraceRequest(i, 5.0 * i, ((i, size),), 1) for i, size in enumerate(LENGTHS)]
     alone = ReplayConfig(workers=1, seed=seed, block_size=64)
     records = replay(alone, iter(ask)).records
@@ -172,7 +173,7 @@ def trace(
 
 
 def contenders(case: Case) -> list[Tenant]:
-    """Those that compete with each other: one band, and each asks for more than its share."""
+    """Tenants that compete: those of one priority band whose load exceeds their share."""
     if len({tenant.priority for tenant in case.tenants}) > 1:
         return []
     weights = sum(tenant.weight for tenant in case.tenants)
@@ -181,7 +182,7 @@ def contenders(case: Case) -> list[Tenant]:
 
 
 def backlogged(records: Iterable[ReplayRecord], names: set[str]) -> list[tuple[Seconds, Seconds]]:
-    """Intervals in which each of these has requests without a first token."""
+    """Intervals in which each of these tenants has requests without a first token."""
     moments: list[tuple[Seconds, int, str]] = []
     for record in records:
         if record.tenant in names:
@@ -200,7 +201,7 @@ def backlogged(records: Iterable[ReplayRecord], names: set[str]) -> list[tuple[S
 
 
 def measure(case: Case, cost: Mapping[int, Seconds], seconds: Seconds, seed: int) -> list[Outcome]:
-    """One replay, by tenant."""
+    """Runs one replay and returns the outcome of each tenant."""
     asked = trace(case, doors(case, seed), cost, seconds, seed)
     records = replay(config(case, seed), iter(asked)).records
     lost = [record for record in records if not record.completed]
@@ -208,7 +209,7 @@ def measure(case: Case, cost: Mapping[int, Seconds], seconds: Seconds, seed: int
         raise RuntimeError(f"{len(lost)} requests did not complete: {lost[0].reason}")
     end = WARM_UP + seconds
     spans = backlogged(records, {tenant.name for tenant in contenders(case)})
-    # From the end of the last request on nobody's share is asked for any more.
+    # After the last request's arrival no tenant sends requests any more.
     spans = [(begin, min(until, end)) for begin, until in spans if begin < end]
     return [
         _outcome(tenant, [r for r in records if r.tenant == tenant.name], cost, spans, end)
@@ -242,7 +243,7 @@ def _outcome(
 
 
 def rows(case: Case, outcomes: Sequence[Outcome]) -> list[str]:
-    """The table's."""
+    """The rows of the table."""
     names = {tenant.name for tenant in contenders(case)}
     work = sum(o.work for o in outcomes if o.tenant.name in names)
     weights = sum(o.tenant.weight for o in outcomes if o.tenant.name in names)
@@ -265,24 +266,24 @@ def rows(case: Case, outcomes: Sequence[Outcome]) -> list[str]:
 INTRO: Final = """\
 # Tenants, weights, priorities
 
-**Fairness is per router.** Each router orders its own hold queue; no router knows what another has
-served to whom. Over a cluster it follows as far as frontends spread a tenant's requests evenly over
-routers; a tenant that comes through one router only competes there alone. Nor do routers take
-turns: whose question meets a worker that has just become open is chance, so that under overload
-the queues of equal routers are not equally long (last column).
+**Fairness is per router.** Each router orders its own hold queue. A router does not know which
+tenants another router has served. A cluster is fair as far as the frontends spread each tenant's
+requests evenly over routers. A tenant that uses one router only competes there alone. Routers do
+not take turns either: chance decides which router's request meets a worker that has just become
+open. So under overload the queues of equal routers are not equally long (last column).
 
-{workers} simulated workers, asked for {overload} times what they can do by tenants that share no
-prompts, for {seconds:g} s of virtual time after {warm:g} s of lighter load; default policy; seed
-{seed}. Virtual time: a busy machine does not change these figures. As many frontends as routers
-ask, one at each router. Repeat with `python bench/fairness.py`.
+Tenants that share no prompts load {workers} simulated workers with {overload} times their capacity,
+for {seconds:g} s of virtual time after {warm:g} s of lighter load; default policy; seed {seed}.
+Virtual time: a busy machine does not change these figures. There are as many frontends as routers,
+one at each router. Repeat with `python bench/fairness.py`.
 
-- *asks*: of the cluster's capacity.
-- *got*: of the work begun while all that compete had requests without a first token; *due*: what
-  its weight entitles it to. Empty for who asks for less than that, or competes with nobody in its
-  band.
+- *asks*: the tenant's load as a share of the cluster's capacity.
+- *got*: its share of the work that began while all competitors had requests without a first token.
+- *due*: the share that its weight gives it. Empty for a tenant that asks for less than that, or has
+  no competitor in its band.
 - *Jain*: index of work over weight; 1 is even.
-- *served*: of what it asked for, how much had begun when the last request was asked. TTFT is of all
-  requests, those that were worked off later included.
+- *served*: the share of its requests that had begun when the last request was sent. TTFT is of all
+  requests, also of those that were served later.
 
 | case | routers | tenant | asks | got | due | Jain | served | TTFT p50, s | p90 | p50 by router |
 |---|---:|---|---:|---:|---:|---:|---:|---:|---:|---|
@@ -290,7 +291,7 @@ ask, one at each router. Repeat with `python bench/fairness.py`.
 
 
 def main() -> None:
-    """Replay, print, write."""
+    """Replays, prints and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--seconds", type=float, default=35.0)
     parser.add_argument("--seed", type=int, default=1)

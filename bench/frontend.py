@@ -1,4 +1,5 @@
-"""The frontend on one core: streamed tokens/s, requests/s, CPU of each, time to the first token.
+"""Measures the frontend on one core: streamed tokens/s, requests/s, CPU of each, time to first
+token.
 
     python bench/frontend.py [--rounds N] [--seconds S] [--write bench/results/frontend.md]
 
@@ -40,9 +41,9 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 BY_HAND = "## What the cluster costs"
-"""What follows it in the result is kept."""
+"""The text from this heading on is written by hand and kept in the result."""
 FRONT, OTHER = 0, 1
-"""Cores: the system under test; load generator and engine core."""
+"""Cores: one for the system under test, one for load generator and engine core."""
 
 TEMPLATE = (
     "{% for m in messages %}"
@@ -59,7 +60,7 @@ EXTRA_EVENTS = 2
 
 @dataclass(frozen=True)
 class Row:
-    """One load on one server."""
+    """A load on a server."""
 
     name: str
     server: str
@@ -70,7 +71,7 @@ class Row:
     rate: float = 0.0
     """Requests per second; 0: as many as the connections can take."""
     saturates: bool = True
-    """The server is given more than it can do."""
+    """True if the load is more than the server can handle."""
 
 
 CHAT = "/v1/chat/completions"
@@ -105,20 +106,20 @@ ROWS = (
 
 @dataclass
 class Sample:
-    """What one run of one row gave."""
+    """The results of one run of one row."""
 
     requests: float
-    """Per second."""
+    """Requests per second."""
     tokens: float
-    """Per second."""
+    """Tokens per second."""
     cpu_request: float
     """Microseconds of the server's process per request."""
     cpu_token: float
     server_share: float
-    """Of a core, used by the server."""
+    """Share of a core that the server used."""
     client_share: float
     foreign: float
-    """Cores used by others meanwhile."""
+    """Number of cores that other work used meanwhile."""
     first: dict[str, float]
     errors: int
 
@@ -130,7 +131,7 @@ class Server:
     process: subprocess.Popen[str]
     port: int
     helpers: list[int] = field(default_factory=list)
-    """Its children, which run on the other core."""
+    """Child processes of the server, which run on the other core."""
 
 
 # ---------------------------------------------------------------- the servers
@@ -138,7 +139,7 @@ class Server:
 
 @contextlib.contextmanager
 def pinned(command: list[str], cpu: int) -> Iterator[subprocess.Popen[str]]:
-    """A child on one core; it is ended afterwards."""
+    """Starts a child process on one core and ends it afterwards."""
     process = subprocess.Popen(
         ["taskset", "-c", str(cpu), *command],
         stdout=subprocess.PIPE,
@@ -158,14 +159,14 @@ def pinned(command: list[str], cpu: int) -> Iterator[subprocess.Popen[str]]:
 
 
 def printed_port(process: subprocess.Popen[str]) -> Server:
-    """A server that prints its port as its first line."""
+    """Starts a server that prints its port as its first line."""
     assert process.stdout is not None
     return Server(process, int(process.stdout.readline()))
 
 
 @contextlib.contextmanager
 def pdserve(model: Path, port: int, rate: float) -> Iterator[Server]:
-    """An all-in-one pdserve; `rate` is tokens per second of each stream, 0 for at once."""
+    """Starts an all-in-one pdserve; `rate` is tokens per second of each stream, 0: no delay."""
     command = [sys.executable, "-m", "pdserve", "--port", str(port), *worker_flags(model, rate)]
     with pinned(command, FRONT) as process:
         wait_ready(process, port)
@@ -179,7 +180,7 @@ def pdserve(model: Path, port: int, rate: float) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def cluster(model: Path, rate: float) -> Iterator[Server]:
-    """The same as three processes: the frontend on its core, the others on the other."""
+    """Starts pdserve as three processes: the frontend on its core, the others on the other core."""
     program = [sys.executable, "-m", "pdserve"]
     seed, port = f"127.0.0.1:{free_port()}", free_port()
     router = [*program, "--role=router", "--listen", seed]
@@ -194,14 +195,15 @@ def cluster(model: Path, rate: float) -> Iterator[Server]:
 
 
 def worker_flags(model: Path, rate: float) -> list[str]:
-    """The model, and an engine that takes no time but what `rate` asks for."""
+    """Flags of a worker: the model, and an engine that takes only the time that `rate` requires."""
     flags = ["--model", str(model), "--engine", "instant", "--threads", "1"]
     flags += ["--served-model-name", "bench"]
     return [*flags, "--engine-option", f"tokens_per_second={rate}"] if rate else flags
 
 
 def wait_ready(process: subprocess.Popen[str], port: int) -> None:
-    """Until `/health` is good. Raises `RuntimeError` after a minute or when the process ends."""
+    """Waits until `/health` answers 200. Raises `RuntimeError` after a minute or when the process
+    ends."""
     for _ in range(600):
         if process.poll() is not None:
             break
@@ -215,7 +217,7 @@ def wait_ready(process: subprocess.Popen[str], port: int) -> None:
 
 
 def child_processes(pid: int) -> list[int]:
-    """Direct children."""
+    """Direct children of a process."""
     files = glob.glob(f"/proc/{pid}/task/*/children")
     return [int(child) for file in files for child in Path(file).read_text().split()]
 
@@ -231,7 +233,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def servers(generator: Path, model: Path, paced: float, slow: float) -> Iterator[dict[str, Server]]:
-    """Everything that is measured, by name; idle ones cost nothing."""
+    """Starts all servers, by name. Idle ones cost nothing."""
     bare = [sys.executable, str(HERE / "loadgen" / "bare.py"), "0"]
     echo = [str(generator), "serve", "--bytes", "220"]
     with contextlib.ExitStack() as stack:
@@ -253,7 +255,7 @@ def servers(generator: Path, model: Path, paced: float, slow: float) -> Iterator
 
 
 def build_generator(folder: Path) -> Path:
-    """Compile the load generator."""
+    """Compiles the load generator."""
     program = folder / "loadgen"
     source = HERE / "loadgen" / "loadgen.cpp"
     subprocess.run(["g++", "-O2", "-std=c++17", "-o", str(program), str(source)], check=True)
@@ -261,7 +263,7 @@ def build_generator(folder: Path) -> Path:
 
 
 def write_model(folder: Path) -> Path:
-    """A model's directory without weights: a byte-level tokenizer of 16k tokens, trained on
+    """Writes a model's directory without weights: a byte-level tokenizer of 16k tokens, trained on
     Python's own library, and a ChatML template."""
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -307,7 +309,7 @@ def write_body(folder: Path, tokens: int) -> Path:
 
 
 def measure(row: Row, server: Server, generator: Path, folder: Path, seconds: float) -> Sample:
-    """One run of one row."""
+    """Runs one row once."""
     command = ["taskset", "-c", str(OTHER), str(generator), "load", "--port", str(server.port)]
     command += ["--path", row.path, "--body", str(write_body(folder, row.tokens))]
     command += ["--connections", str(row.connections), "--warmup", "0"]
@@ -348,12 +350,12 @@ def cpu_seconds(pid: int) -> float:
 
 
 def helper_seconds(server: Server) -> float:
-    """Processor time of its engine core."""
+    """Processor time of the server's engine core."""
     return sum(map(cpu_seconds, server.helpers))
 
 
 def machine_busy() -> float:
-    """Processor time of everything on this machine."""
+    """Processor time of all processes of this machine."""
     fields = [int(part) for part in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
     user, nice, system, _, _, irq, softirq, steal = fields
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
@@ -373,7 +375,7 @@ def ratio(rounds: dict[str, list[Sample]], ours: str, theirs: str, name: str) ->
 
 
 def table(rounds: dict[str, list[Sample]]) -> list[str]:
-    """One line per row."""
+    """The table with one line per row."""
     lines = [
         "| | requests/s | tokens/s | of a whole core | CPU us/request | CPU us/token "
         "| first byte p50 / p99 ms | server core | generator core | others | errors |",
@@ -437,11 +439,12 @@ HOPS = (
     ("stream of 1024: {}, paced", "cpu_token"),
     ("stream of 64: {}, every token alone", "cpu_token"),
 )
-"""All-in-one has router, worker and frontend in one process, so it pays both ends of the hop."""
+"""Rows that show the cost of the hop. All-in-one has router, worker and frontend in one process, so
+it pays for both ends of the hop."""
 
 
 def report(rounds: dict[str, list[Sample]], args: argparse.Namespace) -> list[str]:
-    """The whole result, as Markdown lines."""
+    """The result file, as lines of Markdown."""
     lines = [*table(rounds), "", "To bare aiohttp, within the same round:", ""]
     for title, ours, theirs, name in RATIOS:
         lines.append(f"- {title}: {ratio(rounds, ours, theirs, name):.2f}")

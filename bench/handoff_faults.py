@@ -1,4 +1,4 @@
-"""What the client of a prompt sees when its prefill worker dies in the middle of the transfer.
+"""Measures what a client sees when its prefill worker dies in the middle of a transfer.
 
     python bench/handoff_faults.py [--rounds N] [--write bench/results/handoff_faults.md]
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 STEPS = 40
-"""Blocks of a prompt, a tenth of a second each."""
+"""Number of blocks of a prompt; each takes a tenth of a second."""
 SCENARIOS = {
     "undisturbed": "nothing happens",
     "killed": "kill -9, another prefill worker is there",
@@ -39,13 +39,13 @@ SCENARIOS = {
     "frozen": "SIGSTOP for good, another prefill worker is there",
 }
 ROWS: dict[str, list[tuple[float, float]]] = {name: [] for name in SCENARIOS}
-"""(from the request to the first token, of that from the fault on) in seconds."""
+"""Seconds by scenario: (from the request to the first token, from the fault to the first token)."""
 
 
 def first_token(
     roles: Roles, decode: Node, prefills: list[Node], fault: Callable[[Node], object] | None
 ) -> tuple[tuple[float, float], Node | None]:
-    """One prompt; the fault's victim."""
+    """Sends the prompt that the fault hits, and measures its first token."""
     before = {node.name: sent(node) for node in prefills}
     text = roles.prompt(STEPS)
     began = time.monotonic()
@@ -67,7 +67,7 @@ def note(name: str, sample: tuple[float, float]) -> None:
 
 
 def measure(rounds: int) -> None:
-    """All scenarios."""
+    """Runs all scenarios."""
     with tempfile.TemporaryDirectory() as home:
         cluster = Cluster(Path(home))
         try:
@@ -117,7 +117,7 @@ def row(name: str) -> str:
 
 
 def report() -> str:
-    """The result file."""
+    """Returns the result file."""
     machine = "\n".join(f"- {fact}" for fact in facts())
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     rows = "\n".join(row(name) for name in SCENARIOS)

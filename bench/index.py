@@ -50,7 +50,7 @@ FIGURES = {
     "dict p99": ("the same, p99", "us", 1.0),
     "match 500": ("walk, 500 deep, p50", "us", 1.0),
     "match 64": ("walk, 64 deep, p50", "us", 1.0),
-    "miss": ("walk of 1,000 that nobody has, p50", "us", 1.0),
+    "miss": ("walk of 1,000 that no worker has, p50", "us", 1.0),
     "decision": ("256 workers, 128 k tokens, dict, p50", "us", 1.0),
     "decision p99": ("the same, p99", "us", 1.0),
     "branching": ("branching: walk, p50", "us", 1.0),
@@ -59,7 +59,7 @@ FIGURES = {
     "branching dict p99": ("the same, p99", "us", 1.0),
     "events": ("stored, 64 to an event, worker-blocks", "M/s", 1e-6),
     "single events": ("stored, one to an event", "M/s", 1e-6),
-    "unique events": ("stored, 64 to an event, blocks nobody has", "M/s", 1e-6),
+    "unique events": ("stored, 64 to an event, blocks no worker has", "M/s", 1e-6),
     "branching events": ("branching: stored, 64 to an event", "M/s", 1e-6),
     "removed events": ("removed, 64 to an event, last first", "M/s", 1e-6),
     "remove worker": ("remove a worker of 1,000 blocks", "us", 1.0),
@@ -93,7 +93,7 @@ LIMITS = (
 
 
 class Process:
-    """One arm, in a process that measures when told to."""
+    """An arm in its own process, which measures on command."""
 
     def __init__(self, name: str, python: str, processor: int | None) -> None:
         self.name = name
@@ -119,7 +119,7 @@ class Process:
         return found
 
     def memory(self) -> None:
-        """In fresh processes, so that nothing freed before is used again."""
+        """Measures memory in fresh processes, so that no freed memory is reused."""
         for kind in ("shared", "unique", "branching"):
             with self.start() as process:
                 found = self.ask(process, f"memory {kind}")
@@ -163,7 +163,7 @@ def quantiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def better(ours: Process, other: Process, name: str) -> float:
-    """How many times better ours is: the median of the rounds' ratios."""
+    """Returns how many times better pdserve is: the median of the rounds' ratios."""
     ratios = [a / b for a, b in zip(ours.figures[name], other.figures[name], strict=True)]
     ratio = statistics.median(ratios)
     return ratio if FIGURES[name][1].endswith("/s") else 1 / max(ratio, 1e-9)

@@ -1,4 +1,4 @@
-"""The same requests twice: through real processes on the wall clock, and through the simulator.
+"""Compares real processes on the wall clock with the simulator, on the same requests.
 
     python bench/live_policies.py --trace FILE [--policies A,B] [--requests N] [--write PAGE]
 
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 _POLICIES: Final = "ttft,kv_load,least_loaded,random"
 _FIRST, _BASE = 50, 1200
-"""Token ids of prompts: all models have them, the bundled one with 1,280 too."""
+"""The range of the prompts' token ids. All models have them, also the bundled one with 1,280."""
 _PATIENCE: Final = 120.0
 _LONGEST: Final = 32_000
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One policy, one way."""
+    """The results of one policy in one of the two ways."""
 
     firsts: list[float]
     """Times to first token."""
@@ -67,7 +67,7 @@ class Seen:
 
 
 def prompt_of(request: TraceRequest) -> list[int]:
-    """As `traces.base.tokens_of`, with the ids of a small vocabulary."""
+    """Makes a prompt's tokens like `traces.base.tokens_of`, with ids of a small vocabulary."""
     tokens: list[int] = []
     for content, count in request.pieces:
         high, low = divmod(content, _BASE)
@@ -76,7 +76,7 @@ def prompt_of(request: TraceRequest) -> list[int]:
 
 
 class Caller:
-    """All requests of one policy's run."""
+    """Sends all requests of one policy's run."""
 
     def __init__(self, url: str, model: str) -> None:
         self._url = f"{url}/v1/completions"
@@ -86,7 +86,7 @@ class Caller:
         self.prompt_tokens = self.cached_tokens = 0
 
     async def run(self, requests: Sequence[TraceRequest]) -> None:
-        """Each at its moment."""
+        """Sends each request at its time."""
         timeout = aiohttp.ClientTimeout(total=_PATIENCE)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
@@ -139,7 +139,7 @@ class Caller:
 
 
 def live(policy: str, requests: Sequence[TraceRequest], options: argparse.Namespace) -> Seen:
-    """Through processes that are started for it."""
+    """Runs the policy with processes that are started for it."""
     engine = [f"blocks={options.kv_tokens // BLOCK}", "max_len=262144", "preset=h100-8b"]
     flags = [flag for option in engine for flag in ("--engine-option", option)]
     with tempfile.TemporaryDirectory() as home:
@@ -161,7 +161,7 @@ def live(policy: str, requests: Sequence[TraceRequest], options: argparse.Namesp
 
 
 def simulated(policy: str, requests: Sequence[TraceRequest], options: argparse.Namespace) -> Seen:
-    """Through the simulator."""
+    """Runs the policy in the simulator."""
     config = ReplayConfig(workers=options.workers, policy=policy, kv_tokens=options.kv_tokens)
     result = replay(config, iter(requests))
     done = [record for record in result.records if record.completed]
@@ -170,7 +170,8 @@ def simulated(policy: str, requests: Sequence[TraceRequest], options: argparse.N
 
 
 def chosen(options: argparse.Namespace) -> list[TraceRequest]:
-    """The slice; very long prompts are left out, since real ones have to be written as JSON."""
+    """Returns the slice of the trace without very long prompts, which would have to be sent as
+    JSON."""
     trace = MooncakeTrace(options.trace)
     short = [request for request in trace if length_of(request.pieces) <= _LONGEST]
     shape = TraceTransform(begin=0.5, jitter=3.0, speed=options.speed, limit=options.requests)
@@ -178,7 +179,7 @@ def chosen(options: argparse.Namespace) -> list[TraceRequest]:
 
 
 def main() -> int:
-    """Run both ways, write the page."""
+    """Runs both ways and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--trace", type=Path, required=True, help="conversation_trace.jsonl")
     parser.add_argument("--policies", default=_POLICIES)
@@ -206,7 +207,7 @@ def page(
     requests: Sequence[TraceRequest],
     options: argparse.Namespace,
 ) -> str:
-    """The result."""
+    """Returns the result page."""
     lives, sims = zip(*rows.values(), strict=True)
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     lines = [

@@ -1,4 +1,4 @@
-"""What a result must say about the machine it was measured on, and about the code."""
+"""Describes the machine and the code of a measurement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def facts() -> list[str]:
-    """One line per fact, for the head of a result file."""
+    """Lines for the head of a result file, one per fact."""
     return [
         _COMMIT,
         f"CPU: {_cpu_model()}, {_usable_cpus()} usable",
@@ -19,7 +19,7 @@ def facts() -> list[str]:
 
 
 def commit() -> str:
-    """What was measured: the commit, and whether files differ from it."""
+    """Describes the measured commit, and says whether files differ from it."""
     try:
         head = _git("rev-parse", "--short=10", "HEAD").strip()
         changed = _git("status", "--porcelain", "--untracked-files=no").strip()
@@ -50,4 +50,4 @@ def _cpu_model() -> str:
 
 
 _COMMIT = commit()
-"""Read when a benchmark begins: in an hour another one may be checked out."""
+"""The commit when the benchmark begins, because another one may be checked out during a run."""

@@ -1,4 +1,4 @@
-"""How much of what was asked is still served in time when far more is asked than can be.
+"""Measures how much of an overload is still served in time.
 
     python bench/overload.py [--seconds 40] [--runs 3] [--only WORDS] [--live] [--write]
 
@@ -50,30 +50,30 @@ if TYPE_CHECKING:
 
 RESULT: Final = Path(__file__).parent / "results" / "overload.md"
 TTFT: Final[Seconds] = 2.0
-"""A first token later than this is of no use."""
+"""Longest useful time to the first token."""
 ITL: Final[Seconds] = 0.1
-"""Nor are tokens that follow each other more slowly."""
+"""Longest useful mean time between tokens."""
 WARM: Final[Seconds] = 10.0
-"""At half the capacity, not counted: routers learn how long prompts take."""
+"""Warm-up at half the capacity, which is not counted; routers learn how long prompts take."""
 SERVED: Final = 0.9
-"""Share of what is asked that is served well up to the knee."""
+"""Share of requests that are served in time up to the knee."""
 STEP: Final = 1.2
-"""From one load of the sweep to the next."""
+"""Factor from one load of the sweep to the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What clients ask for."""
+    """The lengths of the requests, and the first load."""
 
     title: str
     prompt: tuple[int, float, int]
-    """Median, sigma and most tokens of a lognormal distribution."""
+    """Median, sigma and maximum of a lognormal distribution of tokens."""
     output: tuple[int, float, int]
     begin: float
-    """Requests per second and worker with which a sweep begins: about half the knee."""
+    """Requests per second and worker at which a sweep begins: about half the knee."""
 
     def draw(self, random: Random) -> tuple[int, int]:
-        """Prompt and output tokens."""
+        """Draws the prompt and output tokens of a request."""
         return _draw(random, *self.prompt), _draw(random, *self.output)
 
 
@@ -82,9 +82,9 @@ def _draw(random: Random, median: int, sigma: float, most: int) -> int:
 
 
 SLOWDOWN: Final = 8.0
-"""Of the engines in real processes: this machine's cores are not to be what limits them."""
+"""Slowdown of the engines in real processes, so that this machine's cores are not the limit."""
 SETTLE: Final = 0.5
-"""Share of the time in which completions are not counted: the load has just changed."""
+"""Share of the time in which completions do not count, because the load has just changed."""
 CHAT: Final = Load("chat", (600, 1.0, 8000), (150, 0.7, 1000), 22.0)
 SLOW: Final = Load("chat", (300, 0.8, 4000), (40, 0.6, 200), 3.0)
 LONG: Final = Load("long prompts", (4000, 0.8, 30000), (60, 0.6, 400), 4.0)
@@ -92,28 +92,28 @@ LONG: Final = Load("long prompts", (4000, 0.8, 30000), (60, 0.6, 400), 4.0)
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run at one load."""
+    """The results of one run at one load."""
 
     offered: float
-    """Requests per second."""
+    """Offered requests per second."""
     good: float
-    """Of them, those that were served in time."""
+    """Requests per second that were served in time."""
     outcomes: Counter[str]
     late: int
-    """Completed, and too late."""
+    """Completed requests whose first token came too late."""
     slow: int
-    """Completed, with a first token in time, and too slow."""
+    """Completed requests with a first token in time and slow tokens after it."""
     ttft: float
-    """Of those that completed, the 90th percentile."""
+    """Time to first token of completed requests, 90th percentile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One curve."""
+    """The settings of one curve."""
 
     load: Load
     says: bool
-    """Clients say by when they need their first token."""
+    """True if clients state when they need their first token."""
     patience: Seconds = 600.0
     """The server's time limit."""
     workers: int = 2
@@ -121,7 +121,7 @@ class Case:
 
     @property
     def begin(self) -> float:
-        """The sweep's first load, requests per second."""
+        """The sweep's first load in requests per second."""
         return self.load.begin * self.workers
 
     @property
@@ -148,7 +148,7 @@ def _window(end: Seconds, seconds: Seconds) -> bool:
 
 
 def simulated(case: Case, rate: float, warm: float, seconds: Seconds, seed: int) -> Point:
-    """One run in virtual time."""
+    """Runs one load in virtual time."""
     config = ReplayConfig(
         workers=case.workers,
         routers=case.routers,
@@ -180,12 +180,12 @@ def simulated(case: Case, rate: float, warm: float, seconds: Seconds, seed: int)
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What was found of a case."""
+    """The results of one case."""
 
     case: Case
     sweep: list[Point]
     knee: float
-    """Offered load."""
+    """Offered load at the knee."""
     at: dict[int, list[Point]]
     """Runs by multiple of the knee."""
 
@@ -194,12 +194,13 @@ class Curve:
         return statistics.median(point.good for point in self.at[times])
 
     def share(self, times: int) -> float:
-        """Of goodput at the knee."""
+        """Goodput as a share of the goodput at the knee."""
         return self.goodput(times) / self.goodput(1)
 
 
 def curve(case: Case, run: Callable[[float, float, int], Point], runs: int) -> Curve:
-    """`run` takes a rate, that of the warm-up and a seed."""
+    """Finds the knee and measures its multiples. `run` takes a rate, the warm-up rate and a
+    seed."""
     sweep: list[Point] = []
     rate, below = case.begin, 0
     while below < 2:
@@ -218,7 +219,7 @@ def curve(case: Case, run: Callable[[float, float, int], Point], runs: int) -> C
 
 
 def show(case: Case, *points: Point) -> None:
-    """Print."""
+    """Prints a point."""
     for point in points:
         words = ", ".join(f"{word} {times}" for word, times in sorted(point.outcomes.items()))
         print(
@@ -232,7 +233,7 @@ def show(case: Case, *points: Point) -> None:
 
 
 def live(case: Case, rate: float, warm: float, seconds: Seconds, seed: int, url: str) -> Point:
-    """One run against a frontend that stands, on the wall clock."""
+    """Runs one load against a running frontend, on the wall clock."""
     asked = trace(case, rate, warm, seconds, seed)
     found = asyncio.run(_ask_all(case, asked, url))
     if case.says:
@@ -254,7 +255,7 @@ def live(case: Case, rate: float, warm: float, seconds: Seconds, seed: int, url:
 
 @dataclass(slots=True)
 class Seen:
-    """One request, as its client saw it; seconds since the begin."""
+    """One request as its client saw it; seconds since the beginning of the run."""
 
     at: Seconds
     ttft: Seconds = -1.0
@@ -309,7 +310,7 @@ async def _ask(
 
 @contextlib.contextmanager
 def standing(case: Case) -> Iterator[str]:
-    """A cluster of real processes, and the URL to ask at."""
+    """Starts a cluster of real processes and gives its URL."""
     options = [f"slowdown={SLOWDOWN}", "max_len=32768", "preset=h100-8b"]
     flags = [flag for option in options for flag in ("--engine-option", option)]
     with tempfile.TemporaryDirectory() as home:
@@ -353,7 +354,7 @@ Repeat with `{command}`.
 
 
 def row(found: Curve, how: str) -> str:
-    """Of the table."""
+    """A row of the table."""
     cells = [f"{found.knee:.1f}", f"{found.goodput(1):.1f}"]
     for times in (2, 4):
         cells += [f"{found.goodput(times):.1f}", f"{found.share(times):.0%}"]
@@ -361,7 +362,7 @@ def row(found: Curve, how: str) -> str:
 
 
 def main() -> None:
-    """Sweep, print, write."""
+    """Sweeps, prints and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--runs", type=int, default=3)

@@ -1,4 +1,4 @@
-"""What people have written at the end of a result's page, which a new run keeps."""
+"""Keeps the text that people have written at the end of a result page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["kept"]
 
 
 def kept(file: Path, heading: str) -> str:
-    """The page's text from this heading on, after an empty line; nothing if it has none."""
+    """Returns the page's text from this heading on, after an empty line; empty if it has none."""
     text = file.read_text() if file.exists() else ""
     _, found, after = text.partition(f"\n{heading}\n")
     return f"\n{heading}\n{after}" if found else ""

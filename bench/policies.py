@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 QUICK: Final = Scale(
     requests=300, workers=4, seeds=2, loads=(0.75, 1.0), few_loads=(1.0,), routers=(1, 2)
 )
-"""A few minutes; says that everything works, not who is better."""
+"""A grid of a few minutes. It shows that everything works, not which policy is better."""
 _WELL: Final = 0.95
 _TUNING_LOADS: Final = (0.75, 1.0)
 _TUNING_SEEDS: Final = (101, 102)
@@ -51,7 +51,7 @@ _PRESETS: Final = ("h100-8b", "dynamo-mocker")
 
 
 def main() -> int:
-    """Run what is missing, write the page."""
+    """Runs what is missing and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--trace", type=Path, required=True, help="conversation_trace.jsonl")
     parser.add_argument("--quick", action="store_true", help="a small grid, to see that it works")
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def investigate(runner: Runner, scale: Scale) -> Findings:
-    """All four steps."""
+    """Runs all four steps."""
     knees = {preset: knee(runner, scale, preset) for preset in _PRESETS}
     tuning = tune(runner, knees[_PRESETS[0]])
     tuned = replace(tuning[0][0], name="kv_load, tuned")
@@ -102,7 +102,7 @@ def investigate(runner: Runner, scale: Scale) -> Findings:
 
 
 def knee(runner: Runner, scale: Scale, preset: str) -> float:
-    """By halving an interval that is widened first; steps of some per cent."""
+    """Finds the knee by halving an interval that is widened first, to within some per cent."""
 
     def well(speed: float) -> bool:
         world = World(preset=preset, tuning=True)
@@ -123,7 +123,8 @@ def knee(runner: Runner, scale: Scale, preset: str) -> float:
 
 
 def tune(runner: Runner, speed: float) -> list[tuple[Arm, float, float]]:
-    """Best first: (arm, share of good requests, mean time to first token)."""
+    """Tunes `kv_load`; returns the best first: (arm, share of good requests, mean time to first
+    token)."""
     jobs = [
         (World(load=load, tuning=True), arm, seed, speed)
         for arm in CANDIDATES

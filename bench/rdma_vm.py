@@ -60,7 +60,7 @@ def make(key: NodeLife, regions: Sequence[Region], ask: CallPeer) -> KvTransport
 
 
 async def ours(size: int, total: int, rounds: int, theirs: list[float]) -> list[float]:
-    """GB/s of each round; in between, perftest has its turn."""
+    """GB/s of each round; perftest runs between the rounds."""
     (layout,) = layouts(2, 1, layers=1, tokens=TOKENS, dim=size // (2 * 2 * TOKENS * 2))
     count = total // size
     rates = []
@@ -77,7 +77,7 @@ async def ours(size: int, total: int, rounds: int, theirs: list[float]) -> list[
 
 
 async def transfer(source: KvPath, destination: KvPath, count: int, size: int) -> float:
-    """One, of every block."""
+    """Makes one transfer of all blocks."""
     there = random.Random(count).sample(range(count), count)
     there.sort(key=lambda block: (block % 2, block))  # no two neighbours stay neighbours
     sink = RecordingTransferSink()
@@ -94,7 +94,7 @@ async def transfer(source: KvPath, destination: KvPath, count: int, size: int) -
 
 
 def perftest(size: int, count: int) -> float:
-    """GB/s of ib_write_bw, of as many writes."""
+    """GB/s of ib_write_bw with as many writes."""
     source, destination = devices()
     address = os.environ.get("RDMA_VM_ADDRESSES", "").split()[-1]
     index = os.environ.get("RDMA_VM_GID_INDEX", "1")
@@ -122,7 +122,7 @@ def perftest(size: int, count: int) -> float:
 
 
 def average(output: str, size: int) -> float:
-    """Its table: bytes, iterations, peak, average; in MiB/s."""
+    """Reads ib_write_bw's table: bytes, iterations, peak, average; in MiB/s."""
     for line in output.splitlines():
         columns = line.split()
         if len(columns) >= 5 and columns[0] == str(size):
@@ -134,7 +134,7 @@ def average(output: str, size: int) -> float:
 
 
 def measure(total: int, rounds: int) -> list[dict[str, Any]]:
-    """One row per size."""
+    """The rows, one per size."""
     rows = []
     for size in SIZES:
         theirs: list[float] = []
@@ -146,7 +146,7 @@ def measure(total: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measures and prints."""
     parser = argparse.ArgumentParser(description="The rdma back end against ib_write_bw.")
     parser.add_argument("--json", action="store_true", help="rows as JSON, in GB/s")
     parser.add_argument("--rounds", type=int, default=5)

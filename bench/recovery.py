@@ -1,4 +1,4 @@
-"""What a client sees in its stream when the worker that has it goes, and how soon all is well.
+"""Measures what a client sees in its stream when its worker ends, and how soon all is well again.
 
     python bench/recovery.py [--rounds N] [--streams N] [--write bench/results/recovery.md]
 
@@ -43,30 +43,31 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 WORKERS = ("decode-1", "decode-2", "whole-1")
 REST = 4.0
-"""Seconds of peace between two faults."""
+"""Seconds without a fault between two faults."""
 SEED = "recovery"
 AT_ONCE = 0.3
-"""Seconds: what was under way to a client when a worker went still arrives."""
+"""Seconds in which everything that was sent before a worker froze reaches a client."""
 STOP = 15.0
-"""Seconds of SIGSTOP: longer than anybody waits for a process that does not answer."""
+"""Seconds of SIGSTOP; every timeout for a silent process is shorter."""
 
 
 @dataclass
 class Scene:
-    """One thing that is done to workers, in turn, and what came of it."""
+    """A fault that is made at each worker in turn, and its results."""
 
     title: str
     act: Callable[[Node], Awaitable[tuple[float, float]]]
-    """Returns from when to when it took hold of streams; the monotonic clock's."""
+    """Makes the fault. Returns the times, on the monotonic clock, between which it hit the streams.
+    """
     gaps: list[float] = field(default_factory=list)
-    """Of each stream that the worker had: the gap, less the stream's usual one."""
+    """Gaps of the streams that the worker had, less the usual gap of each stream."""
     whole: list[float] = field(default_factory=list)
-    """From there to the first token by the worker's next life."""
+    """Times from the fault to the first token from the worker's next life."""
     outcomes: Counter[str] = field(default_factory=Counter)
 
 
 async def kill(node: Node) -> tuple[float, float]:
-    """As `kill -9`; it is started again at once."""
+    """Kills the node with SIGKILL and restarts it at once."""
     now = time.monotonic()
     node.kill()
     node.start()
@@ -74,7 +75,7 @@ async def kill(node: Node) -> tuple[float, float]:
 
 
 async def kill_engine(node: Node) -> tuple[float, float]:
-    """Its node starts it again."""
+    """Kills the engine; its node restarts it."""
     engine = node.engine()
     assert engine is not None
     now = time.monotonic()
@@ -83,12 +84,12 @@ async def kill_engine(node: Node) -> tuple[float, float]:
 
 
 async def stop_both(node: Node) -> tuple[float, float]:
-    """SIGSTOP of node and engine, and SIGCONT long after."""
+    """Sends SIGSTOP to node and engine, and SIGCONT much later."""
     return await _stopped(node, both=True)
 
 
 async def stop_engine(node: Node) -> tuple[float, float]:
-    """SIGSTOP of the engine alone."""
+    """Sends SIGSTOP to the engine alone."""
     return await _stopped(node, both=False)
 
 
@@ -107,7 +108,7 @@ async def _stopped(node: Node, *, both: bool) -> tuple[float, float]:
 
 
 async def leave(node: Node) -> tuple[float, float]:
-    """SIGTERM; it is started again when it has left."""
+    """Sends SIGTERM and restarts the node when it has left."""
     now = time.monotonic()
     await node.leave()
     left = time.monotonic()
@@ -116,7 +117,7 @@ async def leave(node: Node) -> tuple[float, float]:
 
 
 class Bench:
-    """One site under one crowd."""
+    """A cluster under a constant number of clients."""
 
     def __init__(self, site: Testbed, streams: int) -> None:
         self.site = site
@@ -128,7 +129,7 @@ class Bench:
         self.pool = storm_requests.Pool()
 
     async def begin(self) -> load.Crowd:
-        """All nodes are up and all answers known."""
+        """Waits until all nodes are up and all answers are known."""
         for node in self.site.nodes.values():
             node.start()
         for node in self.site.nodes.values():
@@ -143,7 +144,7 @@ class Bench:
         return load.Crowd(self.pool, fronts, fronts, SEED, patience, self.take, habits)
 
     def take(self, life: ClientRequest, expected: Expected) -> None:
-        """One stream has ended."""
+        """Judges a stream that has ended."""
         verdict = checker.judge(life, expected, self.circumstances)
         self.outcomes[verdict.outcome] += 1
         self.lives.append(life)
@@ -151,7 +152,7 @@ class Bench:
             self.wrong.append(f"{verdict.outcome}: {verdict.why}\n{life.story()}")
 
     async def play(self, scene: Scene, rounds: int) -> None:
-        """Worker by worker, so many times."""
+        """Makes the scene's fault `rounds` times, one worker after the other."""
         for number in range(rounds):
             node = self.site.nodes[WORKERS[number % len(WORKERS)]]
             await asyncio.sleep(REST)
@@ -175,7 +176,7 @@ class Bench:
             )
 
     async def _serves(self, node: Node, since: float) -> float:
-        """When a stream first had a token of it that was asked afterwards."""
+        """Returns when a stream that was requested after `since` first had a token of this node."""
         end = time.monotonic() + 60
         while time.monotonic() < end:
             found = [
@@ -190,8 +191,8 @@ class Bench:
 
 
 def gap_within(life: ClientRequest, worker: str, since: float, until: float) -> float | None:
-    """The longest that this stream stood still then, beyond what is usual for it; None: it did not
-    run there at the beginning."""
+    """Returns the longest gap of a stream in this time, less its usual gap. None: the stream did
+    not run on this worker at the beginning."""
     gaps = life.gaps
     if worker != life.headers.get("x-pdserve-worker") or not gaps:
         return None
@@ -203,7 +204,7 @@ def gap_within(life: ClientRequest, worker: str, since: float, until: float) -> 
 
 
 async def rolling(bench: Bench) -> tuple[Counter[str], float, int]:
-    """Restart every worker and router, each when the one before is ready again."""
+    """Restarts every worker and router, each when the previous one is ready again."""
     bench.outcomes.clear()
     bench.lives.clear()
     began = time.monotonic()
@@ -218,7 +219,7 @@ async def rolling(bench: Bench) -> tuple[Counter[str], float, int]:
 
 
 async def measure(rounds: int, streams: int) -> str:
-    """Everything; the result file."""
+    """Runs everything and returns the result file."""
     scenes = [
         Scene("kill -9 of a worker", kill),
         Scene("kill -9 of its engine process alone", kill_engine),
@@ -247,7 +248,7 @@ async def measure(rounds: int, streams: int) -> str:
 def page(
     scenes: list[Scene], rolled: tuple[Counter[str], float, int], streams: int, wrong: list[str]
 ) -> str:
-    """The result file."""
+    """Returns the result file."""
     machine = "\n".join(f"- {fact}" for fact in facts())
     loads = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     outcomes, seconds, nodes = rolled
@@ -281,7 +282,7 @@ load: {seconds:.0f} s, {sum(outcomes.values()):,} requests, {failed} failed.
 
 
 def row(scene: Scene) -> str:
-    """Of the table; seconds."""
+    """A row of the table, in seconds."""
     failed = sum(count for word, count in scene.outcomes.items() if word != checker.COMPLETED)
     cells = [quantile(scene.gaps, share) for share in (0.5, 0.99, 1.0)]
     cells.append(statistics.median(scene.whole))

@@ -1,4 +1,4 @@
-"""What the router role does in a second, and what a decision costs.
+"""Measures the requests per second of the router role, and the cost of a decision.
 
     python bench/router.py [--seconds 5] [--decisions 2000]
 
@@ -23,13 +23,13 @@ from bench.router_arms.core import CoreArm, policies
 
 RESULT: Final = Path(__file__).parent / "results" / "router_role.md"
 RATES: Final = {40: 100.0, 4096: 20.0}
-"""Low: a few percent of what is possible."""
+"""Requests per second by blocks of a prompt: a few percent of what is possible."""
 SIZES: Final = ((8, 40), (64, 40), (512, 40), (256, 4096))
 """Workers and blocks of a prompt, for the core alone."""
 
 
 def over_the_bus(seconds: float) -> list[str]:
-    """The first table."""
+    """Measures the whole role over the bus; returns the first table."""
     made = [
         "| workers | blocks of a prompt | decisions per second of the router's CPU | us each | "
         "per second of the clock | held | pool events | answer p50, ms | p99, ms |",
@@ -51,7 +51,7 @@ def _row(workers: int, blocks: int, seen: Seen) -> str:
 
 
 def by_function(blocks: int, seconds: float) -> list[str]:
-    """A profile's table."""
+    """Returns a profile's table."""
     bus = Bus(blocks=blocks, rate=RATES[blocks], seconds=seconds, profile=True)
     made = ["| share of the time | calls | function |", "|---:|---:|---|"]
     made += [f"| {share:.1%} | {calls:,} | `{where}` |" for share, calls, where in measure(bus).top]
@@ -60,7 +60,7 @@ def by_function(blocks: int, seconds: float) -> list[str]:
 
 
 def alone(decisions: int) -> list[str]:
-    """A core's table: a row for each policy."""
+    """Measures the core alone; returns a table with a row for each policy."""
     heads = [f"{workers} x {blocks}" for workers, blocks in SIZES]
     made = [
         f"| policy | {' | '.join(f'{head} p50 | p99' for head in heads)} |",
@@ -103,7 +103,7 @@ below 1,000 with 256 x 4096.
 
 
 def page(options: argparse.Namespace) -> list[str]:
-    """The result file's lines."""
+    """Returns the lines of the result file."""
     return [
         "# The router role",
         "",
@@ -127,7 +127,7 @@ def page(options: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measures, prints and writes the results."""
     parser = argparse.ArgumentParser(description="The router role: throughput, latency, costs.")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--decisions", type=int, default=2000)

@@ -1,4 +1,4 @@
-"""Whether pdserve's memory grows over a long life: tables by process, with the slope of each.
+"""Measures whether pdserve's memory grows over a long life: tables by process, with slopes.
 
     python bench/soak.py requests  [--count 1000000]   short requests, none like another
     python bench/soak.py members   [--count 10000]     nodes that join and leave or crash
@@ -30,7 +30,7 @@ from tests.soak.test_long_life import LEAK, NOISE
 
 COUNTS = {"requests": 1_000_000, "members": 10_000, "streams": 2_000, "handoffs": 20_000}
 PORTIONS = {"requests": 80, "members": 50, "streams": 4, "handoffs": 40}
-"""Samples are taken after each."""
+"""Number of portions of each scene; samples are taken after each portion."""
 
 
 def say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""From exec to serving, and what a node weighs, against bare Python and the HTTP library alone.
+"""Measures the time from exec to serving and a node's memory, beside bare Python and aiohttp.
 
     python bench/startup.py [--rounds N] [--write bench/results/startup.md]
 
@@ -37,22 +37,22 @@ HERE = Path(__file__).parent
 MIB = 1 << 20
 PATIENCE = 60.0
 _SETTLE = 1.5
-"""Seconds for an engine to load, and for caches of files to be written."""
+"""Seconds in which an engine loads, and caches of files are written."""
 
 
 @dataclass
 class Arm:
-    """One thing that starts."""
+    """A program that starts."""
 
     name: str
     run: Callable[[], tuple[float, float]]
-    """Returns seconds and resident MiB of the process (not of its engine)."""
+    """Starts it. Returns seconds and resident MiB of the process (not of its engine)."""
     seconds: list[float] = field(default_factory=list)
     resident: list[float] = field(default_factory=list)
 
 
 def python(code: str) -> tuple[float, float]:
-    """A whole process that only does this."""
+    """Runs a Python process with this one statement."""
     began = time.time()
     done = subprocess.run(
         [sys.executable, "-c", code + "\nprint(open('/proc/self/statm').read().split()[1])"],
@@ -63,7 +63,7 @@ def python(code: str) -> tuple[float, float]:
 
 
 def served(frontend: Node) -> None:
-    """Until a request is answered; asked without a pause."""
+    """Sends requests without a pause until one is answered."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, http.client.HTTPException):
@@ -74,7 +74,7 @@ def served(frontend: Node) -> None:
 
 
 def all_in_one() -> tuple[float, float]:
-    """One process with all roles."""
+    """Starts one process with all roles."""
     with cluster() as one:
         began = time.time()
         node = one.start("all-in-one", "", "--engine", "instant")
@@ -82,7 +82,7 @@ def all_in_one() -> tuple[float, float]:
 
 
 def with_others(role: str) -> Callable[[], tuple[float, float]]:
-    """A cluster that lacks one role; the frontend's port is known before it starts."""
+    """Starts a cluster that lacks one role; the frontend's port is known before it starts."""
 
     def run() -> tuple[float, float]:
         with cluster() as one:
@@ -103,7 +103,7 @@ def with_others(role: str) -> Callable[[], tuple[float, float]]:
 
 
 class PortOnly:
-    """A frontend that does not listen yet."""
+    """The port of a frontend that does not listen yet."""
 
     host = "127.0.0.1"
 
@@ -112,7 +112,7 @@ class PortOnly:
 
 
 def three_at_once() -> tuple[float, float]:
-    """Router, worker and frontend, started in one moment."""
+    """Starts router, worker and frontend at the same moment."""
     with cluster() as one:
         port = free_port()
         began = time.time()
@@ -124,7 +124,7 @@ def three_at_once() -> tuple[float, float]:
 
 @contextlib.contextmanager
 def cluster():  # type: ignore[no-untyped-def]
-    """A cluster that is not looked at when it ends."""
+    """A cluster that is not checked when it ends."""
     with tempfile.TemporaryDirectory() as home:
         one = Cluster(Path(home))
         one.probes = False
@@ -146,7 +146,7 @@ ROUTER = Arm("a router", lambda: router_alone())
 
 
 def router_alone() -> tuple[float, float]:
-    """Until it listens and has joined."""
+    """Starts a router; it serves when it listens and has joined."""
     with cluster() as one:
         began = time.time()
         node = one.router()
@@ -160,7 +160,7 @@ def spread(values: list[float], digits: int) -> str:
 
 
 def report(arms: list[Arm], rounds: int) -> str:
-    """The result file."""
+    """Returns the result file."""
     bare, library = arms[0].seconds, arms[1].seconds
 
     def ratio(arm: Arm, base: list[float]) -> str:

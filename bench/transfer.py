@@ -1,4 +1,4 @@
-"""What it costs to bring KV blocks from one process to another: pdserve, the limits, peers.
+"""Measures moving KV blocks between two processes: pdserve, the limits, other engines.
 
     python bench/transfer.py [--rounds N] [--peers PYTHON] [--iperf3 PATH] [--rdma-json FILE]
 
@@ -46,17 +46,17 @@ if TYPE_CHECKING:
 RESULT = Path(__file__).parent / "results" / "transfer.md"
 SIZES = tuple(1 << shift for shift in range(16, 29, 2))
 _AT_ONCE = 256 << 20
-"""Bytes of one arm's transfers of one size in a round, at most."""
+"""Largest number of bytes of one arm's transfers of one size in a round."""
 _MOST = 32
-"""Transfers of one size in a round, at most."""
+"""Largest number of transfers of one size in a round."""
 _STREAM_SECONDS = 1
 _LIMIT = "memcpy piece"
 _STEADY = 0.5
-"""A limit that gives less than this share of its best says more about the machine than about us."""
+"""A limit that falls below this share of its best value measures the machine, not pdserve."""
 _SHM, _TCP = "pdserve shm/sample", "pdserve tcp/all"
-"""What a worker does by default: over tcp a sample is all."""
+"""The defaults of a worker; over tcp, `sample` checks everything."""
 _BY_HAND = "## Where the time goes"
-"""What follows it in the result is kept."""
+"""The text from this heading on is written by hand and kept in the result."""
 _BUSY = (
     "PROVISIONAL, on a busy machine: processes waited for processors longer than they worked, so "
     "neither figures nor ratios say anything about the back ends."
@@ -88,7 +88,7 @@ ABOUT = {
 
 @dataclass
 class Row:
-    """One arm in one mode: seconds by size, one figure per round."""
+    """An arm in one mode: seconds by size, one figure per round."""
 
     name: str
     mode: str
@@ -102,7 +102,7 @@ class Row:
 def start(
     name: str, module: str, python: str, environment: dict[str, str], log: IO[bytes], pin: bool
 ) -> Talk:
-    """An arm's two processes, connected. Raises RuntimeError."""
+    """Starts an arm's two processes and connects them. Raises `RuntimeError`."""
     root = str(Path(__file__).parent.parent)
     command = [python, "-m", f"bench.transfer_arms.{module}", "driver"]
     if pin:
@@ -123,10 +123,10 @@ def start(
 
 
 def measure(row: Row, size: int) -> None:
-    """Seconds of one transfer of so many bytes."""
+    """Seconds of one transfer of `size` bytes."""
     count = max(2, min(_MOST, _AT_ONCE // size))
-    question = {"what": "measure", "mode": row.mode, "bytes": size, "count": count}
-    seconds = row.talk.ask(question)["seconds"]
+    request = {"what": "measure", "mode": row.mode, "bytes": size, "count": count}
+    seconds = row.talk.ask(request)["seconds"]
     row.seconds.setdefault(size, []).append(statistics.median(seconds))
 
 
@@ -170,20 +170,20 @@ def compare(
 
 
 def rate_of(row: Row, size: int) -> float:
-    """GB/s."""
+    """Returns the row's GB/s at this size."""
     return statistics.median(size / seconds / 1e9 for seconds in row.seconds[size])
 
 
 def fixed_of(row: Row) -> float:
-    """Microseconds that do not depend on the size: what the smallest transfer takes beyond its
-    bytes at the rate of the largest."""
+    """Microseconds that do not depend on the size: the smallest transfer's time, less the time of
+    its bytes at the largest transfer's rate."""
     small, large = SIZES[0], SIZES[-1]
     pairs = zip(row.seconds[small], row.seconds[large], strict=True)
     return statistics.median(s - small * t / large for s, t in pairs) * 1e6
 
 
 def share(of: Row, limit: Sequence[float], size: int) -> float:
-    """Of a limit in GB/s, round by round."""
+    """The share of a limit in GB/s that was reached, round by round."""
     pairs = zip(of.seconds[size], limit, strict=True)
     return statistics.median(size / seconds / 1e9 / most for seconds, most in pairs)
 
@@ -204,7 +204,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def shares(rows: dict[str, Row], streams: dict[str, list[float]]) -> list[str]:
-    """Of the limits, and of the peers on the same path."""
+    """The table of shares of the limits, and of the other engines on the same path."""
     lines = [
         "| ratio | " + " | ".join(map(_name, SIZES)) + " |",
         "|---|" + "---:|" * len(SIZES),
@@ -226,8 +226,8 @@ def shares(rows: dict[str, Row], streams: dict[str, list[float]]) -> list[str]:
 
 
 def aims(rows: dict[str, Row], streams: dict[str, list[float]], *, busy: bool) -> list[str]:
-    """Each aim at 16 MiB and at the largest size, what was measured, and whether it is met; on a
-    busy machine, or where the limit itself is off, nobody can say."""
+    """Returns each aim at 16 MiB and at the largest size, the measured value, and whether it is
+    met. On a busy machine, or where the limit itself is unsteady, an aim is not judged."""
     sizes = (SIZES[-3], SIZES[-1])
     lines = ["| aim | wanted | size | measured | |", "|---|---:|---:|---:|---|"]
     for name, other, bound in _goals(streams):
@@ -245,8 +245,8 @@ def aims(rows: dict[str, Row], streams: dict[str, list[float]], *, busy: bool) -
 
 
 def _goals(streams: dict[str, list[float]]) -> list[tuple[str, str, float]]:
-    """(ours, the other, least ratio): with the checks that a worker has by default, and beside the
-    fastest stream."""
+    """Returns (pdserve's arm, the other arm, least ratio), with a worker's default checks, and
+    beside the fastest stream."""
     fastest = max(streams, key=lambda name: statistics.median(streams[name]), default="iperf3")
     return [
         (_SHM, _LIMIT, 0.85),
@@ -260,14 +260,14 @@ def _goals(streams: dict[str, list[float]]) -> list[tuple[str, str, float]]:
 def rates(
     other: str, size: int, rows: dict[str, Row], streams: dict[str, list[float]]
 ) -> list[float] | None:
-    """GB/s of each round; None: it was not measured."""
+    """Returns the GB/s of each round; None if it was not measured."""
     if other in streams:
         return streams[other]
     return [size / t / 1e9 for t in rows[other].seconds[size]] if other in rows else None
 
 
 def off(other: str, size: int, rows: dict[str, Row], streams: dict[str, list[float]]) -> str:
-    """Why nothing can be judged by this limit; empty: it can, or it is no limit but a peer."""
+    """Returns why no aim can be judged by this limit. Empty: it can, or it is another engine."""
     if other in streams:
         low, high = min(streams[other]), max(streams[other])
         words = f"{other} itself gave {low:.2f} to {high:.2f} GB/s"
@@ -296,7 +296,7 @@ def _how_to_read(rows: dict[str, Row], sizes: Sequence[int]) -> list[str]:
 
 
 def rdma(file: Path | None) -> list[str]:
-    """What was measured in the virtual machine."""
+    """Returns the section of the measurements in the virtual machine."""
     if file is None:
         return ["NOT measured in this run: rdma (bench/rdma_vm.py)"]
     found = json.loads(file.read_text())
@@ -327,7 +327,7 @@ def report(
 
 
 def versions(peers: str | None) -> str:
-    """Of the packages that took part."""
+    """Versions of the packages."""
     if peers is None:
         return "no peers"
     code = (
@@ -361,7 +361,7 @@ def main() -> None:
 
 
 def measured(given: argparse.Namespace, pin: bool) -> str:
-    """The report."""
+    """Measures; returns the report."""
     wanted: list[tuple[str, str, str | None, dict[str, str]]]
     wanted = [(name, module, sys.executable, {}) for name, (module, _) in MODULES.items()]
     wanted += [(name, module, given.peers, env) for name, (module, env) in PEERS.items()]

@@ -1,1 +1,1 @@
-"""What `bench/bus.py` compares: one file per way of talking between two processes."""
+"""The arms of `bench/bus.py`: one file per kind of bus between two processes."""

@@ -1,4 +1,4 @@
-"""What every arm of the comparison can do; the harness knows nothing else of it."""
+"""The interface of an arm of the comparison. The harness knows nothing else of an arm."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ BURST = 64
 
 BULK_CHUNK = 1 << 20
 BULK_CHUNKS = 8
-"""Bulk goes through so much memory in turn, at both ends of every arm: real payloads are not all in
-one piece that stays in a processor's cache."""
+"""Number of buffers that bulk payloads use in turn, at both ends of every arm. Real payloads do not
+all lie in one buffer that stays in a processor's cache."""
 
 
 class Arm:
-    """One way of talking. The same object serves in one process and asks in another."""
+    """One kind of bus. The same object serves in one process and asks in the other."""
 
     name: ClassVar[str]
     about: ClassVar[str]
 
     @classmethod
     def missing(cls) -> str | None:
-        """Why it cannot run here; None if it can."""
+        """The reason why the arm cannot run here; None if it can."""
         return None
 
     async def serve(self, port: int) -> None:
-        """Answer on `port`; returns when it listens, and goes on until `stop`."""
+        """Starts to answer on `port`; returns when it listens, and serves until `stop`."""
         raise NotImplementedError
 
     async def connect(self, port: int) -> None:
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Give back the connection."""
+        """Closes the connection."""
 
     async def stop(self) -> None:
-        """End whatever `serve` started outside this process."""
+        """Ends what `serve` started outside this process."""
 
     def call(self, payload: bytes) -> Awaitable[Any]:
-        """Ask, in the words of the arm's own interface: nothing that the comparison would add."""
+        """Makes one call through the arm's own interface, without code of the comparison."""
         raise NotImplementedError
 
     def payload_of(self, answer: Any) -> bytes:
-        """What the answer to `call` carries: the payload that was given."""
+        """The payload in the answer to `call`."""
         return bytes(answer)
 
     async def publish(self, count: int, payload: bytes) -> int:

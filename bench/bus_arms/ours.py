@@ -1,4 +1,4 @@
-"""pdserve's own links: typed bodies, deadlines, credit, authentication, every limit on."""
+"""pdserve's links: typed bodies, deadlines, credit and authentication, with every limit on."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class _Writer:
         self.changed.set()
 
     async def wait(self) -> None:
-        """For anything to change."""
+        """Waits until anything changes."""
         self.changed.clear()
         await self.changed.wait()
 

@@ -1,4 +1,4 @@
-"""The limit for bulk: two blocking sockets, and nothing in between."""
+"""The limit for bulk: two blocking sockets without a protocol."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _memory() -> list[memoryview]:
 
 
 def _fill(connected: socket.socket, memory: memoryview) -> bool:
-    """Receive into all of it; False at the end."""
+    """Fills the whole buffer from the socket; False at the end of the stream."""
     while memory:
         received = connected.recv_into(memory)
         if not received:

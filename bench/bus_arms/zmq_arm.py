@@ -13,7 +13,7 @@ from typing import Any
 from bench.bus_arms.base import BURST, Arm, Tally
 
 _WHERE = b"where"
-"""Asks for the address of the PULL socket."""
+"""The request for the address of the PULL socket."""
 
 
 class Zmq(Arm):
@@ -54,7 +54,7 @@ class Zmq(Arm):
             await self.socket.send_multipart((peer, head, body))
 
     async def _count(self) -> None:
-        """An empty item is the last one."""
+        """Counts items until an empty one."""
         tally = Tally()
         while True:
             item = await self.items.recv()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     Run = Callable[[int], Awaitable[None]]
-    """Performs an operation so many times."""
+    """Performs an operation a given number of times."""
 
 STREAM_TOKENS: Final = 256
 SEQUENCES: Final = 256
@@ -44,7 +44,7 @@ OPEN: Final = 2
 
 
 def find(*places: str) -> Any:
-    """The first `module:name` that there is; a name's newest place comes first."""
+    """Returns the first `module:name` that exists; a name's newest place comes first."""
     for place in places:
         module, _, name = place.partition(":")
         with contextlib.suppress(ImportError, AttributeError):
@@ -125,7 +125,7 @@ class FakeBackend:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token per byte, and a few words."""
+    """Makes a tokenizer with one token per byte, and a few words."""
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -141,7 +141,7 @@ def byte_tokenizer() -> Tokenizer:
 
 @contextlib.asynccontextmanager
 async def frontend(tokens: int, *, stream: bool) -> AsyncIterator[Run]:
-    """Chat requests over one connection to a whole frontend."""
+    """Sends chat requests over one connection to a whole frontend."""
     raw = byte_tokenizer()
     card = find("pdserve.messages.card:ModelCard")(
         name="m",
@@ -183,12 +183,12 @@ async def frontend(tokens: int, *, stream: bool) -> AsyncIterator[Run]:
 
 
 def frontend_request() -> AbstractAsyncContextManager[Run]:
-    """Parse, plan, dispatch and answer; one token, not streamed."""
+    """Parses, plans, dispatches and answers a request of one token, without a stream."""
     return frontend(1, stream=False)
 
 
 def frontend_token() -> AbstractAsyncContextManager[Run]:
-    """One token of a stream that brings each token alone."""
+    """Answers a stream that gets its tokens one by one."""
     return frontend(STREAM_TOKENS, stream=True)
 
 
@@ -245,7 +245,7 @@ class Router:
         self._core.load(worker, load, 0.0)
 
     def decide(self) -> None:
-        """Place a request, hear of its first token, and release an earlier one."""
+        """Places a request, reports its first token, and releases an earlier one."""
         core, self._now = self._core, self._now + 0.001
         names = self._random.choice(self._prefixes) + self._random.randbytes(4 * BLOCKS)
         request = self._request(
@@ -268,7 +268,7 @@ class Router:
 
 @contextlib.asynccontextmanager
 async def route() -> AsyncIterator[Run]:
-    """One routing decision by prefix among 16 workers, and the booking's life."""
+    """Makes one routing decision by prefix among 16 workers, with the whole life of its booking."""
     router = Router()
 
     async def run(count: int) -> None:
@@ -282,7 +282,7 @@ async def route() -> AsyncIterator[Run]:
 
 
 class NullExecutor:
-    """Computes nothing: the same token for all."""
+    """An executor that computes nothing: every sequence gets the same token."""
 
     def load(self, spec: Any, progress: Any) -> Any:
         shape = find(
@@ -376,7 +376,7 @@ class EchoHandler:
 
 @contextlib.asynccontextmanager
 async def bus() -> AsyncIterator[Run]:
-    """One request and its answer of 64 bytes, both ends, over a link in memory."""
+    """Sends one request and its answer of 64 bytes over a link in memory, both ends included."""
     places = ("pdserve.net.transport.memory:MemoryWorld", "pdserve.net.memory:MemoryWorld")
     world = find(*places)(Random(1))
     settings = find("pdserve.net.settings:NetSettings")()
@@ -431,7 +431,8 @@ def write_model(folder: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def engine_port() -> AsyncIterator[Run]:
-    """Submit to first delta, both ends: the instant engine in a thread, behind its socket."""
+    """Measures from submit to first delta, both ends included: the instant engine in a thread,
+    behind its socket."""
     launcher = find(
         "pdserve.testing.thread_launcher:ThreadLauncher", "pdserve.engine.carrier:ThreadCarrier"
     )

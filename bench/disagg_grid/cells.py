@@ -1,4 +1,4 @@
-"""Which clusters see which load: the grid."""
+"""The grid of clusters and loads."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ __all__ = [
 ]
 
 _OWN: Final = 1 << 20
-"""No two prompts share anything."""
+"""First group id of prompts that share nothing with others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A worker's engine, and what its users expect."""
+    """A worker's engine and the objective of its users."""
 
     preset: str
     itl: Seconds
-    """2.5 decode steps of an idle worker."""
+    """Longest mean time between tokens: 2.5 decode steps of an idle worker."""
     ttft: Seconds
 
 
@@ -47,14 +47,14 @@ KINDS: Final = (Kind("h100-8b", 0.015, 0.5), Kind("h100-70b-tp4", 0.04, 1.0))
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """So many workers of each mode."""
+    """Numbers of workers of each mode, with the policy."""
 
     workers: int = 0
     prefill: int = 0
     decode: int = 0
     disagg: Disagg = "never"
     options: Mapping[str, str] = field(default_factory=dict)
-    """Of the policy."""
+    """Options of the policy."""
 
     @property
     def name(self) -> str:
@@ -65,17 +65,17 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What an arm is put into."""
+    """The network, load and engine of one cell."""
 
     kind: Kind
     load: float = 1.0
-    """In units of the rate at which aggregated workers just keep the objective."""
+    """The load in units of the rate at which aggregated workers just keep the objective."""
     bandwidth: float = 25e9
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How large it all is."""
+    """The size of all replays."""
 
     requests: int = 400
     workers: int = 8
@@ -84,7 +84,7 @@ class Scale:
     bandwidths: Sequence[float] = (25e9, 1.25e9)
     prefills: Sequence[int] = (2, 4, 6)
     share: float = 0.2
-    """Of long prompts."""
+    """The share of long prompts."""
     chat: int = 300
     long: int = 12_000
     output: int = 200
@@ -117,7 +117,7 @@ def _about(random: Random, mean: int, least: int) -> int:
 
 
 def arms(scale: Scale) -> list[Arm]:
-    """All that run over a network; rule once, for comparison."""
+    """All arms that run over a network; `rule` at one ratio, for comparison."""
     total = scale.workers
     found = [
         Arm(0, prefill, total - prefill, disagg)
@@ -128,7 +128,7 @@ def arms(scale: Scale) -> list[Arm]:
 
 
 def grid(scale: Scale) -> Iterator[tuple[World, Arm, int]]:
-    """(world, arm, seed). Who moves nothing uses no network: it runs with the first."""
+    """All (world, arm, seed). Arms that move no KV use no network and run only with the first."""
     alone = [Arm(workers=scale.workers), *(Arm(0, p, scale.workers - p) for p in scale.prefills)]
     for kind, load in product(KINDS, scale.loads):
         for arm, seed in product(alone, range(1, scale.seeds + 1)):

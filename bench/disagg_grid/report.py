@@ -1,4 +1,4 @@
-"""What the grid says, as a page. Pure."""
+"""Writes the grid's page. Pure."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ __all__ = ["Findings", "page"]
 
 _AIM: Final = 0.95
 _PAYS: Final = 0.01
-"""Less is taken for noise."""
+"""A smaller difference counts as noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Everything that was measured."""
+    """All measurements."""
 
     scale: Scale
     knees: dict[str, float]
-    """By preset: requests per second."""
+    """Requests per second by preset."""
     results: dict[tuple[World, str], list[Result]]
-    """By world and arm, in order of seeds. Those that move nothing: with the first network."""
+    """Results by world and arm, in order of seeds. Arms that move nothing have only the first
+    network."""
     ablated: dict[tuple[World, str, str], list[Result]]
-    """By world, arm and what was left out."""
+    """Results by world, arm and the term that was left out."""
     reasons: dict[str, str]
-    """Of lost cells, by what they have in common."""
+    """Reasons of lost cells, by what these cells have in common."""
     cpu_seconds: float
 
     def at(self, world: World, arm: str, *path: str) -> float:
@@ -55,13 +56,14 @@ class Cell:
 
     @property
     def share(self) -> float:
-        """Of the better side: of aggregated workers, or of `always`."""
+        """Goodput of `predict` as a share of the better side: aggregated workers or `always`."""
         better = max(self.always, self.aggregated)
         return self.predict / better if better else 1.0
 
     @property
     def of_choice(self) -> float:
-        """Of the better of what could have been chosen in this cluster."""
+        """Goodput of `predict` as a share of the better of the arms that this cluster could have
+        chosen."""
         better = max(self.always, self.never)
         return self.predict / better if better else 1.0
 
@@ -84,12 +86,12 @@ def _moves_nothing(arm: str) -> bool:
 
 
 def rate_of(world: World) -> str:
-    """The network, as people say it."""
+    """The network's speed, in the usual words."""
     return f"{world.bandwidth / 1e9:g} GB/s"
 
 
 def cells(findings: Findings) -> list[Cell]:
-    """All that there are."""
+    """All cells."""
     found = []
     for world, ratio in worlds(findings):
         choices = ("predict", "always", "never")
@@ -110,7 +112,7 @@ def worlds(findings: Findings) -> Iterator[tuple[World, str]]:
 
 
 def page(findings: Findings, facts: Sequence[str], how: Sequence[str]) -> str:
-    """The whole result."""
+    """The whole page."""
     sections = [
         ["# Prefill and decode on different workers, in simulation", "", *how, ""],
         [f"- {fact}" for fact in facts],

@@ -31,7 +31,7 @@ _TELL_EVERY = 20
 
 
 class Runner:
-    """See above."""
+    """Runs cells in processes and keeps their results in a file."""
 
     def __init__(self, scale: Scale, data: Path, processes: int) -> None:
         self._scale = scale
@@ -40,15 +40,15 @@ class Runner:
         self._known = self._read()
         self._pool = multiprocessing.get_context("spawn").Pool(processes, initializer=_be_nice)
         self.seconds = 0.0
-        """Of processes, spent on what is known, in earlier runs too."""
+        """Process seconds that the known results took, in earlier runs too."""
 
     def close(self) -> None:
-        """End the processes."""
+        """Ends the processes."""
         self._pool.close()
         self._pool.join()
 
     def run(self, jobs: Sequence[Job]) -> list[Result]:
-        """Results in order of `jobs`."""
+        """Returns results in the order of `jobs`."""
         keys = [self._key(job) for job in jobs]
         missing = {key: job for key, job in zip(keys, jobs, strict=True) if key not in self._known}
         if missing:  # one seed after the other: what is interrupted has all cells
@@ -98,7 +98,7 @@ def _run_line(task: tuple[Scale, str, Job]) -> dict[str, Any]:
 
 
 def run_one(scale: Scale, job: Job) -> Result:
-    """One replay's summary."""
+    """Runs one replay and returns its summary."""
     world, arm, seed, rate = job
     config = ReplayConfig(
         workers=arm.workers,

@@ -57,15 +57,15 @@ SAMPLING = SamplingParams(max_tokens=10**6, temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured of each model."""
+    """The measurements of each model."""
 
     models: tuple[str, ...] = ("llama-3.2-1b", "llama-3.1-8b")
     batches: tuple[int, ...] = (1, 8, 64)
     contexts: tuple[int, ...] = (512, 2048)
-    """Tokens that each decoding sequence has."""
+    """Numbers of tokens that each decoding sequence has."""
     prompts: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
     steps: int = 30
-    """Of decoding, each timed."""
+    """Number of decode steps, each timed on its own."""
 
 
 DRY = Plan(("tiny",), (1, 3), (40,), (24, 64), 4)
@@ -78,16 +78,16 @@ class Row:
     model: str
     what: str
     seconds: float
-    """Of one step, the median."""
+    """The median time of one step."""
     rate: float
     """Tokens per second."""
     used: float
-    """Of the limit."""
+    """Share of the limit that was reached."""
 
 
 @dataclass(slots=True)
 class Report:
-    """All of it."""
+    """All results."""
 
     machine: dict[str, str]
     limits: Limits
@@ -175,13 +175,13 @@ def _first_line(error: BaseException) -> str:
 
 
 def _tokens(plan: Plan) -> int:
-    """For which there has to be KV."""
+    """Returns the number of tokens that the KV pool needs room for."""
     widest = max(plan.batches) * (max(plan.contexts) + plan.steps + 2 * BLOCK)
     return max(widest, max(plan.prompts) + BLOCK)
 
 
 class Engine:
-    """An executor with random weights, and its blocks."""
+    """An executor with random weights and a KV pool."""
 
     def __init__(self, folder: Path, shape: Shape, device: torch.device, tokens: int) -> None:
         self.shape = shape
@@ -207,7 +207,8 @@ class Engine:
         self.executor.pool.tensor.normal_()
 
     def _blocks(self, tokens: int) -> int:
-        """As many as are wanted, or as fit: what needs more is left out then."""
+        """Returns the number of blocks that are wanted, or fewer if they do not fit. Rows that need
+        more blocks are then left out."""
         wanted = -(-tokens // BLOCK)
         if self.device.type != "cuda":
             return wanted
@@ -215,7 +216,7 @@ class Engine:
         return min(wanted, int(0.6 * free) // (BLOCK * self.shape.kv_bytes(ITEM)))
 
     def sequences(self, count: int, tokens: int, room: int) -> list[Sequence]:
-        """So many, side by side, with blocks for `room` tokens more."""
+        """Makes `count` sequences of `tokens` tokens each, with blocks for `room` more tokens."""
         assert self.executor.pool is not None
         width = -(-(tokens + room) // BLOCK)
         if count * width > self.executor.pool.num_blocks:
@@ -229,7 +230,7 @@ class Engine:
         return Sequence(row, 0, request, list(prompt), tokens, 0.0, blocks=blocks)
 
     def step(self, sequences: Seq[Sequence]) -> None:
-        """Compute all that they lack; their next tokens are appended."""
+        """Computes all tokens that the sequences lack, and appends the next token of each."""
         chunks = [
             ScheduledChunk(each, each.num_computed, len(each.tokens) - each.num_computed, True)
             for each in sequences
@@ -240,7 +241,7 @@ class Engine:
             each.tokens.append(token)
 
     def close(self) -> None:
-        """Free the device's memory."""
+        """Frees the device's memory."""
         self.executor.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -263,7 +264,7 @@ def _quantities(
 def _decode(
     name: str, what: str, engine: Engine, found: Limits, batch: int, context: int, steps: int
 ) -> Row:
-    """Steps of a batch whose sequences have `context` tokens, and soon some more."""
+    """Measures decode steps of a batch whose sequences begin with `context` tokens."""
     sequences = engine.sequences(batch, context + 1, WARM + steps + 1)
     for each in sequences:
         each.num_computed = context
@@ -277,7 +278,7 @@ def _decode(
 
 
 def _prefill(name: str, what: str, engine: Engine, found: Limits, tokens: int) -> Row:
-    """One prompt in one step, again and again."""
+    """Measures a prompt that is computed in one step, several times."""
     (sequence,) = engine.sequences(1, tokens, 1)
 
     def anew() -> None:
@@ -294,7 +295,7 @@ def _prefill(name: str, what: str, engine: Engine, found: Limits, tokens: int) -
 
 
 def markdown(report: Report, *, dry: bool = False) -> str:
-    """For people."""
+    """Returns the report as Markdown."""
     found = report.limits
     lines = ["# The torch engine on an accelerator", ""]
     lines += ["Made by `bench/gpu/run.sh`.", ""]

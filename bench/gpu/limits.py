@@ -1,4 +1,4 @@
-"""What a device can do at best: bytes per second of copying, operations per second of multiplying.
+"""Measures the limits of a device: bytes per second of a copy, operations per second of a product.
 
     python bench/gpu/limits.py [--device cuda] [--dry]
 
@@ -21,29 +21,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 COPIES = (64 << 20, 256 << 20, 1 << 30)
-"""Bytes."""
+"""Sizes of the copies in bytes."""
 PRODUCTS = (2048, 4096, 8192, 16384)
 """Rows and columns of both factors."""
 DRY_COPIES, DRY_PRODUCTS = (1 << 20,), (64, 128)
 SECONDS_EACH = 3.0
-"""So long one quantity is measured at most."""
+"""Longest time for the measurement of one quantity."""
 
 
 class Budget:
-    """Time that is left of what was given."""
+    """The time that is left for all measurements."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.perf_counter() + seconds
         self.left_out: list[str] = []
-        """What was not measured, and why."""
+        """Names of the measurements that were left out, with the reasons."""
 
     @property
     def left(self) -> float:
-        """Seconds; negative when it is over."""
+        """Seconds that are left; negative when the time is over."""
         return self._end - time.perf_counter()
 
     def allows(self, what: str, seconds: float = 0.0) -> bool:
-        """Whether there is time for `what`, which may take so long; if not, it is noted."""
+        """Returns True if there is time for `what`, which may take `seconds`. Otherwise notes it as
+        left out."""
         if self.left > seconds:
             return True
         self.left_out.append(f"{what}: no time was left")
@@ -52,16 +53,16 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one device."""
+    """The limits of one device."""
 
     bandwidth: float
     """Bytes per second, read and written."""
     matmul: float
     """Operations per second in bfloat16; a multiplication and an addition are two."""
     copies: dict[int, float]
-    """By bytes copied."""
+    """Bytes per second by bytes copied."""
     products: dict[int, float]
-    """By rows."""
+    """Operations per second by rows."""
 
 
 def timed(
@@ -73,7 +74,7 @@ def timed(
     most: int = 50,
     seconds: float = SECONDS_EACH,
 ) -> list[float]:
-    """How long `work` takes, each time from an idle device to an idle device."""
+    """Measures the times of `work`, each from an idle device to an idle device."""
     for _ in range(warm):
         work()
     settle(device)
@@ -88,13 +89,13 @@ def timed(
 
 
 def settle(device: torch.device) -> None:
-    """Wait until nothing is under way."""
+    """Waits until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def measure(device: torch.device, budget: Budget, *, dry: bool = False) -> Limits:
-    """At least one size of each is measured, whatever the budget says."""
+    """Measures copies and products, at least one size of each even if no time is left."""
     copies: dict[int, float] = {}
     for size in DRY_COPIES if dry else COPIES:
         if not copies or budget.allows(f"copying {size >> 20} MiB", SECONDS_EACH):
@@ -119,7 +120,7 @@ def _product(rows: int, device: torch.device) -> float:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What a result must say about where it was measured."""
+    """Describes the device and the software of a measurement."""
     found = {"torch": torch.__version__, "device": str(device)}
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
@@ -134,7 +135,7 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print one JSON object."""
+    """Prints one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, to see that it works")

@@ -35,22 +35,23 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of the matrices of one layer."""
+        """Parameters in the matrices of one layer."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return attention + 3 * self.hidden * self.inner
 
     @property
     def step_parameters(self) -> int:
-        """That a decode step reads: the table of embeddings only if it is the output layer, too."""
+        """Parameters that a decode step reads. The embedding table counts only if it is also the
+        output layer."""
         return self.layers * self.layer_parameters + self.hidden * self.vocab
 
     def kv_bytes(self, itemsize: int) -> int:
-        """Of one token, in all layers."""
+        """Bytes of KV of one token, in all layers."""
         return self.layers * 2 * self.kv_heads * self.head_dim * itemsize
 
     def prefill_operations(self, tokens: int) -> int:
-        """Of a prompt whose last token alone gets logits: products, and attention to what lies
-        before."""
+        """Operations of a prompt's prefill, products and attention; only the last token gets
+        logits."""
         products = 2 * tokens * self.layers * self.layer_parameters
         looks = tokens * (tokens + 1) // 2
         attention = 4 * looks * self.heads * self.head_dim * self.layers
@@ -67,7 +68,7 @@ SHAPES = {
 
 
 def write(shape: Shape, folder: Path) -> Path:
-    """`config.json` and the tensors, all of them zero."""
+    """Writes `config.json` and the tensor files, which hold only zeros."""
     (folder / "config.json").write_text(json.dumps(_config(shape)))
     header: dict[str, Any] = {}
     end = 0
@@ -129,7 +130,7 @@ def _tensors(shape: Shape) -> Iterable[tuple[str, tuple[int, ...]]]:
 
 
 def fill(tensors: Iterable[torch.Tensor], seed: int = 0) -> None:
-    """Norms become ones, matrices small random numbers."""
+    """Fills norms with ones and matrices with small random numbers."""
     torch.manual_seed(seed)
     for tensor in tensors:
         if tensor.dim() == 1:

@@ -1,1 +1,1 @@
-"""The trees that bench/index.py compares, each measured in a process of its own."""
+"""The trees that `bench/index.py` compares, each measured in its own process."""

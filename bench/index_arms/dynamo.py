@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 class Dynamo(Arm):
-    """Events are JSON, as its binding takes them. Names of blocks serve as both of its hashes."""
+    """Dynamo's tree. Events are JSON, as its binding takes them. A block's hash serves as both of
+    Dynamo's hashes."""
 
     name = "Dynamo"
 

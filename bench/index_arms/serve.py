@@ -1,4 +1,4 @@
-"""A process that measures one arm when it is told to: a command per line in, a JSON line out.
+"""A process that measures one arm on command: it reads a command per line and writes JSON lines.
 
 python -m bench.index_arms.serve NAME [PROCESSOR]; commands are `round` and `memory SHAPE`.
 """
@@ -46,7 +46,7 @@ def percentiles(work: Callable[[Any], object], given: list[Any], calls: int) -> 
 
 
 class Rounds:
-    """All that is measured once per round, with arguments made beforehand."""
+    """All measurements of a round, with arguments made beforehand."""
 
     def __init__(self, arm: world.Arm) -> None:
         self.arm = arm
@@ -96,7 +96,7 @@ class Rounds:
         }
 
     def _shared(self) -> dict[str, float]:
-        """Upon the tree that `events` has left."""
+        """Measures hashes and look-ups on the tree that `events` has left."""
         arm, figures = self.arm, {}
         names = self.asked["match 1000"][3]
         found = [arm.depth(names, worker) for worker in (3, 4)]

@@ -1,4 +1,4 @@
-"""What every arm is asked: who holds which chains, and how often things are measured.
+"""The input of every arm: which workers hold which chains, and how often each figure is measured.
 
 Only the standard library, since a peer's Python runs this too.
 """
@@ -31,9 +31,9 @@ class Shape:
     chains: list[list[int]]
     workers: int
     fewest: int = 1000
-    """A worker holds so many blocks of its chain at least, the rest by chance."""
+    """Smallest number of blocks of its chain that a worker holds; the rest is random."""
     mixed: bool = False
-    """Whether the workers' events come mixed up, each worker's own still in order."""
+    """True if the events of the workers are mixed; each worker's own events stay in order."""
 
     def chain(self, worker: int) -> list[int]:
         chain = self.chains[worker % len(self.chains)]
@@ -54,27 +54,27 @@ def _names(rng: Random, count: int) -> list[int]:
 
 
 def shared() -> Shape:
-    """1,000 workers with 1,000 blocks: all share the first 500, then there are ten variants."""
+    """Makes 1,000 workers with 1,000 blocks: all share the first 500, then ten variants follow."""
     rng = Random(1)
     stem = _names(rng, 500)
     return Shape([stem + _names(rng, 500) for _ in range(10)], 1000)
 
 
 def unique() -> Shape:
-    """300 workers with 1,000 blocks that nobody else has."""
+    """Makes 300 workers with 1,000 blocks each, none of them shared."""
     rng = Random(2)
     return Shape([_names(rng, 1000) for _ in range(300)], 300)
 
 
 def decision() -> Shape:
-    """256 workers with prompts of 128 k tokens in blocks of 32: half of it in common."""
+    """Makes 256 workers with prompts of 128 k tokens in blocks of 32; they share half of it."""
     rng = Random(3)
     stem = _names(rng, 2048)
     return Shape([stem + _names(rng, 2048) for _ in range(16)], 256, fewest=4096)
 
 
 def branching() -> Shape:
-    """1,000 workers with 300 to 1,000 blocks of 400 chains that leave each other anywhere."""
+    """Makes 1,000 workers with 300 to 1,000 blocks of 400 chains that branch off anywhere."""
     rng = Random(6)
     chains = [_names(rng, 1000)]
     while len(chains) < 400:
@@ -84,7 +84,7 @@ def branching() -> Shape:
 
 
 def stored(shape: Shape, batch: int = BATCH, workers: int | None = None) -> list[Event]:
-    """All that is held, as events of `batch` blocks, worker after worker."""
+    """All held blocks as events of `batch` blocks, worker after worker."""
     events = []
     for worker in range(workers or shape.workers):
         chain = shape.chain(worker)
@@ -104,7 +104,7 @@ def _mixed(events: list[Event]) -> list[Event]:
 
 
 def removed(shape: Shape, workers: int) -> list[Event]:
-    """The same blocks going, the last first, as pools evict them."""
+    """Removals of the same blocks, the last one first, as pools evict them."""
     return [
         Event(event.worker, None, event.names[::-1])
         for event in reversed(stored(shape, workers=workers))
@@ -112,14 +112,14 @@ def removed(shape: Shape, workers: int) -> list[Event]:
 
 
 class Arm:
-    """One tree, behind calls whose arguments were made before the clock starts."""
+    """A tree behind calls whose arguments are made before the clock starts."""
 
     name: str
     calls = 2000
-    """Look-ups per figure and round; the slow twin takes fewer."""
+    """Number of look-ups per figure and round; the slow twin makes fewer."""
 
     def new(self) -> None:
-        """Start with an empty tree."""
+        """Starts with an empty tree."""
         raise NotImplementedError
 
     def pack_stored(self, event: Event) -> tuple[object, ...]:
@@ -138,25 +138,25 @@ class Arm:
         raise NotImplementedError
 
     def find(self, names: object) -> object:
-        """A walk whose answer stays where it is cheapest to make."""
+        """Looks up a chain; the answer stays in the form that costs the arm least."""
         raise NotImplementedError
 
     def find_dict(self, names: object) -> object:
-        """A walk whose answer is a dict by worker."""
+        """Looks up a chain; the answer is a dict by worker."""
         raise NotImplementedError
 
     def depth(self, names: object, worker: int) -> int:
-        """What `find_dict` says of one worker: the check that arms do the same."""
+        """The depth that `find_dict` gives for one worker, to check that all arms agree."""
         raise NotImplementedError
 
     def remove_workers(self, workers: range) -> None:
-        """All they held is gone when this returns."""
+        """Removes all blocks of these workers before it returns."""
         raise NotImplementedError
 
     def own_bytes(self) -> int | None:
-        """Memory by its own counters, if it has any."""
+        """Memory by the arm's own counters; None if it has none."""
         return None
 
     def hash(self, tokens: list[int], block_size: int) -> object:
-        """Names of a prompt's blocks; None if this arm has no hashing of its own."""
+        """Hashes of a prompt's blocks; None if this arm has no hashing of its own."""
         return None

@@ -1,4 +1,4 @@
-"""What typed messages cost: msgspec's msgpack against the plain `msgpack` package, both directions.
+"""Measures the cost of typed messages: msgspec's msgpack against the plain `msgpack` package.
 
     python bench/micro/codec.py
 
@@ -31,12 +31,12 @@ RESULT = Path(__file__).parent.parent / "results" / "codec.md"
 
 
 def step() -> StepOutput:
-    """One token for each sequence."""
+    """Makes a frame with one token for each sequence."""
     return StepOutput([TokenDelta(1_000 + i, 0, [50_000 + i]) for i in range(SEQUENCES)])
 
 
 def pack_plain(message: StepOutput) -> bytes:
-    """The same bytes as msgspec writes, by hand."""
+    """Packs by hand the same bytes that msgspec writes."""
     rows = [
         (d.handle, d.choice, d.tokens, d.finish, d.logprobs, d.prompt_logprobs, d.started)
         for d in message.deltas
@@ -63,7 +63,7 @@ def _delta(row: list[object]) -> TokenDelta:
 
 
 def arms() -> dict[str, Callable[[], object]]:
-    """What is measured, by the name it has in the table."""
+    """The arms by their names in the table."""
     message = step()
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Event)
     frame = encoder.encode(message)
@@ -79,7 +79,7 @@ def arms() -> dict[str, Callable[[], object]]:
 
 
 def measure() -> dict[str, float]:
-    """Best round of each arm, in microseconds per message."""
+    """Returns the best round of each arm, in microseconds per message."""
     best: dict[str, float] = {}
     measured = arms()
     for _ in range(ROUNDS):
@@ -93,7 +93,7 @@ def measure() -> dict[str, float]:
 
 
 def report(best: dict[str, float]) -> str:
-    """The result file."""
+    """Returns the result file."""
     rows = [f"| {name} | {us:.1f} | {us / SEQUENCES * 1e3:.0f} |" for name, us in best.items()]
     decode = best["decode to records, msgpack"] / best["decode to records, msgspec"]
     encode = best["encode, msgpack"] / best["encode, msgspec"]

@@ -1,4 +1,4 @@
-"""How fast blocks change their layout on the CPU, against copying the same bytes.
+"""Measures how fast blocks change their layout on the CPU, against copying the same bytes.
 
     python bench/micro/convert.py
 
@@ -66,7 +66,7 @@ def main() -> None:
 def case(
     axes: str, to_wire: bool, pool: bytearray, other: bytearray, there: list[int], here: list[int]
 ) -> tuple[Callable[[], None], int]:
-    """The work, and its longest contiguous run."""
+    """Returns the work and its longest contiguous run."""
     inner, wire = strided_layout(LAYOUT, axes, blocks=BLOCKS), wire_layout(LAYOUT)
     plan = conversion(inner, wire) if to_wire else conversion(wire, inner)
     count = inner.memories
@@ -78,11 +78,11 @@ def case(
 
 
 def void(_: int) -> None:
-    """Forget how much it was."""
+    """Drops the result of a call."""
 
 
 def pure_rate(size: int) -> float:
-    """Bytes a second of the pure twin, one block with tokens first."""
+    """Bytes per second of the pure twin, for one block with tokens first."""
     plan = conversion(
         strided_layout(LAYOUT, "block layer kv token head dim", blocks=1), wire_layout(LAYOUT)
     )

@@ -1,4 +1,4 @@
-"""What it costs that a request can go on elsewhere: what stands between stream and answer.
+"""Measures what `DispatchedRequest` costs per token, between a worker's stream and the answer.
 
     python bench/micro/dispatched_request.py
 
@@ -31,7 +31,7 @@ RESULT = Path(__file__).parent.parent / "results" / "dispatched_request.md"
 
 
 class Sink:
-    """The cheapest there is."""
+    """The cheapest possible sink."""
 
     def on_delta(self, delta: TokenDelta) -> None: ...
 
@@ -39,7 +39,7 @@ class Sink:
 
 
 class Ways:
-    """As much of `dispatched_request.ClusterPort` as a request needs that nothing happens to."""
+    """The part of `dispatched_request.ClusterPort` that an undisturbed request needs."""
 
     config = FrontendConfig()
 
@@ -48,7 +48,7 @@ class Ways:
 
 
 def attempt() -> Assignment:
-    """At its worker, behind its first token."""
+    """Makes an attempt at a worker that has sent its first token."""
     request = GenerateRequest(
         request_id="r", model="m", prompt=[1], sampling=SamplingParams(max_tokens=2 * TOKENS)
     )
@@ -62,7 +62,7 @@ def attempt() -> Assignment:
 
 
 def timed(take: Callable[[TokenDelta], None], deltas: list[TokenDelta]) -> float:
-    """Nanoseconds for each."""
+    """Nanoseconds per delta."""
     start = time.perf_counter()
     for delta in deltas:
         take(delta)

@@ -1,4 +1,4 @@
-"""How many tokens pass the engine port per second and core: instant engine, socket, fan-out.
+"""Measures how many tokens pass the engine port per second and core, with the instant engine.
 
     python bench/micro/engine_port.py
 
@@ -44,7 +44,7 @@ RESULT = Path(__file__).parent.parent / "results" / "engine_port.md"
 
 
 class Counter:
-    """The cheapest sink there is."""
+    """The cheapest possible sink."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -72,7 +72,7 @@ def model(directory: str) -> EngineSpec:
 
 
 def make_frames(spec: EngineSpec) -> list[bytes]:
-    """Every frame of one run, as the host would send them."""
+    """Makes every frame of one run, as the host would send them."""
     core, encode = InstantCore(SystemClock()), msgspec.msgpack.Encoder().encode
     core.load(spec, lambda progress: None)
     for handle in range(1, STREAMS + 1):
@@ -84,7 +84,7 @@ def make_frames(spec: EngineSpec) -> list[bytes]:
 
 
 def fan_out(frames: list[bytes], spec: EngineSpec) -> None:
-    """The client's work on bytes that have arrived."""
+    """Runs the client's work on received bytes."""
     loop = asyncio.new_event_loop()
     client = CoreClient(spec)
     for handle in range(1, STREAMS + 1):
@@ -97,14 +97,14 @@ def fan_out(frames: list[bytes], spec: EngineSpec) -> None:
 
 
 def decode(frames: list[bytes]) -> None:
-    """A limit: the records, and nothing done with them."""
+    """A limit: decodes the records and does nothing with them."""
     decoder = msgspec.msgpack.Decoder(Event)
     for frame in frames:
         decoder.decode(frame[4 : 4 + int.from_bytes(frame[:4], "big")])
 
 
 def move(frames: list[bytes]) -> None:
-    """A limit: the bytes, through a socket pair and back into Python."""
+    """A limit: moves the bytes through a socket pair and back into Python."""
     one, other = socket.socketpair()
     with one, other:
         for frame in frames:
@@ -124,7 +124,7 @@ def cpu_seconds(work: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 async def whole(spec: EngineSpec) -> tuple[float, float, float]:
-    """Elapsed, our CPU and the core's CPU seconds of one run over a real child process."""
+    """Seconds of one run over a real child process: elapsed, CPU here, CPU of the core."""
     launchers: list[ProcessLauncher] = []
 
     def launcher() -> ProcessLauncher:

@@ -1,4 +1,4 @@
-"""What membership costs: CPU per node and second in clusters at rest, and of a newcomer's news.
+"""Measures the cost of membership: CPU per node and second in clusters at rest, and of a join.
 
     python bench/micro/gossip.py
 
@@ -24,7 +24,7 @@ RESULT = Path(__file__).parent.parent / "results" / "gossip.md"
 
 
 def settled(n: int) -> World:
-    """A cluster of `n` nodes that has been up for a while."""
+    """Makes a cluster of `n` nodes that has been up for a while."""
     world = World(n)
     known = tuple(
         MemberRecord(NodeId(f"n{i}"), 1, address=f"n{i}:1", role="worker") for i in range(n)
@@ -37,7 +37,7 @@ def settled(n: int) -> World:
 
 
 def measure(n: int) -> str:
-    """One row: the share of a core and the messages of a node at rest, and a join."""
+    """Measures one row: a node's share of a core and messages at rest, and a join."""
     world = settled(n)
     before, start = world.messages, time.process_time()
     world.run(SECONDS)

@@ -52,21 +52,21 @@ ROUNDS = 30
 RESULT = Path(__file__).parent.parent / "results" / "hash.md"
 
 PUBLIC_SEED = 1337
-"""Of Dynamo."""
+"""The seed of Dynamo's hashes."""
 
 PEER_SIZES = (16, 32, 64)
-"""Block sizes at which Dynamo is measured, too."""
+"""Block sizes at which Dynamo is measured too."""
 
 ROOT = root_hash(HASH_SECRET_TEST, "bench")
 
 
 def token_ids() -> list[int]:
-    """Spread over a large vocabulary."""
+    """Makes token ids of a large vocabulary."""
     return [(i * 2654435761) % 151_936 for i in range(TOKENS)]
 
 
 def public_hashes(tokens: list[int], block_size: int) -> tuple[list[int], list[int]]:
-    """Dynamo's names of the full blocks, and of the chain up to each."""
+    """Dynamo's hashes of the full blocks, and of the chain up to each."""
     packed, step = pack_tokens(tokens), 4 * block_size
     own = [
         xxh3_64_intdigest(packed[start : start + step], PUBLIC_SEED)
@@ -79,7 +79,7 @@ def public_hashes(tokens: list[int], block_size: int) -> tuple[list[int], list[i
 
 
 def rows() -> dict[str, Callable[[], object]]:
-    """What is measured, by the name it has in the table."""
+    """The rows by their names in the table."""
     tokens = token_ids()
     packed = pack_tokens(tokens)
     chain = (packed, BLOCK_SIZE, HASH_SECRET_TEST, ROOT)
@@ -129,7 +129,7 @@ for line in sys.stdin:
 
 
 class Peer:
-    """Dynamo's binding in a process of its own, asked for one call at a time."""
+    """Dynamo's binding in its own process, which makes one call at a time."""
 
     def __init__(self, python: str) -> None:
         self._process = subprocess.Popen(
@@ -140,7 +140,7 @@ class Peer:
         )
 
     def seconds(self, size: int) -> float:
-        """One call, timed over there."""
+        """Seconds of one call, measured in that process."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -199,7 +199,7 @@ def report(best: dict[str, float], peers: dict[int, float]) -> str:
             "## Against Dynamo",
             "",
             "Million tokens per second from a Python list of ints to names, one core. pdserve's",
-            "names have a key: nobody can construct two prefixes with one name. `xxhash` makes",
+            "hashes have a key: no client can construct two prefixes with one hash. `xxhash` makes",
             "Dynamo's names of the blocks and of the chain, called from Python for each; Dynamo's",
             "binding makes the blocks' only, as a list of ints.",
             "",

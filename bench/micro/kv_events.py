@@ -1,4 +1,4 @@
-"""What a block costs on its way from an engine's pool to a router's index.
+"""Measures what a block costs on its way from an engine's pool to a router's index.
 
     python bench/micro/kv_events.py
 
@@ -34,7 +34,7 @@ RESULT = Path(__file__).parent.parent / "results" / "kv_events.md"
 
 
 class Source:
-    """Batches as a full pool says them: as many blocks go as come."""
+    """Batches of a full pool's events: each removes as many blocks as it stores."""
 
     def __init__(self, run: int, runs: int) -> None:
         """Each batch stores `runs` runs of `run` blocks."""
@@ -85,7 +85,7 @@ def measure(source: Source) -> tuple[float, float, float]:
 
 
 def snapshot(source: Source) -> tuple[float, float, float, float]:
-    """As `measure`, for a reader that starts late; also the seconds of taking the copy."""
+    """Measures like `measure`, with a reader that starts late; also the seconds of the copy."""
     log = KvEventPublisher()
     for batch in source.batches[: len(source.batches) // 2]:
         log.apply(batch)

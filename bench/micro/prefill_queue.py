@@ -1,4 +1,4 @@
-"""What an item costs a router's prefill queue, from its arrival to its claim.
+"""Measures what an item costs a router's prefill queue, from its arrival to its claim.
 
     python bench/micro/prefill_queue.py
 
@@ -41,13 +41,13 @@ BLOCK = 32
 
 
 class Setting:
-    """A queue with workers and items in it."""
+    """A queue with workers and items."""
 
     def __init__(self, shared: int, *, alone: bool) -> None:
         """`shared`: leading blocks that all prompts of a family, one of 256, have in common."""
         self.alone = alone
         self.holders: dict[bytes, Mapping[NodeId, int]] = {}
-        """What the queue alone is told, by family."""
+        """Cached blocks of workers by family, for the queue without an index."""
         self.random = random.Random(1)
         self.now = 0.0
         self.claims: list[tuple[QueueStreamId, int]] = []
@@ -72,7 +72,7 @@ class Setting:
             self.queue.enqueue(self.now, self.decoder, self.item())
 
     def item(self) -> PrefillItem:
-        """A prompt of a thousand tokens or a few."""
+        """Makes an item whose prompt has a thousand tokens or a few."""
         own = self.random.randrange(1, 64)
         names = self.random.choice(self.families) + self.random.randbytes(8 * own)
         tokens = BLOCK * (self.shared + own) + 7
@@ -152,10 +152,10 @@ def main() -> None:
     lines = [
         "# The prefill queue",
         "",
-        f"{WAITING:,} items wait for {WORKERS} workers. The queue alone is told who has how much",
-        "of a prompt; with a router's index that is looked up when an item comes and when it goes,",
-        "and noted for where it goes. No network, no encoding. On a machine that others used at",
-        "the time. Repeat with `python bench/micro/prefill_queue.py`.",
+        f"{WAITING:,} items wait for {WORKERS} workers. The queue alone gets the workers' cached",
+        "parts of a prompt; with a router's index it looks them up when an item comes and when it",
+        "goes, and notes the item's worker. No network, no encoding.",
+        "Other work ran on the machine. Repeat with `python bench/micro/prefill_queue.py`.",
         "",
         *[f"- {fact}" for fact in facts()],
         f"- {accel.describe()}",

@@ -1,4 +1,4 @@
-"""What posting costs Python, per work request: from runs of bytes to the device's function.
+"""Measures what posting costs Python per work request, from runs of bytes to the device's function.
 
     python bench/micro/rdma_post.py
 
@@ -43,14 +43,14 @@ NOTHING = ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value or 0
 
 
 class Rail:
-    """As `pdserve.transfer.rdma.rail.Rail` posts, with completions at once."""
+    """Posts like `pdserve.transfer.rdma.rail.Rail`, with completions at once."""
 
     def __init__(self, table: SendTable, regions: RailRegions) -> None:
         self.queue = SendQueue(DEPTH, regions)
         self.table = table
 
     def post(self, chain: WorkRequestChain) -> int:
-        """How many work requests it came to."""
+        """Posts a chain; returns the number of its work requests."""
         queue, before = self.queue, self.queue.posted
         queue.push(chain)
         while count := queue.fill(self.table):
@@ -62,7 +62,7 @@ class Rail:
 
 
 def best(call: Callable[[], int]) -> tuple[float, int]:
-    """Microseconds per work request, and how many there were."""
+    """Microseconds per work request, and the number of work requests."""
     least, count = 1e9, 1
     for _ in range(ROUNDS):
         start = time.process_time()
@@ -72,7 +72,7 @@ def best(call: Callable[[], int]) -> tuple[float, int]:
 
 
 def chain_of(count: int, size: int) -> WorkRequestChain:
-    """Runs in no order."""
+    """Makes a chain of runs in random order."""
     places = [n * size for n in range(count)]
     random.Random(1).shuffle(places)
     columns = array("q", places), array("q", places[::-1]), array("q", [size]) * count
@@ -80,7 +80,7 @@ def chain_of(count: int, size: int) -> WorkRequestChain:
 
 
 def post(count: int, table: SendTable, size: int = 1 << 16) -> tuple[float, int]:
-    """One chain of so many runs."""
+    """Posts one chain of `count` runs."""
     region = region_slices(0, count * size, (1,))
     rail = Rail(table, RailRegions([region], [region]))
     chain = chain_of(count, size)
@@ -89,7 +89,7 @@ def post(count: int, table: SendTable, size: int = 1 << 16) -> tuple[float, int]
 
 
 def deliver(blocks: int) -> tuple[float, int]:
-    """One part of scattered blocks over two rails."""
+    """Delivers one part of scattered blocks over two rails."""
     (layout,) = layouts(8, 1, layers=4, tokens=16, dim=64)
     card = RegionCard(layout=layout, blocks=blocks)
     route = BlockMapper((card,), (card,))
@@ -111,7 +111,7 @@ def deliver(blocks: int) -> tuple[float, int]:
 
 
 def main() -> None:
-    """Measure, print and write the result."""
+    """Measures, prints and writes the result."""
     rows = []
     for count in (16, 64, 256, 1024, 4096):
         native = post(count, new_table(DEPTH))[0] if accel.NATIVE else float("nan")

@@ -1,4 +1,4 @@
-"""What scheduling costs: microseconds per sequence and step while many sequences decode.
+"""Measures the cost of scheduling: microseconds per sequence and step while many sequences decode.
 
     python bench/micro/scheduler.py
 
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 SIZES = (1, 32, 256)
 STEPS = 64
-"""Per round: two blocks of 32 tokens are filled by each sequence."""
+"""Steps per round, in which each sequence fills two blocks of 32 tokens."""
 ROUNDS = 12
 PROMPT = 100
 RESULT = Path(__file__).parent.parent / "results" / "scheduler.md"
 
 
 class NullExecutor:
-    """Computes nothing: the same token for everybody."""
+    """An executor that computes nothing: every sequence gets the same token."""
 
     def load(self, spec: EngineSpec, progress: ProgressFn) -> ModelInfo:
         layout = KvBlockShape(1, 1, spec.block_size, 1, 1)
@@ -65,22 +65,22 @@ class NullExecutor:
         )
 
     def allocate(self, num_blocks: int) -> None:
-        """Nothing is stored."""
+        """Allocates nothing."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         samples = sum(chunk.samples for chunk in plan.chunks)
         return StepResult([5] * samples, [None] * samples)
 
     def release(self, sequences: Seq[Sequence]) -> None:
-        """Nothing was kept."""
+        """Releases nothing."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Closes nothing."""
 
 
 @dataclass
 class Bench:
-    """One core with `size` decoding sequences."""
+    """A core with `size` decoding sequences."""
 
     size: int
     core: EngineCore = field(init=False)
@@ -101,7 +101,7 @@ class Bench:
         self.encode = msgspec.msgpack.Encoder().encode
 
     def scheduling(self) -> None:
-        """Plan and complete, nothing else."""
+        """Plans and completes steps, nothing else."""
         scheduler, execute = self.core.scheduler, NullExecutor().execute
         for _ in range(STEPS):
             plan = scheduler.schedule(0.0)
@@ -109,12 +109,12 @@ class Bench:
         self.core.pool.drain_events()
 
     def whole_core(self) -> None:
-        """Steps of the core, with their events encoded and framed."""
+        """Runs steps of the core, and encodes and frames their events."""
         for _ in range(STEPS):
             encode_frames(map(self.encode, self.core.step()))
 
     def records(self) -> None:
-        """The limit."""
+        """The limit: makes the records of a step."""
         running = self.core.scheduler.running
         tokens: list[list[int]] = [[] for _ in running]
         for _ in range(STEPS):
@@ -127,7 +127,7 @@ class Bench:
 
 
 def best_seconds(work: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """Each row's best round; the rounds take all rows in turn."""
+    """Returns each row's best round; the rounds take all rows in turn."""
     best = dict.fromkeys(work, float("inf"))
     for _ in range(ROUNDS):
         for name, run in work.items():

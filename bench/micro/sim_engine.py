@@ -1,8 +1,8 @@
-"""What a simulated request costs the engine: CPU seconds of core, scheduler and pool, no network.
+"""Measures what a simulated request costs the engine: CPU seconds of core, scheduler and pool.
 
     python bench/micro/sim_engine.py [--profile]
 
-Prompts of 12,000 tokens that nobody has seen before, 343 output tokens each (the means of the
+Prompts of 12,000 new tokens, 343 output tokens each (the means of the
 Mooncake conversation trace), Poisson arrivals, in virtual time on one worker of preset h200-8b;
 block names come with the request, as a frontend sends them. Times are CPU times of this process,
 so that a busy machine matters less. Writes bench/results/sim_engine.md.
@@ -39,13 +39,13 @@ ROUNDS = 3
 @dataclass
 class Cost:
     cpu: float
-    """Seconds per request."""
+    """CPU seconds per request."""
     calls: float
     """Steps of the core per request."""
     batch: float
-    """Mean sequences of a step."""
+    """Mean number of sequences of a step."""
     faster: float
-    """Than real time, by CPU time, of this one worker."""
+    """How many times faster than real time this one worker runs, by CPU time."""
 
 
 def requests(block_size: int, model: str) -> list[GenerateRequest]:
@@ -68,7 +68,7 @@ def requests(block_size: int, model: str) -> list[GenerateRequest]:
 
 
 def live(block_size: int, rate: float, steps: int) -> Cost:
-    """One life of a core under Poisson arrivals."""
+    """Runs a core under Poisson arrivals."""
     clock = ManualClock()
     core = load_core("sim", clock)
     options = {"vocab": "32000", "preset": "h200-8b", "steps_at_once": str(steps)}

@@ -1,4 +1,5 @@
-"""What grammars cost: compiling, a mask per token, and putting it on logits, beside a model's step.
+"""Measures the cost of grammars: compiling, a mask per token, and applying it, beside a model's
+step.
 
     python bench/micro/structured_output.py [--model DIRECTORY] [--vocab N]
 
@@ -58,7 +59,7 @@ CASES = {
 
 
 def sequence(grammar: str) -> Sequence:
-    """One without output."""
+    """Makes a sequence without output."""
     sampling = SamplingParams(max_tokens=999, grammar=grammar, eos_token_ids=(END,))
     request = GenerateRequest(request_id="r", model="m", prompt=[5], sampling=sampling)
     return Sequence(1, 0, request, [5], 1, arrival=0.0)
@@ -77,7 +78,7 @@ def masks(manager: StructuredOutputManager, grammar: str, vocab: int) -> Iterato
 
 
 def step_seconds(model: Path) -> float:
-    """A decode step of one sequence on the torch engine, without sampling's extras."""
+    """Seconds of a decode step of one sequence on the torch engine, with the least sampling."""
     from pdserve.messages.engine import EngineSpec
     from pdserve.testing.inline_engine import InlineEngine
     from pdserve_engines.torch.executor import TorchExecutor
@@ -97,7 +98,7 @@ def step_seconds(model: Path) -> float:
 
 
 def apply_seconds(rows: int, vocab: int) -> float:
-    """Putting `rows` masks on logits."""
+    """Seconds of applying masks to `rows` rows of logits."""
     import torch
 
     from pdserve_engines.torch.sampling.grammar_masks import _apply
@@ -113,7 +114,7 @@ def apply_seconds(rows: int, vocab: int) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure and print a table."""
+    """Measures and prints a table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, default=BUNDLED)
     parser.add_argument("--vocab", type=int, default=1280, help="the model's rows")

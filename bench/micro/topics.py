@@ -1,4 +1,4 @@
-"""What a log costs: a set's changes from its publisher to a reader, and a snapshot of a large one.
+"""Measures the cost of a log: a set's changes from its publisher to a reader, and a large snapshot.
 
     python bench/micro/topics.py
 
@@ -29,7 +29,7 @@ VALUE = b"01234567"
 
 
 class Pair:
-    """A set and one view of it, level."""
+    """A set and a view of it, at the same position."""
 
     def __init__(self, entries: int = 0) -> None:
         self.source = SetLog()
@@ -42,23 +42,23 @@ class Pair:
         self.feed: LogFeed = self.log.feed(self.reader.resume(), 0.0)
 
     def move(self) -> None:
-        """Everything there is, to the reader."""
+        """Moves all waiting messages to the reader."""
         while (message := self.feed.poll(0.0)) is not None:
             self.reader.hear(message)
 
 
 def key(number: int) -> bytes:
-    """16 bytes, as a block hash has."""
+    """Makes a key of 16 bytes, like a block hash."""
     return number.to_bytes(16, "little")
 
 
 def best(work: Callable[[], float]) -> float:
-    """The least CPU seconds that `work` reports."""
+    """Returns the smallest CPU seconds that `work` reports."""
     return min(work() for _ in range(ROUNDS))
 
 
 def events(count: int) -> float:
-    """Opaque events of 64 bytes, moved in batches: `count` of them."""
+    """Moves `count` opaque events of 64 bytes in batches."""
 
     def work() -> float:
         pair = Pair()
@@ -77,7 +77,7 @@ def events(count: int) -> float:
 
 
 def changes(count: int, batch: int) -> float:
-    """`count` puts and as many drops, flushed and moved each `batch`."""
+    """Makes `count` puts and as many drops, and flushes and moves each `batch`."""
 
     def work() -> float:
         pair = Pair()
@@ -99,7 +99,7 @@ def changes(count: int, batch: int) -> float:
 
 
 def snapshot(entries: int) -> float:
-    """A new reader takes over `entries`."""
+    """Lets a new reader load `entries`."""
 
     def work() -> float:
         pair = Pair(entries)
@@ -113,7 +113,7 @@ def snapshot(entries: int) -> float:
 
 
 def hashing() -> float:
-    """One entry's hash."""
+    """Measures the hash of one entry."""
 
     def work() -> float:
         start = time.process_time()

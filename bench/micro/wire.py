@@ -1,4 +1,4 @@
-"""What the wire's own code costs per frame, without sockets, futures or handlers.
+"""Measures what the wire's own code costs per frame, without sockets, futures or handlers.
 
     python bench/micro/wire.py
 
@@ -32,7 +32,7 @@ RESULT = Path(__file__).parent.parent / "results" / "wire.md"
 
 
 def connected() -> tuple[Connection, Connection]:
-    """The dialler's and the acceptor's connection, open."""
+    """Returns the dialler's and the acceptor's connection, both open."""
     keys = (bytes(32),)
     claim = Identity("bench", NodeId("d"), 1).claim()
     d = Connection(DialerHandshake(claim, keys, bytes(32), versions=Versions()), Limits())
@@ -51,7 +51,7 @@ def sent(connection: Connection) -> bytes:
 
 
 class Clock:
-    """The best time of each part."""
+    """Keeps the best time of each part."""
 
     def __init__(self) -> None:
         self.best: dict[str, float] = {}

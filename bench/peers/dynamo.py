@@ -64,19 +64,19 @@ SHORT: Final = "Could you explain how a request travels through a server, step b
 
 @dataclass(frozen=True)
 class Row:
-    """One load."""
+    """A load."""
 
     name: str
     connections: int
     tokens: int
-    """Per answer; 0: an answer of one token that is not streamed."""
+    """Tokens of an answer; 0: an answer of one token without a stream."""
     rate: float = 0.0
     """Requests per second; 0: as many as the connections can take."""
     quickack: bool = False
     words: int = 0
-    """Of the prompt; 0: a short one."""
+    """Words of the prompt; 0: a short one."""
     compare: str = "rate"
-    """What its ratio is about: `rate`, `p50` or `p99`."""
+    """The value that the ratio compares: `rate`, `p50` or `p99`."""
 
 
 ROWS: Final = (
@@ -104,9 +104,9 @@ class System:
     started: float
     """Seconds from the first process to the first answer."""
     members: list[int] = field(default_factory=list)
-    """All of its processes."""
+    """All processes of the arm."""
     idle: int = 0
-    """PSS of all of them before the load, bytes."""
+    """PSS of all processes before the load, in bytes."""
 
 
 # ---------------------------------------------------------------- the systems
@@ -114,7 +114,7 @@ class System:
 
 @contextlib.contextmanager
 def processes(commands: list[tuple[list[str], int]], extra: dict[str, str]) -> Iterator[list[int]]:
-    """Start each command on its core; end them, and their children, afterwards."""
+    """Starts each command on its core; ends the processes and their children afterwards."""
     environment = os.environ | extra
     started: list[subprocess.Popen[bytes]] = []
     try:
@@ -142,7 +142,7 @@ def processes(commands: list[tuple[list[str], int]], extra: dict[str, str]) -> I
 
 @contextlib.contextmanager
 def pdserve(model: Path, policy: str, engine: str) -> Iterator[System]:
-    """Frontend, router and workers, each a process; engine cores are children of workers."""
+    """Starts frontend, router and workers, each a process; engine cores are children of workers."""
     program = [sys.executable, "-m", "pdserve"]
     seed, port = f"127.0.0.1:{free_port()}", free_port()
     worker = [*program, "--role=worker", "--join", seed, "--model", str(model), "--engine"]
@@ -163,7 +163,7 @@ def pdserve(model: Path, policy: str, engine: str) -> Iterator[System]:
 
 @contextlib.contextmanager
 def dynamo(python: Path, model: Path, mode: str) -> Iterator[System]:
-    """Frontend and mocker; two workers in the mocker's one process."""
+    """Starts frontend and mocker; the mocker's process has both workers."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         environment = {
@@ -186,7 +186,7 @@ def dynamo(python: Path, model: Path, mode: str) -> Iterator[System]:
 
 
 def first_answer(port: int) -> None:
-    """Ask until somebody answers. Raises `RuntimeError` after a minute."""
+    """Sends requests until one is answered. Raises `RuntimeError` after a minute."""
     body = json.dumps(request(1, 0)).encode()
     headers = {"content-type": "application/json"}
     ask = urllib.request.Request(f"http://127.0.0.1:{port}{CHAT}", body, headers)
@@ -195,11 +195,11 @@ def first_answer(port: int) -> None:
         with contextlib.suppress(OSError), urllib.request.urlopen(ask, timeout=5):
             return
         time.sleep(0.02)
-    raise RuntimeError(f"nobody answered on port {port}; start the arm by hand to see why")
+    raise RuntimeError(f"no server answered on port {port}; start the arm by hand to see why")
 
 
 def settled(system: System) -> System:
-    """With all of its processes and what they hold, a moment after the first answer."""
+    """Fills in all processes and their memory, a moment after the first answer."""
     time.sleep(1.0)
     found, look = list(system.members), list(system.members)
     while look:
@@ -212,7 +212,7 @@ def settled(system: System) -> System:
 
 
 def held(system: System) -> int:
-    """PSS of all its processes, bytes."""
+    """PSS of all processes of the arm, in bytes."""
     total = 0
     for pid in system.members:
         with contextlib.suppress(OSError):
@@ -239,24 +239,24 @@ def request(tokens: int, words: int) -> dict[str, Any]:
 
 @dataclass
 class Sample:
-    """What one load on one arm gave."""
+    """The results of one load on one arm."""
 
     rate: float
-    """Requests, or chunks of streams, per second."""
+    """Requests or stream chunks per second."""
     p50: float
     p99: float
-    """To the first byte of the answer, ms."""
+    """Milliseconds to the first byte of the answer, 99th percentile."""
     cpu: float
-    """Of the frontend, us per request."""
+    """CPU time of the frontend, in microseconds per request."""
     share: float
-    """Of its core."""
+    """Share of a core that the frontend used."""
     errors: int
     foreign: float
-    """Cores used by others meanwhile."""
+    """Number of cores that other work used meanwhile."""
 
 
 def measure(row: Row, system: System, generator: Path, folder: Path, seconds: float) -> Sample:
-    """One load on one arm."""
+    """Runs one load on one arm."""
     body = folder / f"body-{row.tokens}-{row.words}.json"
     body.write_text(json.dumps(request(row.tokens, row.words)))
     command = ["taskset", "-c", str(OTHER), str(generator), "load", "--port", str(system.port)]
@@ -294,7 +294,7 @@ def middle(samples: list[Sample], name: str) -> float:
 
 
 def table(rounds: Rounds, arms: list[str]) -> list[str]:
-    """One line per row and arm."""
+    """The table with one line per row and arm."""
     lines = [
         "| load | arm | per second | TTFT p50 / p99 ms | frontend us/request | its core | errors "
         "| others |",
@@ -313,7 +313,7 @@ def table(rounds: Rounds, arms: list[str]) -> list[str]:
 
 
 def ratios(rounds: Rounds, arms: list[str]) -> list[str]:
-    """pdserve's default against Dynamo's KV mode, by row."""
+    """Ratios of pdserve's default to Dynamo's KV mode, by row."""
     ours, theirs = arms[0], arms[-1]
     lines = [f"{ours} to {theirs}, medians of each round's ratio:", ""]
     for row in ROWS:
@@ -325,7 +325,7 @@ def ratios(rounds: Rounds, arms: list[str]) -> list[str]:
 
 
 def systems(running: list[System], after: list[int]) -> list[str]:
-    """Start-up, processes, memory."""
+    """The table of start-up, processes and memory."""
     lines = [
         "",
         "| arm | start to first answer, s | processes | PSS idle, MiB | after the load, MiB |",
@@ -340,7 +340,7 @@ def systems(running: list[System], after: list[int]) -> list[str]:
 
 
 def run(args: argparse.Namespace, folder: Path) -> list[str]:
-    """All arms at once, idle ones cost nothing; returns the report."""
+    """Measures all arms side by side; idle ones cost nothing. Returns the report."""
     generator = build_generator(folder)
     model = completed(write_model(folder / "model"))
     rounds: Rounds = {}
@@ -364,7 +364,7 @@ def run(args: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def completed(model: Path) -> Path:
-    """With what Dynamo wants to find in a `config.json` besides."""
+    """Adds the fields that Dynamo needs to `config.json`."""
     path = model / "config.json"
     config = json.loads(path.read_text())
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

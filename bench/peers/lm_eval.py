@@ -7,7 +7,7 @@ PYTHON is the interpreter of an environment that has lm-eval and what its API mo
     pip install --no-deps lm_eval tqdm && pip install aiohttp requests tenacity transformers
 
 lm-eval scores texts by what it sends to `/v1/completions`: token ids, echoed with logprobs, and one
-token that nobody looks at. Here it scores sentences with several endings, as a task of multiple
+token that lm-eval ignores. Here it scores sentences with several endings, as a task of multiple
 choice does, in batches and one by one; a text scored as a whole (perplexity); and a generation up
 to a stop string. The same texts are scored by `transformers` from the same checkpoint, in this
 process. What differs by more than `TOLERANCE` is a failure.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TOLERANCE: Final = 1e-3
-"""Of the summed logprobs of one ending."""
+"""Largest allowed difference of the summed logprobs of one ending."""
 BUNDLED: Final = Path(__file__).parents[2] / "pdserve" / "bundled"
 STARTS: Final = [
     "Once upon a time there was a",
@@ -103,7 +103,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def serving(model: Path) -> Iterator[tuple[str, str, int]]:
-    """A server of `model`: its address, the model's name and the length of its context."""
+    """Starts a server of `model`; gives its address, the model's name and its context length."""
     command = [sys.executable, "-m", "pdserve", "--model", str(model), "--port", "0"]
     command += ["--dtype", "float32"]
     with tempfile.TemporaryFile("w+") as log:
@@ -143,7 +143,7 @@ def _models(url: str) -> list[dict[str, Any]]:
 
 
 def inside(python: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """What lm-eval says, in a process and an environment of its own."""
+    """Runs lm-eval in its own process and environment; returns its output."""
     with tempfile.TemporaryDirectory() as folder:  # this folder holds a file of lm-eval's name
         done = subprocess.run(
             [python, "-c", _INSIDE],
@@ -159,7 +159,7 @@ def inside(python: str, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 class Reference:
-    """The same scores by transformers."""
+    """Computes the same scores with transformers."""
 
     def __init__(self, model: Path, prefix: int) -> None:
         import torch
@@ -172,8 +172,8 @@ class Reference:
         self._model = load(str(model), dtype=torch.float32).eval()
 
     def score(self, start: str, ending: str) -> tuple[float, bool]:
-        """The ending's logprob, and whether it is what the model would say. Trailing spaces of the
-        start belong to the ending, as lm-eval has it."""
+        """Returns the ending's logprob, and whether greedy decoding gives it. Trailing spaces of
+        the start belong to the ending, as in lm-eval."""
         bare = start.rstrip()
         start, ending = bare, start[len(bare) :] + ending
         context = self._ids(start) if start else [self._prefix]
@@ -181,7 +181,7 @@ class Reference:
         return self._score(whole, len(context))
 
     def text(self, text: str) -> float:
-        """A whole text's logprob."""
+        """Returns the logprob of a whole text."""
         return self._score([self._prefix, *self._ids(text)], 1)[0]
 
     def _ids(self, text: str) -> list[int]:
@@ -203,7 +203,7 @@ def report(
     reference: Reference,
     took: float,
 ) -> list[str]:
-    """The page; ends the program if something differs."""
+    """Returns the page; ends the program if something differs."""
     expected = [reference.score(*pair) for pair in pairs]
     rows, worst = [], 0.0
     for way, answers in found["answers"].items():

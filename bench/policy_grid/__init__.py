@@ -1,1 +1,1 @@
-"""The parts of `bench/policies.py`: worlds and arms, running them, comparing, telling."""
+"""The parts of `bench/policies.py`: worlds and arms, runner, comparison, report."""

@@ -1,4 +1,4 @@
-"""Which worlds and which policies are compared: the grid."""
+"""The grid of worlds and policies."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What an arm is put into; all but `load` and `tuning` is a fact of the world."""
+    """The conditions of a cell. All fields but `load` and `tuning` describe the cluster."""
 
     load: float = 1.0
-    """In units of the speed at which the reference just keeps its objective."""
+    """The load in units of the trace speed at which the reference just keeps its objective."""
     jitter: float = 3.0
     slow: bool = False
     routers: int = 1
     preset: str = "h100-8b"
     tuning: bool = False
-    """The trace's first half, not its second."""
+    """True: the trace's first half, else its second half."""
 
     @property
     def words(self) -> str:
@@ -61,7 +61,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How large it all is."""
+    """The size of all replays."""
 
     requests: int = 800
     workers: int = 8
@@ -102,7 +102,7 @@ ABLATIONS: Final = (
     Arm("kv_load, no queue", "kv_load", {}, {"hold_work": "0"}),
 )
 BEYOND: Final = 1.6
-"""The load at which `ttft` too is short of workers: where its parts are worth most."""
+"""A load at which `ttft` also has too few workers, so that its terms matter most."""
 CANDIDATES: Final = tuple(
     Arm(
         f"kv_load {credit}/{decay}/{weight}/{temperature}",
@@ -127,18 +127,18 @@ CANDIDATES: Final = tuple(
         ("2", "0", "0", "0.1"),
     )
 )
-"""What `kv_load` is tuned over: the settings that its authors publish for different loads (credit
-1.5; 2, 4, 64 for agents), and around them."""
+"""The settings over which `kv_load` is tuned: those that its authors publish for different loads
+(credit 1.5; 2, 4, 64 for agents), and others near them."""
 
 
 def few_worlds(scale: Scale) -> list[World]:
-    """Where every policy is."""
+    """The worlds in which every policy runs."""
     return [World(load=load) for load in scale.few_loads]
 
 
 def grid(scale: Scale, tuned: Arm) -> Iterator[tuple[World, Arm, int]]:
-    """(world, arm, seed): what is reported on. The seeds of a cell are close to each other, so that
-    an unfinished grid has whole cells."""
+    """All (world, arm, seed) of the report. The seeds of a cell follow each other, so that an
+    unfinished grid has whole cells."""
     whole = [
         World(load=load, jitter=jitter, slow=slow, routers=routers)
         for routers, slow, jitter, load in product(

@@ -17,7 +17,7 @@ _LEVEL: Final = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Ours less theirs, relative to theirs, and where its mean lies with 95 %."""
+    """The relative difference of two arms: its mean, with a 95 % interval."""
 
     mean: float
     low: float
@@ -25,19 +25,19 @@ class Difference:
 
     @property
     def word(self) -> str:
-        """Of a number of which more is better."""
+        """The verdict for a number of which more is better."""
         if self.low > 0:
             return "better"
         return "worse" if self.high < 0 else "equal"
 
 
 def mean(values: Sequence[float]) -> float:
-    """0 without any."""
+    """The mean of the values; 0 if there are none."""
     return sum(values) / len(values) if values else 0.0
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
-    """Of values that belong together by index: the same seed in the same world."""
+    """The difference of two arms. Values with one index have the same seed and world."""
     base = mean(theirs) or 1.0
     pairs = [(a - b) / base for a, b in zip(ours, theirs, strict=True)]
     low, high = interval(pairs)
@@ -45,7 +45,7 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the mean lies, by resampling; the same for the same values."""
+    """A bootstrap interval of the mean; the same values give the same interval."""
     random = Random(0)
     means = sorted(
         mean([random.choice(values) for _ in values]) for _ in range(_RESAMPLES if values else 1)

@@ -1,4 +1,4 @@
-"""What the grid says, as a page. Pure."""
+"""Writes the grid's page. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Findings", "page"]
 
 _ALLOWED: Final = -0.03
-"""The aim: goodput never further below a rival's."""
+"""Lowest allowed relative difference of the goodput of `ttft` to that of another policy."""
 _NEAR: Final = (1.0,)
 """Loads that count as near saturation."""
 
@@ -46,16 +46,16 @@ _OF_ONE_FORM: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Everything that was measured."""
+    """All measurements."""
 
     scale: Scale
     knees: dict[str, float]
-    """By preset: times the trace's own speed."""
+    """Knees by preset, as multiples of the trace's own speed."""
     tuned: Arm
     tuning: list[tuple[Arm, float, float]]
     """(candidate, share of good requests, mean time to first token) on the first half."""
     results: dict[tuple[World, str], list[Result]]
-    """By world and arm, in order of seeds."""
+    """Results by world and arm, in order of seeds."""
     cpu_seconds: float
 
     def has(self, world: World, arm: Arm) -> bool:
@@ -65,17 +65,17 @@ class Findings:
         return [read(result) for result in self.results[world, arm.name]]
 
     def compare(self, world: World, rival: Arm, read: Callable[[Result], float]) -> Difference:
-        """Of `ttft` with a rival."""
+        """Compares `ttft` with another policy."""
         return difference(self.values(world, TTFT, read), self.values(world, rival, read))
 
     @property
     def worlds(self) -> list[World]:
-        """In which `ttft` ran."""
+        """The worlds in which `ttft` ran."""
         return [world for world, arm in self.results if arm == TTFT.name]
 
 
 def good(result: Result) -> float:
-    """Share of good requests: at one load, goodput by another unit."""
+    """Share of good requests. At one load it is goodput in another unit."""
     return float(result["good"])
 
 
@@ -85,12 +85,12 @@ def first(result: Result) -> float:
 
 
 def page(findings: Findings, facts: Sequence[str], how: Sequence[str]) -> str:
-    """The whole result."""
+    """The whole page."""
     sections = [
         ["# Routing policies in simulation", "", *how, "", *(f"- {fact}" for fact in facts)],
         _verdict(findings),
         ["## Against tuned `kv_load`, cell by cell", "", *_grid(findings)],
-        ["## All policies", "", *_everybody(findings)],
+        ["## All policies", "", *_all_policies(findings)],
         ["## What each part of `ttft` is worth", "", *_ablations(findings)],
         ["## How good predictions are", "", *_predictions(findings)],
         ["## How `kv_load` was tuned", "", *_tuning(findings)],
@@ -142,7 +142,7 @@ def _verdict(findings: Findings) -> list[str]:
 
 
 def _not_shown(findings: Findings) -> Iterator[str]:
-    """Whoever reads the verdict has to know these."""
+    """The limits of the verdict, which a reader must know."""
     worlds, scale = findings.worlds, findings.scale
     rivals = [{arm.policy for arm in rivals_in(findings, world)} for world in worlds]
     alone = rivals.count({"kv_load"})
@@ -164,7 +164,7 @@ def _not_shown(findings: Findings) -> Iterator[str]:
 
 
 def _ties(findings: Findings) -> list[str]:
-    """Rivals of the few worlds that are equal in all of them."""
+    """Other policies of the few worlds that are equal to `ttft` in all of them."""
     few = [world for world in few_worlds(findings.scale) if findings.has(world, TTFT)]
     return [
         f"`{arm.name}`"
@@ -205,7 +205,7 @@ def _grid(findings: Findings) -> Iterator[str]:
         )
 
 
-def _everybody(findings: Findings) -> Iterator[str]:
+def _all_policies(findings: Findings) -> Iterator[str]:
     yield "Requests of this trace name no session, so that `session` is `least_loaded`."
     yield ""
     yield _row(
@@ -317,7 +317,7 @@ def _tuning(findings: Findings) -> Iterator[str]:
 
 
 def _edges(best: Arm, tried: Sequence[Arm]) -> list[str]:
-    """Settings of the best of which no larger value was tried beside its other settings."""
+    """Settings of the best arm that are the largest tried values beside its other settings."""
     found = []
     for name, value in best.options.items():
         rest = {**best.options, name: ""}

@@ -1,8 +1,7 @@
-"""Runs cells in processes, keeps each result as one line, and takes finished ones from there.
+"""Runs cells in processes and keeps each result as one line of a file.
 
-A line is found again by what it is a result of: the cell, the scale, and the sources; so a run that
-was interrupted goes on, and one after a change of code starts anew.
-"""
+A later run reuses a line if its cell, its scale and the sources are the same. So an interrupted run
+resumes, and a run after a change of the code starts anew."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ _TELL_EVERY = 10
 
 
 class Runner:
-    """See above."""
+    """Runs cells in processes and keeps their results in a file."""
 
     def __init__(self, trace: Path, scale: Scale, data: Path, processes: int) -> None:
         self._trace = trace
@@ -47,15 +46,15 @@ class Runner:
         self._known = self._read()
         self._pool = multiprocessing.get_context("spawn").Pool(processes, initializer=_be_nice)
         self.seconds = 0.0
-        """Of processes, spent on what is known, in earlier runs too."""
+        """Process seconds that the known results took, in earlier runs too."""
 
     def close(self) -> None:
-        """End the processes."""
+        """Ends the processes."""
         self._pool.close()
         self._pool.join()
 
     def run(self, jobs: Sequence[Job]) -> list[Result]:
-        """Results in order of `jobs`."""
+        """Returns results in the order of `jobs`."""
         keys = [self._key(job) for job in jobs]
         missing = [
             (key, job) for key, job in zip(keys, jobs, strict=True) if key not in self._known
@@ -98,7 +97,7 @@ class Runner:
 
 
 def sources() -> str:
-    """Names the code that a result is of."""
+    """A digest of the code, which is part of a result's key."""
     root = Path(pdserve.__file__).parent
     digest = hashlib.sha256()
     for path in _files((root, root.parent / "engines")):
@@ -122,7 +121,7 @@ def _run_line(task: tuple[str, Scale, str, Job]) -> dict[str, Any]:
 
 
 def run_one(trace: Path, scale: Scale, job: Job) -> Result:
-    """One replay's summary."""
+    """Runs one replay and returns its summary."""
     world, arm, seed, speed = job
     config = ReplayConfig(
         workers=scale.workers,

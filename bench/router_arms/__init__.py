@@ -1,1 +1,1 @@
-"""What `bench/router.py` measures: a router core alone, and a router behind its bus."""
+"""The arms of `bench/router.py`: a router core alone, and a router behind its bus."""

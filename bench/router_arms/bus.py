@@ -1,8 +1,7 @@
 """A router in a process and on a core of its own; frontends and workers in another, over TCP.
 
-The workers serve nothing, but say all that real ones say: load reports, that they hold a request,
-how its first token came, what their pools store and remove, that the request has ended.
-"""
+The workers serve nothing, but send all that real ones send: load reports, the start of a request,
+its first token, the blocks that their pools store and remove, and the end of the request."""
 
 from __future__ import annotations
 
@@ -54,49 +53,49 @@ __all__ = ["Bus", "Seen", "measure"]
 ROUTER: Final = NodeId("router")
 _KEY: Final = bytes(32)
 _WORKED_OFF: Final[Seconds] = 0.05
-"""At low rate, from a request's first token to its end."""
+"""Seconds from a request's first token to its end, at low rate."""
 _TOP: Final = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bus:
-    """What is measured."""
+    """The settings of a measurement."""
 
     blocks: int
-    """Of a prompt."""
+    """Blocks of a prompt."""
     workers: int = 16
     frontends: int = 4
     under_way: int = 64
-    """Requests at once, for throughput,"""
+    """Concurrent requests when throughput is measured."""
     rate: float = 100.0
-    """and per second, for latency."""
+    """Requests per second when latency is measured."""
     seconds: Seconds = 5.0
     policy: str = "ttft"
     pool_blocks: int = 32_768
-    """Of a worker: what is over is removed, oldest prompt first."""
+    """Blocks of a worker's pool; the oldest prompt's blocks are removed first."""
     profile: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What came of it."""
+    """The results."""
 
     decisions: int
     cpu: Seconds
-    """Of the router's process, for these."""
+    """CPU time of the router's process for these decisions."""
     wall: Seconds
     held: int
     p50: Seconds
-    """From request to answer, at low rate."""
+    """Seconds from request to answer, at low rate."""
     p99: Seconds
     events: int
-    """Of workers' pools, that the router's index took in."""
+    """Events of the workers' pools that the router's index applied."""
     top: list[tuple[float, int, str]]
-    """(share of the time, calls, where), the most first; only with `profile`."""
+    """(share of the time, calls, function), the largest first; only with `profile`."""
 
 
 def make_node(name: str, role: str, *join: str) -> Node:
-    """On a free port of this machine."""
+    """Makes a node on a free port of this machine."""
     config = NodeConfig(
         node=NodeId(name), role=role, listen="127.0.0.1:0", join=join, cluster="bench"
     )
@@ -176,18 +175,18 @@ def _place(path: str, line: int, name: str) -> str:
     return name if line == 0 else f"{os.path.basename(path)}: {name}"
 
 
-# ---------------------------------------------------------------------- everybody else
+# ---------------------------------------------------------------------- frontends and workers
 
 
 class _Pool:
-    """What a worker's pool holds: the source of its log, lighter than a real one."""
+    """The content of a worker's pool, as the source of its log; lighter than a real pool."""
 
     def __init__(self, bus: Bus, prompts: Prompts) -> None:
         self._beginnings: list[HashesStored] = []
         self._ends: deque[HashesStored] = deque()
-        """Oldest first; beginnings stay."""
+        """Ends of prompts, oldest first; common beginnings are never removed."""
         self._shared = set(prompts.prefixes)
-        """Not stored yet."""
+        """Common beginnings that are not stored yet."""
         self._own: set[bytes] = set()
         self._half = NAME * (bus.blocks // 2)
         self._most = bus.pool_blocks
@@ -195,7 +194,7 @@ class _Pool:
         self.blocks = 0
 
     def store(self, names: bytes) -> bytes:
-        """The event of a prompt that was computed; empty: nothing has changed."""
+        """The event of a prompt that was computed; empty if the pool did not change."""
         shared, own = names[: self._half], names[self._half :]
         changes: list[HashesStored | HashesRemoved] = []
         if shared in self._shared:
@@ -223,16 +222,16 @@ class _Pool:
         return HashesRemoved(0, names)
 
     def snapshot(self) -> Iterator[bytes]:
-        """See `LogSource`."""
+        """The stored blocks, in pieces; see `LogSource.snapshot`."""
         return iter([encode([stored]) for stored in (*self._beginnings, *self._ends)])
 
     def digest(self) -> int:
-        """See `LogSource`."""
+        """The digest of the stored blocks; see `LogSource.digest`."""
         return self._digest.value()
 
 
 class Worker:
-    """One that serves nothing and says all that a worker says."""
+    """A worker that serves nothing and publishes everything that a worker publishes."""
 
     def __init__(self, name: str, seed: str, bus: Bus, prompts: Prompts) -> None:
         self.node = make_node(name, "worker", seed)
@@ -245,7 +244,7 @@ class Worker:
         self.running = 0
 
     async def start(self) -> None:
-        """Join, and offer the model."""
+        """Joins the cluster and publishes the model."""
         await self.node.start()
         model = ModelSummary(
             name="m",
@@ -262,7 +261,7 @@ class Worker:
         self.report()
 
     def report(self) -> None:
-        """Ten times a second."""
+        """Reports the load ten times a second."""
         self._load.set(
             WorkerLoad(
                 ready=True,
@@ -275,13 +274,13 @@ class Worker:
         )
 
     def take(self, names: bytes, booking: int) -> None:
-        """The request is here."""
+        """Reports that the request has arrived."""
         self.running += 1
         self.sequences.put(booking_key(booking))
         self.sequences.flush()
 
     def start_answer(self, names: bytes, booking: int, overlap: int) -> None:
-        """Its prompt is computed."""
+        """Reports that the prompt is computed."""
         tokens = BLOCK * (len(names) // NAME - overlap) + 5
         work = 1e-4 + 1e-6 * tokens
         self.sequences.put(
@@ -292,14 +291,14 @@ class Worker:
             self._kv.append(event)
 
     def end(self, booking: int) -> None:
-        """The answer is complete."""
+        """Reports that the answer is complete."""
         self.running -= 1
         self.sequences.drop(booking_key(booking))
         self.sequences.flush()
 
 
 class _Load:
-    """All that asks and answers."""
+    """The clients, and the workers that answer them."""
 
     def __init__(self, bus: Bus, fronts: list[Node], workers: dict[NodeId, Worker]) -> None:
         self._bus = bus
@@ -310,7 +309,7 @@ class _Load:
         self.times: list[Seconds] = []
 
     async def ask(self, *, linger: Seconds = 0.0) -> None:
-        """One request, to its end."""
+        """Sends one request and runs it to its end."""
         self._asked += 1
         front = self._fronts[self._asked % len(self._fronts)]
         names = self._prompts.draw()
@@ -336,7 +335,7 @@ class _Load:
         link.tell(RELEASE, encode(ReleaseBooking(routed.booking, "finished")))
 
     async def crowd(self, seconds: Seconds) -> None:
-        """As many as may be, one after the other."""
+        """Sends requests as fast as they are answered."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
 
@@ -347,7 +346,7 @@ class _Load:
         await asyncio.gather(*(one() for _ in range(self._bus.under_way)))
 
     async def trickle(self, seconds: Seconds) -> None:
-        """At a low rate, whenever answers come."""
+        """Sends requests at a low rate and does not wait for answers."""
         loop, draw = asyncio.get_running_loop(), random.Random(1)
         asked = []
         until = loop.time() + seconds
@@ -357,7 +356,7 @@ class _Load:
         await asyncio.gather(*asked)
 
     async def report(self) -> None:
-        """Of all workers, for ever."""
+        """Reports the load of all workers until it is cancelled."""
         while True:
             for worker in self._workers.values():
                 worker.report()
@@ -419,7 +418,7 @@ def _pin(core: int | None) -> None:
 
 
 def _cores() -> tuple[int | None, int | None]:
-    """The router's and everybody else's."""
+    """The router's core, and the core of all other processes."""
     if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2:
         return None, None
     first, second, *_ = sorted(os.sched_getaffinity(0))
@@ -427,7 +426,7 @@ def _cores() -> tuple[int | None, int | None]:
 
 
 def measure(bus: Bus) -> Seen:
-    """Once, in two processes."""
+    """Measures once, in two processes."""
     mine, its = multiprocessing.Pipe()
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     core, other = _cores()

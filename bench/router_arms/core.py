@@ -1,4 +1,4 @@
-"""What one decision costs inside a router, by policy."""
+"""Measures the cost of one decision inside a router, by policy."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _ASKER: Final = NodeLife(NodeId("frontend"), 1)
 _OPEN_PER_WORKER: Final = 2
 _WARM: Final = 200
 _EACH: Final[Seconds] = 0.001
-"""Of the core's own clock, between two requests."""
+"""Seconds of the core's own clock between two requests."""
 
 
 def policies() -> list[str]:
-    """All that are installed."""
+    """All installed policies."""
     return sorted(entry.name for entry in entry_points(group="pdserve.policies"))
 
 
 class CoreArm:
-    """One router's core, whose workers hold prefixes and have work."""
+    """A router's core; its workers hold prefixes and have work."""
 
     def __init__(self, policy: str, workers: int, blocks: int) -> None:
         self._random = Random(1)
@@ -93,7 +93,8 @@ class CoreArm:
         )
 
     def _turn(self, most: int) -> Seconds:
-        """One request and all that comes of it; how long this thread computed for the decision."""
+        """Makes one request and all its follow-up events; returns this thread's time for the
+        decision."""
         core, request = self._core, self._route_request()
         self._now += _EACH
         begin = time.thread_time()

@@ -1,4 +1,4 @@
-"""Prompts as routers see them: names of blocks, half of them a beginning that others share."""
+"""Prompts as routers see them: hashes of blocks, whose first half is shared with others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 __all__ = ["BLOCK", "NAME", "Prompts"]
 
 BLOCK: Final = 32
-"""Tokens."""
+"""Tokens of a block."""
 _FAMILIES: Final = 32
 NAME: Final = 8
 _AGAIN: Final = 0.25
@@ -17,7 +17,7 @@ _LATELY: Final = 256
 
 
 class Prompts:
-    """All of one length."""
+    """Prompts of one length."""
 
     def __init__(self, blocks: int, *, seed: int) -> None:
         self._random = Random(seed)
@@ -26,7 +26,7 @@ class Prompts:
         self.prefixes = [self._random.randbytes(NAME * (blocks // 2)) for _ in range(_FAMILIES)]
 
     def draw(self) -> bytes:
-        """A beginning that others have too and an end of its own; or one that was drawn lately."""
+        """Draws a shared beginning and a new end, or repeats a recent prompt."""
         if self._lately and self._random.random() < _AGAIN:
             return self._random.choice(self._lately)
         names = self._random.choice(self.prefixes) + self._random.randbytes(self._rest)

@@ -1,1 +1,1 @@
-"""What `bench/transfer.py` compares: each moves lists of blocks from one process to another."""
+"""The arms of `bench/transfer.py`: each moves lists of blocks from one process to another."""

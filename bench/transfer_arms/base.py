@@ -1,4 +1,4 @@
-"""What every arm can do, and the two processes it runs in. Needs nothing but Python.
+"""The interface of every arm, and its two processes. Needs only Python.
 
     python -m bench.transfer_arms.NAME driver      speaks with bench/transfer.py, moves, takes times
     python -m bench.transfer_arms.NAME partner     speaks with the driver: the other end
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 BLOCK = 64 * 1024
 POOL = 512 << 20
-"""Bytes at each end: more than the caches hold, and a transfer finds none of it there."""
+"""Bytes at each end: more than the caches hold, so that a transfer finds none of its bytes there.
+"""
 BLOCKS = POOL // BLOCK
 _MARK = 64
-"""So many bytes at a block's beginning say which one it is, and of whom."""
+"""Bytes at a block's beginning that identify the block and its owner."""
 
 
 class Arm:
@@ -41,26 +42,26 @@ class Arm:
     # ------------------------------------------------------------------ the driver
 
     def connect(self, partner: Talk | None) -> None:
-        """Make the pool, and reach the other process."""
+        """Makes the pool and connects to the other process."""
         raise NotImplementedError
 
     def move(self, mode: str, here: Sequence[int], there: Sequence[int]) -> float:
-        """Bring these blocks there; seconds until it is known that they have arrived."""
+        """Moves these blocks; returns the seconds until they are known to have arrived."""
         raise NotImplementedError
 
     def mark(self, here: int, value: bytes) -> None:
-        """Overwrite a block's beginning."""
+        """Overwrites a block's beginning."""
         raise NotImplementedError
 
     def found(self, there: int, partner: Talk | None) -> bytes:
-        """A block's beginning at the other end."""
+        """Returns a block's beginning at the other end."""
         assert partner is not None
         return bytes.fromhex(partner.ask({"what": "look", "block": there})["bytes"])
 
     # ------------------------------------------------------------------ the partner
 
-    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Of the driver."""
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answers a request of the driver."""
         raise NotImplementedError
 
 
@@ -83,26 +84,27 @@ class Pool:
 
 
 def fill(view: memoryview, value: int) -> None:
-    """Touch every page: bytes that differ from page to page, so that none can be shared."""
+    """Touches every page with bytes that differ from page to page, so that no pages are shared."""
     piece = Random(value).randbytes(1 << 20)
     for at in range(0, len(view), len(piece)):
         view[at : at + len(piece)] = piece
 
 
 class Talk:
-    """Questions to another process, one at a time."""
+    """Sends requests to another process, one at a time."""
 
     def __init__(self, command: Sequence[str], log: IO[bytes] | None = None) -> None:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
         )
 
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Its answer; raises RuntimeError when it has ended or failed."""
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Sends a request and returns the answer; raises `RuntimeError` if the process ended or
+        failed."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
-            self.process.stdin.write(json.dumps(question).encode() + b"\n")
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
             self.process.stdin.flush()
         except BrokenPipeError:
             raise RuntimeError("the process has ended") from None
@@ -113,7 +115,7 @@ class Talk:
         return answer
 
     def close(self) -> None:
-        """It ends when its input does."""
+        """Closes the process's input, which ends it."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -124,7 +126,7 @@ class Talk:
 
 
 def run(arm: Arm, *, alone: bool = False) -> None:
-    """Be the driver or the partner, whichever the command line says, until the input ends."""
+    """Runs the driver or the partner, as the command line says, until the input ends."""
     role, processors = sys.argv[1], sys.argv[2:]
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -139,11 +141,11 @@ def run(arm: Arm, *, alone: bool = False) -> None:
         partner = Talk([sys.executable, "-m", module, "partner", *processors])
     lists = _Lists()
 
-    def answer(question: dict[str, Any]) -> dict[str, Any]:
-        if question["what"] == "connect":
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        if request["what"] == "connect":
             arm.connect(partner)
             return {}
-        return _measure(arm, partner, lists, question)
+        return _measure(arm, partner, lists, request)
 
     _serve(answers, answer)
     if partner is not None:
@@ -162,8 +164,8 @@ def _serve(answers: IO[bytes], answer: Any) -> None:
 
 
 class _Lists:
-    """Blocks of both ends in an order of their own each, taken in turn: no two neighbours merge,
-    and what is taken has not been touched for as long as the pool is large."""
+    """Blocks of both ends, each in its own random order. No two neighbours merge, and a block is
+    reused only after all others."""
 
     def __init__(self) -> None:
         self.here, self.there = list(range(BLOCKS)), list(range(BLOCKS))
@@ -172,7 +174,7 @@ class _Lists:
         self._at = 0
 
     def take(self, count: int) -> tuple[list[int], list[int]]:
-        """The next so many, of both ends."""
+        """The next `count` blocks of both ends."""
         if self._at + count > BLOCKS:
             self._at = 0
         first, self._at = self._at, self._at + count
@@ -180,20 +182,20 @@ class _Lists:
 
 
 def _measure(
-    arm: Arm, partner: Talk | None, lists: _Lists, question: dict[str, Any]
+    arm: Arm, partner: Talk | None, lists: _Lists, request: dict[str, Any]
 ) -> dict[str, Any]:
-    """Seconds of each of some transfers. That the last one arrived is looked at, not believed."""
+    """Seconds of each of some transfers. Checks that the last one has arrived."""
     seconds = []
-    for number in range(question["count"] + 1):
-        here, there = lists.take(question["bytes"] // BLOCK)
+    for number in range(request["count"] + 1):
+        here, there = lists.take(request["bytes"] // BLOCK)
         value = hashlib.sha512(f"{time.monotonic()} {number}".encode()).digest()
         arm.mark(here[-1], value)
-        seconds.append(arm.move(question["mode"], here, there))
+        seconds.append(arm.move(request["mode"], here, there))
     if arm.found(there[-1], partner) != value:
         raise RuntimeError("what arrived is not what was sent")
     return {"seconds": seconds[1:]}  # the first one warms up
 
 
 def addresses(pool: int, blocks: Sequence[int]) -> Iterator[int]:
-    """Where blocks are."""
+    """Returns the addresses of the blocks."""
     return (pool + block * BLOCK for block in blocks)

@@ -45,7 +45,7 @@ class Memcpy(Arm):
         return time.perf_counter() - started
 
     def _piece(self, count: int, last: int) -> float:
-        """That ends with the last block of the list, or begins the pool."""
+        """Copies one run that ends with the list's last block, or begins at the pool's start."""
         first = max(0, last - count + 1)
         end = first + count - 1
         self.mark(end, bytes(self.ours.head(last)))

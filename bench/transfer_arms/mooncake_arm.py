@@ -51,12 +51,12 @@ class Mooncake(Arm):
     def mark(self, here: int, value: bytes) -> None:
         self.pool.head(here)[:] = value
 
-    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        if question["what"] == "join":
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        if request["what"] == "join":
             self.engine = self._engine(2)
             target = f"127.0.0.1:{self.engine.get_rpc_port()}"
             return {"target": target, "address": self.pool.address}
-        return {"bytes": bytes(self.pool.head(question["block"])).hex()}
+        return {"bytes": bytes(self.pool.head(request["block"])).hex()}
 
 
 if __name__ == "__main__":

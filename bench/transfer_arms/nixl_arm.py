@@ -65,13 +65,13 @@ class Nixl(Arm):
     def mark(self, here: int, value: bytes) -> None:
         self.pool.head(here)[:] = value
 
-    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        if question["what"] == "join":
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        if request["what"] == "join":
             self.agent = self._agent("destination", 2)
             metadata = self.agent.get_agent_metadata().hex()
             return {"metadata": metadata, "address": self.pool.address}
         self.agent.get_new_notifs()
-        return {"bytes": bytes(self.pool.head(question["block"])).hex()}
+        return {"bytes": bytes(self.pool.head(request["block"])).hex()}
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ _TIMEOUT = 30.0
 
 
 class _Deaf:
-    """A sink that needs to hear nothing: the source is told too."""
+    """A sink that ignores events, because the source gets them too."""
 
     def on_part(self, part: int) -> None: ...
 
@@ -54,7 +54,7 @@ class _Deaf:
 
 
 class _End:
-    """One process: its pool, and a transport for each way."""
+    """One process: its pool, and a transport for each mode."""
 
     def __init__(self, key: NodeLife, value: int, ask: Any) -> None:
         self.memory = BlockMemory(BLOCKS, (BLOCK,))
@@ -101,16 +101,16 @@ class Ours(Arm):
 
     def _ask_of(self, mode: str) -> Any:
         async def ask(peer: NodeLife, control: TransferControl, timeout: float) -> TransferControl:
-            question = {"what": "control", "mode": mode, "control": _packed(control)}
+            request = {"what": "control", "mode": mode, "control": _packed(control)}
             loop = asyncio.get_running_loop()
-            answer = await loop.run_in_executor(None, self.partner.ask, question)
+            answer = await loop.run_in_executor(None, self.partner.ask, request)
             return _control(answer)
 
         return ask
 
     def move(self, mode: str, here: Sequence[int], there: Sequence[int]) -> float:
-        question = {"what": "grant", "mode": mode, "blocks": list(there)}
-        packed = self.partner.ask(question)["ticket"]
+        request = {"what": "grant", "mode": mode, "blocks": list(there)}
+        packed = self.partner.ask(request)["ticket"]
         ticket = msgspec.msgpack.decode(bytes.fromhex(packed), type=TransferTicket)
         names = b"".join(number.to_bytes(16, "little") for number in here)
         part = KvPart(0, 0, list(here), LAYERS, names)
@@ -133,12 +133,12 @@ class Ours(Arm):
 
 
 async def _partner() -> None:
-    """The destination: answers while its loop serves the transports."""
+    """Runs the destination; it answers while its loop serves the transports."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     if sys.argv[2:]:
         os.sched_setaffinity(0, {int(sys.argv[3])})
-    end = _End(DESTINATION, 2, lambda mode: _nobody)
+    end = _End(DESTINATION, 2, lambda mode: _no_partner)
     grants: dict[int, Any] = {}
     lines = asyncio.StreamReader(limit=1 << 24)
     loop = asyncio.get_running_loop()
@@ -150,23 +150,23 @@ async def _partner() -> None:
     os._exit(0)  # nothing of its paths is worth waiting for
 
 
-async def _answer(end: _End, grants: dict[int, Any], question: dict[str, Any]) -> dict[str, Any]:
-    match question["what"]:
+async def _answer(end: _End, grants: dict[int, Any], request: dict[str, Any]) -> dict[str, Any]:
+    match request["what"]:
         case "control":
-            answer = await end.transports[question["mode"]].answer(SOURCE, _control(question))
+            answer = await end.transports[request["mode"]].answer(SOURCE, _control(request))
             return {"control": _packed(answer)}
         case "grant":
-            path = end.transports[question["mode"]].path(SOURCE)
+            path = end.transports[request["mode"]].path(SOURCE)
             assert path is not None
-            blocks = question["blocks"]
+            blocks = request["blocks"]
             grant = path.grant(GrantSpec("bench", 1, 0, TOKENS * len(blocks), blocks), _Deaf())
             grants[grant.ticket.slot] = grant
             return {"ticket": _packed(grant.ticket)}
         case "finish":
-            grants.pop(question["slot"]).finish()
+            grants.pop(request["slot"]).finish()
             return {}
         case _:
-            return {"bytes": bytes(end.head(question["block"])).hex()}
+            return {"bytes": bytes(end.head(request["block"])).hex()}
 
 
 def _control(said: dict[str, Any]) -> TransferControl:
@@ -180,7 +180,7 @@ def _packed(record: object) -> str:
     return msgspec.msgpack.encode(record).hex()
 
 
-async def _nobody(peer: NodeLife, control: TransferControl, timeout: float) -> TransferControl:
+async def _no_partner(peer: NodeLife, control: TransferControl, timeout: float) -> TransferControl:
     raise LinkLost("this process asks nothing")
 
 
