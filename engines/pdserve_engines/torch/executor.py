@@ -24,6 +24,7 @@ from pdserve.errors import ConfigError
 from pdserve.limits.memory import available
 from pdserve.transfer.base import Region
 from pdserve_engines.torch import warm_up
+from pdserve_engines.torch.cudnn_attention import CudnnAttentionOff
 from pdserve_engines.torch.kv_budget import measure_memory, out_of_memory
 from pdserve_engines.torch.kv_pool import KvPool
 from pdserve_engines.torch.model_info import model_info, plan_kv_budget
@@ -92,6 +93,7 @@ class TorchExecutor:
         self._settings: TorchSettings | None = None
         self._loaded = elder
         """What a sibling would share: before `load` the elder's, then this executor's own."""
+        self._cudnn_attention = CudnnAttentionOff()
         self._stream: torch.cuda.Stream | None = None
         """None: the device's default stream."""
         self._batch_tokens = 1
@@ -114,6 +116,8 @@ class TorchExecutor:
                 progress("sharing the weights of another worker", None)
         self._loaded, self._model, self._settings = loaded, loaded.model, loaded.settings
         self.prepare_thread()
+        if loaded.settings.device.type == "cuda":
+            self._cudnn_attention.hold()
         self.info = model_info(
             spec,
             loaded.config,
@@ -247,6 +251,7 @@ class TorchExecutor:
 
     def close(self) -> None:
         self._loaded = None
+        self._cudnn_attention.release()
         self._sampler.close()
         if self._model is not None:
             self._model.close()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pdserve.messages.request import SamplingParams
+from pdserve_engines.torch.models import attention
 from tests.engines.torch.checkpoints import TINY, VOCAB, checkpoint, oracle_generate
 from tests.engines.torch.driver import Driver, loaded
 
@@ -54,3 +55,30 @@ def test_bfloat16_is_computed_on_the_device() -> None:
     driver.finish([sequence], 4, chunk=2)
     assert all(0 <= token < VOCAB for token in sequence.output)
     executor.close()
+
+
+def test_attention_by_cudnn_is_off_while_an_engine_is_loaded() -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    executor = loaded(checkpoint("llama")[0], device="cuda", dtype="bfloat16")
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    executor.close()
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_causal_attention_without_masks_computes_what_masks_compute(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole prompts and chunks behind computed tokens, in bfloat16."""
+    prompt = random.Random(5).choices(range(VOCAB), k=50)
+    sampling = SamplingParams(max_tokens=2, temperature=0.0, logprobs=5)
+    found = []
+    for skips in (True, False):
+        monkeypatch.setattr(attention, "_skips_hidden_keys", lambda pool, skips=skips: skips)
+        for chunk in (50, 13):
+            executor = loaded(checkpoint(name)[0], device="cuda", dtype="bfloat16")
+            driver = Driver(executor)
+            found.append(driver.logprobs(driver.add(prompt, sampling), chunk))
+            executor.close()
+    for other in found[1:]:
+        assert other.logprob == pytest.approx(found[0].logprob, abs=0.1)

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+
+from pdserve_engines.torch.models.upload import upload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -39,7 +42,10 @@ class _Group:
     heads: torch.Tensor
     """`[n * kv_heads * blocks]` rows of the pool seen as (block, layer, k|v, head), for layer 0."""
     mask: torch.Tensor | None
-    """True where a query may look; broadcasts to `[n, kv_heads, groups * count, length]`."""
+    """True where a query may look, or what is added to its scores; broadcasts to
+    `[n, kv_heads, groups * count, length]`."""
+    causal: bool = False
+    """One chunk whose queries look at all keys up to their own; it has no mask."""
 
 
 class PagedAttention:
@@ -60,6 +66,7 @@ class PagedAttention:
         self._groups = groups
         self._scale = None if query_scalar is None else query_scalar**-0.5
         self._device = pool.tensor.device
+        self._skips = _skips_hidden_keys(pool.tensor)
         self._block_heads = layout.num_layers * 2 * layout.kv_heads
         self._head_rows = pool.tensor.view(-1, layout.block_size * layout.head_dim)
         self._token_rows = pool.tensor.view(-1, layout.head_dim)
@@ -93,6 +100,8 @@ class PagedAttention:
         return out
 
     def _attend_group(self, layer: int, group: _Group, queries: torch.Tensor) -> torch.Tensor:
+        if group.causal:
+            return self._attend_causal(layer, group, queries)
         kv_heads, dim = self._layout.kv_heads, self._layout.head_dim
         folded = queries.view(group.n, group.count, kv_heads, self._groups, dim)
         folded = folded.permute(0, 2, 3, 1, 4).reshape(group.n, kv_heads, -1, dim)
@@ -103,6 +112,21 @@ class PagedAttention:
         out = out.view(group.n, kv_heads, self._groups, group.count, dim)
         return out.permute(0, 3, 1, 2, 4).reshape(queries.shape)
 
+    def _attend_causal(self, layer: int, group: _Group, queries: torch.Tensor) -> torch.Tensor:
+        keys, values = (self._gather(layer, part, group) for part in (0, 1))
+        heads = queries.transpose(0, 1).unsqueeze(0)
+        square = group.count == group.length
+        out = functional.scaled_dot_product_attention(
+            heads,
+            keys,
+            values,
+            attn_mask=None if square else causal_lower_right(group.count, group.length),
+            is_causal=square,
+            scale=self._scale,
+            enable_gqa=self._groups > 1,
+        )
+        return out[0].transpose(0, 1)
+
     def _gather(self, layer: int, part: int, group: _Group) -> torch.Tensor:
         """`[n, kv_heads, length, head_dim]` of one layer's keys (0) or values (1)."""
         kv_heads, dim = self._layout.kv_heads, self._layout.head_dim
@@ -111,12 +135,15 @@ class PagedAttention:
         return rows.view(group.n, kv_heads, -1, dim)[:, :, : group.length]
 
     def _clear_fresh_blocks(self, batch: ForwardBatch) -> None:
-        """Zero the blocks that this step begins. Masked slots are multiplied by zero, so an
-        infinite value left by an earlier owner would still reach this sequence."""
-        first_tokens = batch.positions % self._layout.block_size == 0
-        if first_tokens.any():
-            blocks = torch.from_numpy(batch.blocks(self._layout.block_size)[first_tokens])
-            self._pool.tensor.index_fill_(0, blocks.to(self._device), 0)
+        """Zero the blocks that this step begins and does not fill. Masked slots are multiplied by
+        zero, so an infinite value left by an earlier owner would still reach this sequence."""
+        size = self._layout.block_size
+        counts = np.diff(batch.offsets)
+        ends = np.repeat(batch.starts + counts, counts)
+        fresh = (batch.positions % size == 0) & (batch.positions + size > ends)
+        if fresh.any():
+            blocks = upload(batch.blocks(size)[fresh], self._device)
+            self._pool.tensor.index_fill_(0, blocks, 0)
 
     def _slot_index(self, batch: ForwardBatch) -> torch.Tensor:
         """Rows of the pool seen as (block, layer, k|v, head, token), for layer 0's keys."""
@@ -124,7 +151,7 @@ class PagedAttention:
         first = batch.blocks(layout.block_size) * self._block_heads * layout.block_size
         first += batch.positions % layout.block_size
         heads = np.arange(layout.kv_heads) * layout.block_size
-        return torch.from_numpy((first[:, None] + heads).reshape(-1)).to(self._device)
+        return upload((first[:, None] + heads).reshape(-1), self._device)
 
     def _group(self, batch: ForwardBatch, chunks: list[int], window: int | None) -> _Group:
         counts = np.diff(batch.offsets)
@@ -146,28 +173,50 @@ class PagedAttention:
         rows = np.concatenate(
             [np.arange(batch.offsets[chunk], batch.offsets[chunk + 1]) for chunk in chunks]
         )
+        narrow = window is not None and longest > window
+        causal = self._skips and count > 1 and not narrow
         return _Group(
-            rows=torch.from_numpy(rows.astype(np.int64)).to(self._device),
+            rows=upload(rows.astype(np.int64), self._device),
             n=len(chunks),
             count=count,
             length=longest,
-            heads=torch.from_numpy(heads.reshape(-1)).to(self._device),
-            mask=self._mask(starts, count, longest, window),
+            heads=upload(heads.reshape(-1), self._device),
+            mask=None if causal else self._mask(starts, count, longest, window if narrow else None),
+            causal=causal,
         )
 
     def _mask(
         self, starts: np.ndarray, count: int, length: int, window: int | None
     ) -> torch.Tensor | None:
-        """`starts`: positions of the first queries, counted from the first gathered key."""
-        narrow = window is not None and length > window
-        if count == 1 and (starts + 1 == length).all() and not narrow:
+        """`starts`: positions of the first queries, counted from the first gathered key. `window`:
+        None if it hides no key."""
+        if count == 1 and (starts + 1 == length).all() and window is None:
             return None
-        last = (starts[:, None] + np.arange(count))[:, :, None]
-        mask = np.arange(length) <= last
-        if window is not None and narrow:
-            mask &= np.arange(length) > last - window
-        mask = np.tile(mask[:, None], (1, 1, self._groups, 1))
-        return torch.from_numpy(mask).to(self._device)
+        first = upload(starts.astype(np.int64), self._device)
+        last = (first[:, None] + torch.arange(count, device=self._device))[:, :, None]
+        keys = torch.arange(length, device=self._device)
+        mask = keys <= last
+        if window is not None:
+            mask &= keys > last - window
+        mask = mask[:, None].repeat(1, 1, self._groups, 1)
+        if count == 1 and self._device.type == "cuda":
+            # Otherwise every layer makes this of the mask again. A prompt's would be too large.
+            return _bias(mask, self._pool.tensor.dtype)
+        return mask
+
+
+def _skips_hidden_keys(pool: torch.Tensor) -> bool:
+    """Whether causal attention without a mask is the better way there: kernels that skip hidden
+    keys and share a group's keys take half precision on a GPU only."""
+    return pool.device.type == "cuda" and pool.dtype != torch.float32
+
+
+def _bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to scores in place of the mask: 0 or minus infinity. Its rows are aligned, as
+    the kernel that takes them needs it."""
+    length = mask.shape[-1]
+    room = mask.new_zeros((*mask.shape[:-1], -(-length // 16) * 16), dtype=dtype)
+    return room[..., :length].masked_fill_(~mask, -torch.inf)
 
 
 def _blocks_before(starts: np.ndarray, window: int | None, block_size: int) -> np.ndarray:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from pdserve_engines.torch.models.attention import PagedAttention
 from pdserve_engines.torch.models.experts import feed_experts
 from pdserve_engines.torch.models.rope import rope_table
+from pdserve_engines.torch.models.upload import upload
 from pdserve_engines.torch.sampling.sampler import argmax
 
 if TYPE_CHECKING:
@@ -98,12 +99,12 @@ class TorchModel:
         attention = PagedAttention(
             batch, self._pool, config.groups, self._windows, config.query_scalar
         )
-        positions = torch.from_numpy(batch.positions).to(self._device)
+        positions = upload(batch.positions, self._device)
         angles = {
             rope: table[positions].unsqueeze(1).unbind(2) for rope, table in self._ropes.items()
         }
-        rows = torch.from_numpy(batch.rows).to(self._device)
-        x = self._embed(torch.from_numpy(batch.tokens).to(self._device))
+        rows = upload(batch.rows, self._device)
+        x = self._embed(upload(batch.tokens, self._device))
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
             mixed = self._attend(index, layer, x, attention, *angles[config.rope_of(index)])

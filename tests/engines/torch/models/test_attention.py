@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pytest
+import torch
+from torch.nn import functional
 
-from pdserve_engines.torch.models.attention import GATHERED, PagedAttention, _group_chunks
+from pdserve_engines.torch.models import attention
+from pdserve_engines.torch.models.attention import (
+    GATHERED,
+    PagedAttention,
+    _bias,
+    _group_chunks,
+)
 from pdserve_engines.torch.models.forward_batch import ForwardBatch
 from tests.engines.torch.checkpoints import VOCAB, checkpoint, oracle_generate
 from tests.engines.torch.driver import Driver, loaded
-
-if TYPE_CHECKING:
-    import pytest
 
 BLOCK = 8
 
@@ -72,3 +78,71 @@ def test_sequences_that_share_a_prefix_gather_no_more_than_is_kept_free(
     assert max(gathered) <= GATHERED * 48 * BLOCK
     expected = oracle_generate(model, prompt, 6)
     assert all(each.output == expected for each in others)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_windowed", "gemma3"])
+@pytest.mark.parametrize("chunk", [7, 40])
+@pytest.mark.filterwarnings("ignore:.*")  # the CPU has no such kernel, and torch says so
+def test_causal_chunks_without_masks_give_the_same_tokens(
+    name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU takes this way in half precision: whole prompts, and chunks behind computed tokens."""
+    causal: list[tuple[int, int]] = []
+    real = PagedAttention._attend_causal
+
+    def attend(self: PagedAttention, layer: int, group: Any, queries: torch.Tensor) -> Any:
+        causal.append((group.count, group.length))
+        return real(self, layer, group, queries)
+
+    monkeypatch.setattr(attention, "_skips_hidden_keys", lambda pool: True)
+    monkeypatch.setattr(PagedAttention, "_attend_causal", attend)
+    directory, model = checkpoint(name)
+    executor = loaded(directory, block_size=BLOCK, options={"kernels": "torch"})
+    driver = Driver(executor)
+    prompts = [random.Random(length).choices(range(VOCAB), k=length) for length in (9, 40)]
+    sequences = [driver.add(prompt) for prompt in prompts]
+    driver.finish(sequences, 6, chunk=chunk)
+    executor.close()
+    assert [each.output for each in sequences] == [
+        oracle_generate(model, prompt, 6) for prompt in prompts
+    ]
+    assert causal
+    assert chunk == 40 or any(count < length for count, length in causal)
+
+
+def test_a_bias_does_what_its_mask_does() -> None:
+    generator = torch.Generator().manual_seed(1)
+    queries, keys, values = (
+        torch.randn(3, 2, rows, 16, generator=generator) for rows in (4, 21, 21)
+    )
+    mask = (torch.arange(21) <= torch.tensor([5, 20, 13])[:, None])[:, None, None]
+    bias = _bias(mask, torch.float32)
+    assert all(stride % 16 == 0 for stride in bias.stride()[:-1])
+    attend = functional.scaled_dot_product_attention
+    assert torch.equal(
+        attend(queries, keys, values, attn_mask=mask), attend(queries, keys, values, attn_mask=bias)
+    )
+
+
+def test_only_blocks_that_stay_unfilled_are_cleared() -> None:
+    """An earlier owner's numbers in a filled block are overwritten before they are read."""
+    executor = loaded(checkpoint("llama")[0], block_size=BLOCK, options={"kernels": "torch"})
+    assert executor.pool is not None
+    pool = executor.pool
+    pool.tensor.fill_(torch.nan)
+    counts = (11, 1)
+    starts = np.array([8, 16], np.int32)
+    batch = ForwardBatch(
+        tokens=np.zeros(12, np.int32),
+        positions=np.array([*range(8, 19), 16], np.int32),
+        offsets=np.array([0, 11, 12], np.int32),
+        starts=starts,
+        tables=np.array([1, 2, 3, 4, 5, 6], np.int32),
+        table_offsets=np.array([0, 3, 6], np.int32),
+        rows=np.array([10, 11], np.int32),
+    )
+    PagedAttention(batch, pool, groups=2)
+    cleared = [block for block in range(8) if not pool.tensor[block].isnan().any()]
+    executor.close()
+    assert list(np.diff(batch.offsets)) == list(counts)
+    assert cleared == [3, 6]
