@@ -15,7 +15,7 @@
     │   └── RequestTimeout          the body did not arrive in time
     ├── Overloaded                  a bound was reached; later it may fit
     │   └── RateLimited             the bound belongs to this API key
-    ├── Unavailable                 nobody can serve this now
+    ├── Unavailable                 no process can serve this now
     │   ├── NotReady                still loading
     │   ├── Draining                going away
     │   ├── NoWorker                no worker serves the model

@@ -28,7 +28,7 @@ class Augmenter:
     corpus: Corpus
 
     def question(self, pair: Pair, rng: random.Random) -> str:
-        """One question that asks for this pair's answer; often one that nobody has written."""
+        """One question that asks for this pair's answer; often one that is not in the corpus."""
         for _ in range(_TRIES):
             core = self._core(pair, rng)
             if not self._allowed(core, pair):

@@ -52,11 +52,11 @@ class MetricsPage:
 
 
 def quantile(counts: Mapping[float, float], share: float) -> float:
-    """Of a histogram's cumulative counts, linear within a bucket; NaN without observations.
+    """A quantile of a histogram's cumulative counts, linear within a bucket; NaN without
+    observations.
 
     The last bucket has no upper bound, so its lower one is the answer, as in Prometheus'
-    `histogram_quantile`.
-    """
+    `histogram_quantile`."""
     bounds = sorted(counts)
     total = counts[bounds[-1]] if bounds else 0.0
     if total <= 0:

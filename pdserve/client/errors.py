@@ -66,7 +66,7 @@ class APIError(ClientError):
         self.type = type
         self.request_id = request_id
         self.body = b""
-        """As it came; empty where the error came within a stream."""
+        """The body that was received; empty if the error came within a stream."""
 
     def __str__(self) -> str:
         return f"{self.message} ({self.status})"
@@ -140,7 +140,7 @@ class StreamBroken(ClientError):
     def __init__(self, message: str, text: str, error: APIError | None = None) -> None:
         super().__init__(message)
         self.text = text
-        """Of the first choice, so far."""
+        """Text of the first choice, so far."""
         self.error = error
         """What the server said, if it said why."""
 

@@ -51,9 +51,9 @@ class Stream(ABC, Generic[C]):
         self.usage: Usage | None = None
         """The last that came: of the whole answer at its end, if the server sends it."""
         self.finish_reason: str | None = None
-        """Of the first choice; None: it has not ended."""
+        """Finish reason of the first choice; None: it has not ended."""
         self.done = False
-        """It came to its end in order."""
+        """True if the stream has ended normally."""
 
     @property
     def text(self) -> str:

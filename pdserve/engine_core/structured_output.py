@@ -354,7 +354,7 @@ class StructuredOutputManager:
         self._limits = LLParserLimits(**PARSER_LIMITS, verbose_errors=False)  # type: ignore[arg-type]
         self._threads = None if inline else ThreadPoolExecutor(1, "pdserve-grammar")
         self._compiled: OrderedDict[str, _Compiling] = OrderedDict()
-        """By grammar, least recently used first. Each sequence uses a copy."""
+        """Compiled grammars by their text, least recently used first. Each sequence uses a copy."""
         self._followed: dict[SequenceKey, _Followed] = {}
 
     def __len__(self) -> int:

@@ -46,7 +46,7 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
     chat: bool
     model: PreparedModel
     model_name: str
-    """As the client wrote it: a name or an alias."""
+    """The model's name as the client wrote it: a name, an alias or an adapter."""
     answer_id: str
     created: int
     prompts: list[Prompt]

@@ -48,7 +48,7 @@ class RoutingHints(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
     """Weight of the tenant."""
     allowed: tuple[NodeId, ...] = ()
-    """Only these workers; empty: all."""
+    """The only workers that may take the request; empty: all."""
     denied: tuple[NodeId, ...] = ()
     """None of these."""
     slo_ttft: Seconds | None = None

@@ -1,6 +1,6 @@
 """Spreads members' cards by version, and large parts of cards by content hash.
 
-Gossip carries only the news that a card has a new version. A node that hears it fetches the card,
+Gossip carries only the news that a card has a new version. A node that gets it fetches the card,
 first from the peer that sent the news, then from the member itself or any linked peer. So a card
 spreads over the same links as its news, once to each node. A card is replaced whole: its version
 counts its member's own changes in one epoch.

@@ -52,8 +52,8 @@ class GossipConfig:
     """If this many observers, min(this, n - 1), lose their connection and are refused a new one,
     the process is gone, and the suspicion ends at once."""
     isolation_grace: Seconds = 60.0
-    """A node that hears fewer than half of its targets delays its verdicts by up to this: the node
-    itself is probably cut off, and a verdict is final."""
+    """A node to which fewer than half of its targets answer delays its verdicts by up to this: the
+    node itself is probably cut off, and a verdict is final."""
 
     health_limit: int = 8
     """h stays below this."""

@@ -144,7 +144,7 @@ class Gossip:
 
     @property
     def due(self) -> Seconds | None:
-        """When to call `step` with `Tick`, if no other event comes before."""
+        """The time at which to call `step` with `Tick`, if no other event comes before."""
         return self.context.agenda.first
 
     @property

@@ -130,7 +130,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class TableReady:
-    """This node has its seeds' table, or has found that it is alone. Once."""
+    """This node has its seeds' table, or has found that it is alone. Emitted once."""
 
     alone: bool
 

@@ -68,7 +68,7 @@ class MemberState(IntEnum):
     DEAD = 2
     """Other members found it gone."""
     LEFT = 3
-    """It announced its own departure."""
+    """The member announced its own departure."""
 
     @property
     def final(self) -> bool:

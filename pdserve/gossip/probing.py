@@ -161,7 +161,7 @@ class Prober:
             self._context.after("ping", node, 0.0)
 
     def isolated(self) -> bool:
-        """True if this node hears so few of its targets that it is probably at fault itself."""
+        """True if so few of its targets answer that this node itself is probably at fault."""
         context = self._context
         since = context.now - context.health.stretch(context.config.fresh)
         heard = sum(probe.heard >= since for probe in self._probes.values())

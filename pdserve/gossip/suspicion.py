@@ -68,7 +68,7 @@ class Suspicion:
         return fresh
 
     def deadline(self, config: GossipConfig, n: int, health: int) -> Seconds:
-        """When the verdict is due among `n` members."""
+        """The time of the verdict among `n` members."""
         low = floor(config, n)
         high = low * config.suspicion_stretch
         wanted = min(config.confirmations, n - 2)

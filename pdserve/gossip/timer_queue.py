@@ -49,7 +49,7 @@ class TimerQueue:
 
     @property
     def first(self) -> Seconds | None:
-        """When the next timer is due."""
+        """The time of the next timer."""
         while self._heap:
             due, serial, key = self._heap[0]
             if self._due.get(key) == (due, serial):

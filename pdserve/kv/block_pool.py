@@ -3,7 +3,7 @@
 A block is in exactly one of four states:
 
     free         holds nothing worth keeping
-    cached       nobody references it, but its hash is known: reusable as prefix, evictable at once
+    cached       without references, but with a known hash: reusable as prefix, evictable at once
     used         referenced by one or more sequences (or leases); may have a hash too
     quarantined  a peer may still write to it: not usable until that is impossible
 
@@ -292,7 +292,8 @@ class BlockPool:
         return events
 
     def _note_stored(self, hashes: list[bytes], parent: bytes) -> None:
-        """Of one chain, without gaps. What follows what was said last becomes one event with it."""
+        """Notes stored blocks of one chain, without gaps. Blocks that follow the last noted ones
+        join their event."""
         if not hashes:
             return
         last = self._events[-1] if self._events else None

@@ -253,13 +253,14 @@ def _within(name: str, window: AxisWindow | None, ours: int, theirs: int) -> Axi
 def _planes(
     layout: StridedLayout, first: int, count: int, head: int
 ) -> tuple[tuple[int, Bytes], ...]:
-    """Of these layers, beginning at this head."""
+    """Returns the planes of `count` layers from `first` on, each beginning at `head`."""
     own = layout.planes[2 * first : 2 * (first + count)]
     return tuple((memory, offset + head * layout.side.head) for memory, offset in own)
 
 
 def _merged(plan: Conversion) -> Conversion:
-    """The same bytes in the longest runs: tokens, then heads, then planes become part of them."""
+    """Returns a plan for the same bytes in the longest runs: it joins tokens, then heads, then
+    planes."""
     heads, tokens, run = plan.heads, plan.tokens, plan.run
     sides = (plan.source, plan.destination)
     if tokens == 1 or all(side.token == run for side in sides):

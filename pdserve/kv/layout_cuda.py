@@ -23,7 +23,7 @@ __all__ = ["CudaConverter", "MapArgument", "launch_shape", "map_argument", "word
 
 _THREADS: Final = 256
 _BLOCKS: Final = 1 << 16
-"""Of threads in one launch: more units take turns."""
+"""Most thread blocks of one launch; more units take turns."""
 
 
 class MapArgument(ctypes.Structure):
@@ -81,8 +81,8 @@ class CudaConverter:
         destination_blocks: Sequence[int],
         source_blocks: Sequence[int],
     ) -> Bytes:
-        """As `layout.convert`, with memories given by their addresses. It does not know the
-        memories' sizes: check the blocks before. Errors: ValueError, `CudaError`."""
+        """Converts like `layout.convert`, with memories given by their addresses. Does not know the
+        memories' sizes: check the blocks before. Errors: `ValueError`, `CudaError`."""
         count = len(source_blocks)
         units = count * plan.units
         if len(destination_blocks) != count or units > MAX_UNITS:

@@ -241,7 +241,7 @@ class ServerProcess:
         self._drain.serve(node)
         if first:
             self._said["node"] = node.id
-        # The other nodes of this process hear of the same members, so one of them logs.
+        # The other nodes of this process get the same events, so only one of them logs.
         if first and not self._membership.private:
             self._unheard.append(node.on_member(log_member_event))
         return node

@@ -21,7 +21,7 @@ def ready_line(
 
 
 def loaded_line(card: ModelCard, capabilities: EngineCapabilities) -> str:
-    """The same without the command, for a worker, which answers no clients."""
+    """The ready line of a worker: it has no command, since a worker answers no clients."""
     place = ", ".join(x for x in (capabilities.device, capabilities.dtype) if x != "none")
     engine = f"{capabilities.engine} ({place})" if place else capabilities.engine
     limits = f"{card.max_model_len} tokens per sequence"
@@ -33,7 +33,7 @@ def loaded_line(card: ModelCard, capabilities: EngineCapabilities) -> str:
 
 
 def served_line(config: FrontendConfig, port: int, card: ModelCard) -> str:
-    """The same for a frontend, which knows a worker's engine only from its card."""
+    """The ready line of a frontend, which knows a worker's engine only from its card."""
     engine = ", ".join(x for x in (card.engine, card.dtype) if x not in ("", "none"))
     limits = f"{card.max_model_len} tokens per sequence"
     return f"ready: {card.name} on {engine}, {limits}; try: {curl(config, port, card)}"

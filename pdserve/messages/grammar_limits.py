@@ -29,6 +29,6 @@ PARSER_LIMITS: Final[Mapping[str, int]] = MappingProxyType(
         "max_grammar_size": 100_000,
     }
 )
-"""As `llguidance.LLParserLimits` names them: about 20 ms of compiling, 15 ms of one step and 100 MB
-at the very most; usual schemas need a hundredth. Repeating something 100,000 times and more is not
-counted here and takes longer: frontends measure the first steps, and refuse what is slow."""
+"""Limits by their names in `llguidance.LLParserLimits`: at most about 20 ms of compiling, 15 ms of
+one step and 100 MB. Usual schemas need a hundredth. Repetitions of 100,000 and more are not counted
+here and take longer: frontends measure the first steps, and refuse slow grammars."""

@@ -70,7 +70,7 @@ class PrefillItem(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     model: str
     """The name on the workers' cards."""
     compat_hash: str = ""
-    """Only a worker with the same compatibility hash may take it."""
+    """The compatibility hash that a worker must have to take the item."""
     prompt_tokens: Count
     """Tokens that must be in KV, including the output of earlier attempts."""
     cached_tokens: Count = 0

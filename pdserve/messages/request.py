@@ -56,11 +56,11 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     temperature: float = 1.0
     """0 means greedy."""
     top_p: float = 1.0
-    """In (0, 1]; 1 is off."""
+    """Nucleus sampling, in (0, 1]; 1 is off."""
     top_k: int = 0
     """0 is off."""
     min_p: float = 0.0
-    """In [0, 1]; 0 is off."""
+    """Least probability relative to the likeliest token, in [0, 1]; 0 is off."""
     presence_penalty: float = 0.0
     """Subtracted once from each token already in the output; in [-2, 2]."""
     frequency_penalty: float = 0.0
@@ -75,7 +75,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     """Like `logprobs`, for each prompt token but the first; such a request reads no prefix
     cache."""
     min_tokens: int = 0
-    """Until this many output tokens, stop and end-of-sequence ids cannot be sampled."""
+    """Number of output tokens before which stop and end-of-sequence ids cannot be sampled."""
     stop_token_ids: tuple[int, ...] = ()
     """The choice ends with reason `stop` after any of these; the id is its `stop_reason`."""
     eos_token_ids: tuple[int, ...] = ()
@@ -259,7 +259,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """The submission's number at the engine port."""
     choice: int
     tokens: list[int]
-    """In order; the stop or end-of-sequence token that ended the choice is included."""
+    """Output tokens in order, including the stop or end-of-sequence token that ended the choice."""
     finish: Finish | None = None
     logprobs: list[TokenLogprob] | None = None
     """One per token of `tokens`, if asked for."""

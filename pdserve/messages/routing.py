@@ -47,7 +47,7 @@ class RouteRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     attempt: Count = 0
     """0 for the first."""
     model: str
-    """As the client wrote it: a name or an alias."""
+    """The model's own name; with `lora`, that of its base model."""
     prompt_tokens: Count
     """Tokens that must be in KV before the next token, including the output of earlier attempts."""
     max_tokens: Count
@@ -59,7 +59,7 @@ class RouteRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     excluded: tuple[NodeId, ...] = ()
     """Workers that this request has failed at, or that its client excludes."""
     allowed: tuple[NodeId, ...] = ()
-    """Only these workers; empty: all."""
+    """The only workers that may take the request; empty: all."""
     names: bytes = b""
     """Short block hashes (`blocks.hashing.short_hashes`, 8 bytes each) of the prompt's full blocks,
     in order. Empty: the frontend could not compute them, so no overlap is known.
@@ -75,7 +75,7 @@ class RouteRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     weight: Annotated[float, Meta(ge=WEIGHT_BOUNDS[0], le=WEIGHT_BOUNDS[1])] = 1.0
     """The tenant's share while requests wait in the router."""
     lora: str = ""
-    """LoRA adapter; only workers that have it are eligible. Empty: none."""
+    """Id of the LoRA adapter; only workers that have it are eligible. Empty: none."""
     waited: Annotated[float, Meta(ge=0, le=_FAR)] = 0.0
     """Seconds since the request reached the frontend, at the moment of sending."""
     deadline: Annotated[float, Meta(ge=-_FAR, le=_FAR)] | None = None

@@ -63,7 +63,7 @@ class RouterStats(msgspec.Struct, frozen=True, array_like=True):
     decisions: dict[str, int] = {}
     """Decisions by policy, or by its fallback."""
     prompt_tokens: Count = 0
-    """Of requests whose first token has come."""
+    """Prompt tokens of requests whose first token has come."""
     expected_tokens: Count = 0
     """Prompt tokens expected to be cached when the worker was chosen."""
     cached_tokens: Count = 0
@@ -180,7 +180,7 @@ class ClusterStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     now: float
     """Its wall clock in Unix seconds; compute ages against it."""
     members: tuple[MemberStatus, ...] = ()
-    """By role and name, the asked node included."""
+    """Members by role and name, the asked node included."""
     models: tuple[ModelStatus, ...] = ()
     conflicts: dict[NodeId, str] = {}
     """Workers that get no requests because their model differs from others of the same name."""

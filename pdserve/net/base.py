@@ -284,7 +284,7 @@ class Link(Protocol):
 
         Raises `DeadlineExceeded` after `timeout`; `LinkLost`, whose `sent` says whether the peer
         may have acted; `Overloaded` and `PayloadTooLarge` before anything is sent; the peer's
-        error; `ProtocolError` for an answer of another type. Cancellation: the peer is told. `late`
+        error; `ProtocolError` for an answer of another type. Cancellation tells the peer. `late`
         is called with an answer that arrives after a cancellation or the deadline, for answers that
         grant a resource which must be released.
         """

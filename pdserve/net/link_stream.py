@@ -91,7 +91,7 @@ class LinkStream:
             self.on_end(None)
 
     def on_end(self, error: BaseException | None) -> None:
-        """The peer's half is complete, or the stream failed; the sink is told once."""
+        """Ends the peer's half, after its end or a failure of the stream; calls the sink once."""
         if self._ended:
             return
         self._ended = True if error is None else error

@@ -94,7 +94,7 @@ class TimerWheel:
         self._emptied = 0
 
     def next(self) -> Seconds | None:
-        """When `due` may have something; None: never."""
+        """The time at which `due` may return something; None: never."""
         return self._filled[0] * TICK if self._filled else None
 
     def due(self, now: Seconds) -> list[Expiring]:

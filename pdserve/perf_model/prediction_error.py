@@ -31,7 +31,7 @@ def bucket_of(uncached: int, sequences: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class ErrorSummary:
-    """Of the last observations: how they compare with their predictions."""
+    """Compares the last observations with their predictions."""
 
     count: int = 0
     p50: float = 0.0

@@ -136,7 +136,7 @@ class _Sums(NamedTuple):
 
 
 def _solved(sums: _Sums, shape: Coefficients, ridge: float) -> Coefficients:
-    """In units of the columns' own size, in which all coefficients are about as large."""
+    """Solves in units of the columns' own size, so that all coefficients have a similar size."""
     unit = [sums.a[k][k] ** -0.5 if sums.a[k][k] > 0.0 else 0.0 for k in range(3)]
     pull = ridge / sums.rows
     a = [[sums.a[i][j] * unit[i] * unit[j] for j in range(3)] for i in range(3)]

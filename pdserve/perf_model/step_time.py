@@ -155,8 +155,8 @@ def _llama(
     gpus: int = 1,
     faster: float = 1.0,
 ) -> Roofline:
-    """Of a model of `body` parameters without embeddings, attention `width` wide; `faster`: by
-    which factor its matrix products outrun bf16."""
+    """The roofline of a model with `body` parameters besides embeddings and attention of `width`.
+    `faster` is the factor by which its matrix products are faster than bf16."""
     flops, bandwidth = machine[0] * gpus, machine[1] * gpus * _MEMORY
     reduces = 2 * shape.layers if gpus > 1 else 0
     traffic = 2 * (gpus - 1) / gpus * width * 2  # bytes per token and all-reduce, in a ring

@@ -104,7 +104,7 @@ class ResponsesToolChoice(msgspec.Struct, kw_only=True):
     name: str | None = None
     mode: Literal["auto", "required"] | None = None
     tools: list[dict[str, Any]] | None = None
-    """Those of `allowed_tools`, by `type` and `name`."""
+    """The tools of `allowed_tools`, by `type` and `name`."""
 
 
 class TextFormat(msgspec.Struct, kw_only=True):

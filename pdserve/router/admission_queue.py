@@ -85,7 +85,8 @@ class QueuedRequest:
 
     @property
     def late(self) -> Seconds | None:
-        """When it must begin for its first token to be in time."""
+        """The latest time to begin the request so that its first token is in time; None: no
+        limit."""
         request = self.request
         if request.slo_ttft is None:
             return None
@@ -93,7 +94,7 @@ class QueuedRequest:
 
     @property
     def leaves(self) -> Seconds | None:
-        """When it stops waiting, whatever happens."""
+        """The time at which the request stops waiting in any case; None: never."""
         return min((at for at in (self.deadline, self.late) if at is not None), default=None)
 
 
@@ -171,7 +172,7 @@ class _Band:
                 del self._idle[next(iter(self._idle))]
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        """In order."""
+        """Iterates over the band's requests in order."""
         for tenant in self.active.values():
             yield from tenant.items.values()
 
@@ -181,8 +182,8 @@ class _Band:
         return sum(tenant.micros for tenant in self.tenants.values())
 
     def ahead(self, key: float, request: RouteRequest) -> float:
-        """Of its work, what would be begun before that request, about: of its own tenant what is
-        sooner in order, and of each other one as much, by weight, as that takes."""
+        """Estimates the work of this band that would begin before that request: of its own tenant,
+        the requests before it in order; of each other tenant, by weight, as much as that takes."""
         own = self.tenants.get(request.tenant)
         before = 0.0
         if own is not None:
@@ -202,7 +203,7 @@ class AdmissionQueue:
     def __init__(self, order: str = "sjf") -> None:
         self._by_arrival = order == "fifo"
         self._bands: SortedDict[int, _Band] = SortedDict()
-        """By falling priority: the key is its negative."""
+        """Bands by falling priority: the key is the negative priority."""
         self._deadlines: SortedDict[tuple[Seconds, int], QueuedRequest] = SortedDict()
         self._length = 0
         self._micros = 0
@@ -213,7 +214,7 @@ class AdmissionQueue:
         return self._length
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        """In the order in which they would be taken now."""
+        """Iterates over the requests in the order in which they would be taken now."""
         for band in self._bands.values():
             yield from band
 
@@ -261,7 +262,7 @@ class AdmissionQueue:
         return None
 
     def last_below(self, priority: int) -> QueuedRequest | None:
-        """Of requests with a lower priority, the one that would be served last; None: none.
+        """The request with a lower priority that would be served last; None: there is none.
         Requests that a router has placed before are passed over, because they were admitted."""
         for negative in reversed(self._bands):
             if -negative >= priority:
@@ -283,7 +284,7 @@ class AdmissionQueue:
 
     @property
     def next_deadline(self) -> Seconds | None:
-        """When the next request expires; None: none does."""
+        """The time at which the next request expires; None: none expires."""
         return self._deadlines.peekitem(0)[0][0] if self._deadlines else None
 
     # ------------------------------------------------------------------ inside

@@ -133,7 +133,7 @@ class Booking:
     work: int = 0
     """Predicted microseconds to compute the other prompt tokens."""
     placed: Seconds = 0.0
-    """When it was placed, or when this router heard of it."""
+    """The time when it was placed, or when this router received it."""
     dispatch: DecisionBasis | None = None
     """The frontend's id of the request; own bookings only."""
     owner: NodeLife | None = None
@@ -340,15 +340,16 @@ class Bookings:
         self._peers: dict[NodeLife, dict[int, Booking]] = {}
         """What each router has open, whether or not its worker is known here."""
         self._beats: dict[NodeLife, Seconds | None] = {}
-        """When each router was last heard; None: it said that it is idle."""
+        """The last time at which each router sent something; None: it said that it is idle."""
         self._trust: dict[NodeLife, float] = {}
-        """Of routers that were not heard lately: how much their word is worth, below 1."""
+        """Weights below 1 of the bookings of routers that sent nothing lately."""
         self.placed = 0
-        """Ever."""
+        """Number of bookings that were ever placed."""
         self.ended: Counter[BookingEnd] = Counter()
-        """Ever, by reason; `placed` is the sum of these and `len()`."""
+        """Number of bookings that ever ended, by reason; `placed` is the sum of these and
+        `len()`."""
         self.touched: set[NodeId] = set()
-        """Workers whose load may have changed; whoever caches it empties this."""
+        """Workers whose load may have changed; the user of this set empties it."""
 
     def __len__(self) -> int:
         """Own bookings that have not ended."""

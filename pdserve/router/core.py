@@ -107,11 +107,11 @@ class RouterCounters:
     held_seconds: float = 0.0
     """Time held, of those that were placed."""
     prompt_tokens: int = 0
-    """Of own bookings whose first token has come."""
+    """Prompt tokens of own bookings whose first token has come."""
     expected_tokens: int = 0
-    """Of `prompt_tokens`, those believed to be cached at the decision."""
+    """The part of `prompt_tokens` that was believed to be cached at the decision."""
     cached_tokens: int = 0
-    """Of `prompt_tokens`, those found in the cache."""
+    """The part of `prompt_tokens` that the worker found cached."""
     waited_seconds: float = 0.0
     """Time from the decision to the first token, where it was predicted."""
     predicted_seconds: float = 0.0
@@ -152,16 +152,16 @@ class RouterCore:
         )
         self.numbers = RouterCounters()
         self.decisions: Counter[str] = Counter()
-        """By who made them: the policy, or what it fell back to."""
+        """Number of decisions by the policy that made them, or by its fallback."""
         self.stirred = False
-        """Something has happened that may let a held request go."""
+        """True if a change may let a held request go."""
         self.draining = False
-        """Nothing is held any more."""
+        """True if the router holds no more requests."""
         self._rebalancer = Rebalancer()
         self._queues: dict[str, AdmissionQueue] = {}
-        """By model as asked for; only those in which somebody waits."""
+        """Queues by the model name of the request; only queues with waiting requests."""
         self._paces: dict[str, DrainRate] = {}
-        """Of those queues."""
+        """Drain rates of these queues."""
         self._asked = 0
         self._looking = False
 
@@ -504,7 +504,7 @@ class RouterCore:
         cached = state.cached_tokens(request, chosen)
         goes = state.elsewhere if state.goes_elsewhere(request, chosen) else None
         work = state.model.prefill(request.prompt_tokens, cached) * chosen.speed
-        if goes is not None:  # it is in nobody's way there
+        if goes is not None:  # a prefill worker computes the prompt, so it delays no request there
             work = 0.0
         ttft = state.ttft(request, chosen)
         name = self.pool.model_of(chosen.node)
@@ -622,12 +622,12 @@ class RouterCore:
             self._forget_empty(model)
             self._answer(now, item)
 
-    def _everybody(self, filters: WorkerFilters, view: ModelView) -> WorkerSet:
+    def _all_workers(self, filters: WorkerFilters, view: ModelView) -> WorkerSet:
         """All workers that may be chosen; the same object until workers come, go or change."""
-        if filters.everybody is None or filters.version != view.version:
-            filters.everybody = self._crowd(view.sound, view.doubtful)
+        if filters.all_workers is None or filters.version != view.version:
+            filters.all_workers = self._crowd(view.sound, view.doubtful)
             filters.version = view.version
-        return filters.everybody
+        return filters.all_workers
 
     def _crowd(self, sound: Iterable[WorkerView], doubtful: Iterable[WorkerView]) -> WorkerSet:
         names, others = (frozenset(worker.node for worker in some) for some in (sound, doubtful))
@@ -658,20 +658,20 @@ class RouterCore:
         """Refuse held requests that no worker can take any more. This changes only when workers do;
         each request was checked when it came."""
         view = self.pool.view(now, model)
-        nobody = not (view.sound or view.doubtful)
+        no_worker = not (view.sound or view.doubtful)
         queue = self._queues.get(model)
-        if queue is None or not (nobody or queue.filters):
+        if queue is None or not (no_worker or queue.filters):
             return
         filters = queue.filters
-        everybody = self._everybody(filters, view)
+        all_workers = self._all_workers(filters, view)
         hopeless = {
             worker_filter
             for worker_filter in filters
-            if not filters.possible(worker_filter, everybody)
+            if not filters.possible(worker_filter, all_workers)
         }
-        if not (nobody or hopeless):
+        if not (no_worker or hopeless):
             return
-        for item in [item for item in queue if nobody or item.worker_filter in hopeless]:
+        for item in [item for item in queue if no_worker or item.worker_filter in hopeless]:
             try:
                 self._among(item.request, view)
             except PdserveError as error:
@@ -695,20 +695,22 @@ class RouterCore:
             return None
         free = bool(sound if view.sound else doubtful)
         filters, open_ = queue.filters, self._crowd(sound, doubtful)
-        everybody = self._everybody(filters, view)
+        all_workers = self._all_workers(filters, view)
 
         def fits(item: QueuedRequest) -> bool:
             if item.deadline is not None and now + item.cost >= item.deadline:
                 return False  # not even its first token would come in time
             worker_filter = item.worker_filter
             return (
-                free if worker_filter is None else filters.is_open(worker_filter, everybody, open_)
+                free
+                if worker_filter is None
+                else filters.is_open(worker_filter, all_workers, open_)
             )
 
         return fits
 
     def next_look(self, now: Seconds) -> Seconds | None:
-        """When `look` may have work without an event; None: no request waits."""
+        """The time at which `look` may have work without an event; None: no request waits."""
         if not self._queues:
             return None
         moments = [now + _LOOK_AGAIN]
@@ -739,7 +741,7 @@ class RouterCore:
         known = [each.all for each in self.predictor.calibration() if each.all.count]
         return max(known, key=lambda summary: abs(log(max(summary.p50, _TINY))), default=None)
 
-    # ------------------------------------------------------------------ who had better move
+    # ------------------------------------------------------------------ rebalancing
 
     def rebalance(self, now: Seconds) -> list[Booking]:
         """Own bookings whose requests another worker would begin sooner. Call it a few times a
@@ -870,7 +872,7 @@ def _open(worker: WorkerView, now: Seconds, work: Seconds) -> bool:
 
 
 def _opening(worker: WorkerView, work: Seconds) -> Seconds | None:
-    """When the worker will be open if nothing but time changes; None: never."""
+    """The time at which the worker will be open if nothing but time changes; None: never."""
     if worker.sequences >= worker.max_sequences or worker.work - 0.9 * worker.head >= work:
         return None
     return worker.as_of + worker.work - work

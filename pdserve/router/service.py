@@ -75,7 +75,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SETTLE: Final[Seconds] = 0.3
-"""Time for a router that has joined to hear of workers and their load before frontends ask it."""
+"""Time for a router that has joined to receive workers and their load before frontends ask it."""
 _SETTLE_LIMIT: Final[Seconds] = 3.0
 """Most time that a router which has joined waits for the cards of the workers that it knows."""
 
@@ -297,7 +297,7 @@ class RouterService:
             moves_asked=numbers.moves_asked,
         )
 
-    # ------------------------------------------------------------------ who had better move
+    # ------------------------------------------------------------------ rebalancing
 
     def _rebalance(self) -> None:
         """Tell frontends which of their requests another worker would begin sooner."""

@@ -55,9 +55,9 @@ class WorkerFilter:
 
     __slots__ = (
         "_wanted",
+        "all_workers",
         "allowed",
         "doubtful",
-        "everybody",
         "excluded",
         "is_open",
         "lora",
@@ -68,17 +68,17 @@ class WorkerFilter:
 
     def __init__(self, allowed: frozenset[NodeId], excluded: frozenset[NodeId], lora: str) -> None:
         self.allowed = allowed
-        """Empty: all."""
+        """The only workers that it takes; empty: all."""
         self.excluded = excluded
         self.lora = lora
         self.requests = 0
-        """That wait with it."""
+        """Number of requests that wait with this filter."""
         self._wanted = allowed - excluded
-        # What `WorkerFilters` found out, and of which crowds.
-        self.everybody: WorkerSet | None = None
+        # Results of `WorkerFilters`, with the set of workers that each holds for.
+        self.all_workers: WorkerSet | None = None
         self.possible = False
         self.doubtful = False
-        """Only doubtful workers may take it."""
+        """True if only doubtful workers may take such a request."""
         self.open: WorkerSet | None = None
         self.is_open = False
 
@@ -108,8 +108,8 @@ class WorkerFilters:
 
     def __init__(self) -> None:
         self.judged = 0
-        """How often a worker_filter was compared with a crowd."""
-        self.everybody: WorkerSet | None = None
+        """Number of comparisons of a filter with a set of workers."""
+        self.all_workers: WorkerSet | None = None
         """All workers that may be chosen, as of `version` of the model's view."""
         self.version = 0
         self._known: dict[_Key, WorkerFilter] = {}
@@ -130,27 +130,29 @@ class WorkerFilters:
         return worker_filter
 
     def remove(self, worker_filter: WorkerFilter) -> None:
-        """The request no longer waits."""
+        """Removes a request that no longer waits."""
         worker_filter.requests -= 1
         if not worker_filter.requests:
             del self._known[worker_filter.key]
 
-    def possible(self, worker_filter: WorkerFilter, everybody: WorkerSet) -> bool:
+    def possible(self, worker_filter: WorkerFilter, all_workers: WorkerSet) -> bool:
         """True if some worker may take it, open or not."""
-        if worker_filter.everybody is not everybody:
+        if worker_filter.all_workers is not all_workers:
             self.judged += 1
-            crowd = everybody.having(worker_filter.lora)
+            crowd = all_workers.having(worker_filter.lora)
             sound = worker_filter.meets(crowd.sound)
             worker_filter.doubtful = not sound
             worker_filter.possible = sound or worker_filter.meets(crowd.doubtful)
-            worker_filter.everybody = everybody
+            worker_filter.all_workers = all_workers
         return worker_filter.possible
 
-    def is_open(self, worker_filter: WorkerFilter, everybody: WorkerSet, open_: WorkerSet) -> bool:
+    def is_open(
+        self, worker_filter: WorkerFilter, all_workers: WorkerSet, open_: WorkerSet
+    ) -> bool:
         """True if an open worker may take it. A suspect one counts only if no sound worker may,
         open or not."""
         if worker_filter.open is not open_:
-            possible = self.possible(worker_filter, everybody)
+            possible = self.possible(worker_filter, all_workers)
             self.judged += 1
             crowd = open_.having(worker_filter.lora)
             worker_filter.is_open = possible and worker_filter.meets(

@@ -44,7 +44,7 @@ class WorkerFacts:
     max_sequences: int = 0
     """Most sequences by its card; 0: not said."""
     loras: frozenset[str] = frozenset()
-    """LoRA adapters that it has."""
+    """Ids of the LoRA adapters that it has."""
     prefill: bool = False
     """True for a prefill worker: it takes no requests."""
     decode: bool = False
@@ -64,6 +64,7 @@ class WorkerFacts:
             member.suspect,
             member.reachable,
             card.max_sequences,
+            frozenset(lora.id for m in card.models for lora in m.loras),
             prefill=card.mode == "prefill",
             decode=card.mode == "decode",
         )
@@ -107,7 +108,7 @@ class _Worker:
     load: WorkerLoad | None = None
     """Its newest report; None: there is none."""
     load_at: Seconds = 0.0
-    """When the newest report arrived."""
+    """The time when the newest report arrived."""
     reported_size: int = 0
     """Its last reported `max_sequences`; kept when the report is lost."""
     standing: WorkerEligibility = WorkerEligibility.SOUND
@@ -382,7 +383,7 @@ class WorkerTable:
             work += self._predict(life, strange) if strange else 0.0
             head = head or work / requests
         if worker.facts.decode and worker.load is not None:
-            # What a prefill worker computes is in nobody's way here, and has its blocks already.
+            # A prompt that a prefill worker computes delays no request here, and has its blocks.
             most = load.uncomputed_tokens + placed_tokens
             if tokens > most:
                 work *= most / tokens

@@ -39,9 +39,9 @@ def build_cluster_view(
     Args: `members` are the others; `answers` holds each member's report, or why there is none;
     `now` is wall-clock time.
     """
-    everybody = (me, *members)
-    served = build_catalog(everybody)
-    listed = [_member(member, answers.get(member.node, "not asked")) for member in everybody]
+    nodes = (me, *members)
+    served = build_catalog(nodes)
+    listed = [_member(member, answers.get(member.node, "not asked")) for member in nodes]
     models = [
         ModelStatus(
             name=name,

@@ -1,8 +1,8 @@
 """Brings all nodes to hash blocks with one secret, without a node that hands it out.
 
-Each node's card tells which secret it holds, by id, and how it got it: the secret's *birth*. Of two
-secrets, the one with the smaller (birth, id) is better, and each node adopts the best that it hears
-of:
+Each node's card has the id of its secret, and the secret's *birth*: how the node got it. Of two
+secrets, the one with the smaller (birth, id) is better. Each node adopts the best one in the cards
+that it knows:
 
     0       the node's own --hash-secret-file: it never adopts another
     1       learned from such a node
@@ -10,8 +10,8 @@ of:
 
 So a file wins over drawn secrets, the earliest drawn one over later ones, and a replaced file over
 what others remember of the old one. The order is total: whatever the order of starts, partitions
-and mergers, nodes that hear of each other end with the same secret. A secret that was just drawn is
-not published before this node has heard what the others have, and yields to any of theirs: so a
+and mergers, nodes that know each other end with the same secret. A secret that was just drawn is
+not published before this node knows the others' cards, and yields to any of theirs: so a
 restart, or a wrong clock, costs the cluster nothing.
 
 The secret itself travels only on request, over authenticated links. It does not know what the
@@ -103,7 +103,7 @@ class SecretOffers:
         if best is None or own is None:
             return best
         if best.id == own.id:
-            # No other secret, but maybe a better birth: that of whoever had it first.
+            # The same secret, but maybe a better birth: that of its first holder.
             return best if best.adopted < own else None
         return best if best < own or not told else None
 
@@ -129,11 +129,11 @@ def held_by(member: Member) -> SecretClaim | None:
 
 def offers_of(members: Iterable[Member]) -> SecretOffers:
     """The claims in all members' cards."""
-    everybody = list(members)
-    claims = {member.node: held_by(member) for member in everybody}
+    known = list(members)
+    claims = {member.node: held_by(member) for member in known}
     return SecretOffers(
         {node: claim for node, claim in claims.items() if claim is not None},
-        all(member.card is not None for member in everybody),
+        all(member.card is not None for member in known),
     )
 
 
@@ -238,7 +238,7 @@ class HashSecrets:
         if best is not None:
             self._turn_to(best, offers)
             return
-        if self._failures:  # whoever held a better one is gone
+        if self._failures:  # the holder of a better one is gone
             self._succeeded()
         if self._claim is not None and not self._told:
             heard = offers.complete or self._node.now() - self._drawn_at >= _HUSH

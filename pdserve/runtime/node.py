@@ -4,8 +4,8 @@
     _Life     what belongs to one epoch: endpoint and gossip. It is replaced whole when peers have
               declared this node dead, so that nothing of the old life acts in the new one
 
-A node ends with `leave` (the others hear it and stop choosing it), then `close`. It does not know
-what messages mean: their owners register handlers here by method number.
+A node ends with `leave` (the others learn of it and stop choosing it), then `close`. It does not
+know what messages mean: their owners register handlers here by method number.
 """
 
 from __future__ import annotations
@@ -132,12 +132,13 @@ class Node:
         self._parts: dict[bytes, bytes] = {}
         self._life: _Life | None = None
         self._joined: asyncio.Future[None] = self._loop.create_future()
-        """What `start` waits for, through more than one life if the first is held for dead."""
+        """The future that `start` waits for, through more than one life if the first was
+        declared dead."""
         self._past: dict[_Life, None] = {}
         """Lives that are over and not closed yet."""
         self._closed = False
         self.bodies = BodyBudget(config.net.requests)
-        """Of peers' requests under way, over all lives."""
+        """Budget for the bodies of peers' open requests, over all lives."""
         self._refused: Counter[str] = Counter()  # of earlier lives
         self._answers: dict[int, Callable[[IncomingCall], None]] = {}
         self._tells: dict[int, Callable[[Link, Buffer], None]] = {TELL: self._hear_gossip}
@@ -422,7 +423,7 @@ class Node:
             return
         if isinstance(result, LinkLost):
             waiting.set_exception(result)
-            waiting.exception()  # those who wait see it; maybe nobody does any more
+            waiting.exception()  # marks it as seen, since maybe no task waits any more
         else:
             waiting.set_result(result)
 
@@ -453,7 +454,7 @@ class Node:
 
     def on_link_up(self, link: Link) -> None:
         """Tell gossip of a new link."""
-        # Whom nobody can dial is a visitor: it asks, and is no member.
+        # A peer without an address is a visitor: it sends requests and is no member.
         if self._life is not None and link.peer.address:
             self._life.gossip.link_up(link)
 

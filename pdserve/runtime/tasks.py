@@ -77,7 +77,7 @@ class Tasks:
             _, late = await asyncio.wait(waiting, timeout=_PATIENCE)
             for task in late:
                 _log.warning("%s: %s does not end when cancelled", self.owner, task.get_name())
-            # Of tasks that had ended already, nobody has forgotten the last yet.
+            # The done callback of the last ended task runs in the next turn of the loop.
             await asyncio.sleep(0)
 
     def __len__(self) -> int:

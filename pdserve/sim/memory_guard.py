@@ -28,14 +28,14 @@ class MemoryGuard:
         """None if the process has ended."""
 
     def read(self, blocks: range) -> None:
-        """Bytes of these blocks are being sent to a peer."""
+        """Checks blocks whose bytes are being sent to a peer."""
         core = self.core
         for block in blocks if core is not None else ():
             assert core is not None
-            assert core.pool.references(block), f"block {block} is read, and nobody holds it"
+            assert core.pool.references(block), f"block {block} is read, and no sequence holds it"
 
     def written(self, blocks: range) -> None:
-        """Bytes of a peer are being written to these blocks."""
+        """Checks blocks to which bytes of a peer are being written."""
         incoming = None if self.core is None else self.core._incoming
         if incoming is None:
             return

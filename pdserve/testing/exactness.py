@@ -72,8 +72,8 @@ def mixed_requests(
 def continued_requests(
     rng: random.Random, requests: Sequence[GenerateRequest], outputs: Outputs
 ) -> list[GenerateRequest]:
-    """The same requests as they continue on another worker: each choice at some point of its
-    output, or ended."""
+    """The requests as they continue on another worker: each choice at some point of its output,
+    or ended."""
     parts = []
     for request, whole in zip(requests, outputs, strict=True):
         first = [len(given) for given in request.output] or [0] * request.n

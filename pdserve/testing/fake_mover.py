@@ -76,11 +76,11 @@ class FakeNet:
         self.counts: Counter[str] = Counter()
         """What has happened: copied, lost, late, landed_late, corrupted, refused."""
         self.grants: dict[tuple[int, int], _Grant] = {}
-        """By slot and generation, closed ones too."""
+        """Grants by slot and generation, closed ones too."""
         self.under_way: list[Callable[[], None]] = []
         """What may happen next."""
         self.faults: list[str] = []
-        """Of the next deliveries: `lost`, `late`, `corrupt`, or empty for none."""
+        """Faults of the next deliveries: `lost`, `late`, `corrupt`, or empty for none."""
         self.bytes_applied = 0
 
     def step(self, rng: Random | None = None) -> bool:
@@ -137,7 +137,7 @@ class FakeMover:
         return events
 
     def says(self) -> list[NodeMessage]:
-        """It has no messages for the node."""
+        """Does nothing, since this mover has no messages for the node."""
         return []
 
     def say(self, moved: ConnectorEvent) -> None:

@@ -77,8 +77,8 @@ class FakeFabric:
         self.pairs: dict[int, FakeQueuePair] = {}
         self.held: set[NodeLife] = set()
         self.context: Context | None = None
-        """In which late packets arrive: they are on the wire, whatever becomes of their sender.
-        None: in the sender's."""
+        """The context in which late packets arrive: they are on the wire, whatever happens to their
+        sender. None: the sender's context."""
         self._numbers = 0
 
     def takes(self, pair: FakeQueuePair, size: Bytes) -> Seconds:
@@ -145,8 +145,8 @@ class FakeQueuePair:
         self.path: FakePath | None = None
         self.state = "ready"
         self._context = contextvars.copy_context()
-        """Of the process that it belongs to: in a world of several, what reaches a peer happens
-        there, not here."""
+        """The context of the queue pair's own process: in a world of several processes, an event at
+        a peer runs in the peer's context."""
         self._queue: deque[_Write] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self.fabric.pairs[self.number] = self

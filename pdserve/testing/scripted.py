@@ -235,7 +235,7 @@ class ScriptedExecutor:
 
 
 def _nap(seconds: float, tick: Callable[[int], None] | None) -> None:
-    """In slices, as a real step has layers."""
+    """Sleeps in slices, since a real step has layers."""
     slices = 1 + int(seconds / 0.05)
     for layer in range(slices):
         time.sleep(seconds / slices)
@@ -244,7 +244,7 @@ def _nap(seconds: float, tick: Callable[[int], None] | None) -> None:
 
 
 def _prompt_tokens(chunk: ScheduledChunk) -> list[int]:
-    """Those that the chunk computes."""
+    """The prompt tokens that the chunk computes."""
     end = min(chunk.start + chunk.count, chunk.sequence.prompt_len)
     return chunk.sequence.tokens[chunk.start : end]
 

@@ -218,7 +218,7 @@ async def transfer_pair(
 
 
 def _passed(control: TransferControl) -> TransferControl:
-    """As it comes out at the other end."""
+    """Encodes and decodes a message, as on its way to the other end."""
     passed: TransferControl = msgspec.msgpack.decode(
         msgspec.msgpack.encode(control), type=TransferControl
     )

@@ -282,8 +282,8 @@ def _make_tcp(
 
 
 def _tcp_rate(spec: TransferSpec) -> float:
-    """Of the interface that peers reach, as the kernel has it; within one host every byte is copied
-    in and out again."""
+    """The rate of the interface that peers reach, as the kernel reports it. Within one host every
+    byte is copied in and out again."""
     host = spec.advertise or spec.host
     if is_loopback(host):
         return _copy_rate() / 2

@@ -310,7 +310,7 @@ def _bind_whole(size: Bytes, source: Sequence[int], destination: Sequence[int]) 
 
 
 def split_runs(runs: CopyRuns, limit: Bytes) -> CopyRuns:
-    """The same bytes in runs of at most `limit` bytes. Errors: `PlanError` beyond `MAX_RUNS`."""
+    """Splits into runs of at most `limit` bytes. Errors: `PlanError` beyond `MAX_RUNS`."""
     if limit <= 0:
         raise ValueError("a run has at least one byte")
     if not runs.length or max(runs.length) <= limit:

@@ -4,7 +4,7 @@ A backend extends `PathBase` with how bytes move (`_begin`, `_abandon`), how the
 is stopped (`_fence`), and how this node's end is destroyed (`_destroy`). On the loop it reports
 events (`arrived`, `spoiled`, `settle`, `fail`).
 
-A path ends once. Sinks are told at once; then this end is destroyed, which is the fence. Only after
+A path ends once. Its sinks fail at once; then this end is destroyed, which is the fence. Only after
 that are grants closed and deliveries ended, since bytes may move until then.
 """
 
@@ -106,7 +106,7 @@ class PathBase:
         self._watching: asyncio.TimerHandle | None = None
         self._forget = forget
         self.tell: Callable[[TransferControl], None] = lambda control: None
-        """Lets the peer know, whenever it hears of it. Set by the transport."""
+        """Tells the peer when it can. Set by the transport."""
         self._ending: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:

@@ -100,7 +100,7 @@ class TransportBase:
     # ------------------------------------------------------------------ paths
 
     def path(self, peer: NodeLife) -> PathBase | None:
-        """The path to this life of a peer that is up, whoever asked for it; None: there is none."""
+        """The open path to this life of a peer, whichever side opened it; None: there is none."""
         return self._up.get(peer)
 
     async def connect(self, peer: NodeLife, *, timeout: Seconds) -> PathBase:
@@ -119,7 +119,9 @@ class TransportBase:
             self._connecting[peer] = task
             task.add_done_callback(lambda done: self._connected(peer, done))
         try:
-            async with asyncio.timeout(timeout):  # the task's is that of whoever asked first
+            async with asyncio.timeout(
+                timeout
+            ):  # the task's own timeout is that of its first caller
                 return await asyncio.shield(task)
         except TimeoutError:
             reason = f"not done within {timeout:g} s"
@@ -288,7 +290,7 @@ class TransportBase:
     # ------------------------------------------------------------------ the rest
 
     async def close(self) -> None:
-        """Close every path and refuse new ones. Each peer has 2 s to hear of it."""
+        """Closes every path and refuses new ones. Each peer has 2 s to learn of it."""
         self.closed = True
         connecting = list(self._connecting.values())
         for task in connecting:

@@ -11,19 +11,19 @@ __all__ = ["SAMPLE", "Verify", "covers", "sampled_range", "stricter"]
 
 Verify = Literal["all", "sample", "off"]
 SAMPLE: Final = 16
-"""Of so many blocks or bytes, one has its content compared; of every part at least one."""
+"""With `sample`, one of this many blocks or bytes is compared, and at least one of every part."""
 
 _STRICT: Final[tuple[Verify, ...]] = ("off", "sample", "all")
 
 
 def stricter(one: Verify, other: Verify) -> Verify:
-    """What two ends that want this and that agree on."""
+    """The setting that two ends with these settings use."""
     return max(one, other, key=_STRICT.index)
 
 
 def sampled_range(verify: Verify, size: Bytes, turn: int) -> tuple[Bytes, Bytes]:
-    """From where to where in a payload its checksum goes; `turn` counts the sender's payloads, so
-    that a sample is from another place each time."""
+    """The range of a payload that its checksum covers. `turn` counts the sender's payloads, so that
+    each sample is from another place."""
     if verify == "all":
         return 0, size
     if verify == "off":

@@ -96,7 +96,7 @@ class StreamState:
         self.credit = credit
         """Credit left for sending; at 0 or below nothing may be sent."""
         self.window = 0
-        """This stream's part of the budget."""
+        """The stream's part of the budget."""
         self.allowance = 0
         """Credit that the peer has left."""
         self.spent = 0

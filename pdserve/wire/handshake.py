@@ -223,7 +223,7 @@ _TEXT: Final[dict[int, tuple[type[HandshakeRefused], str]]] = {
 
 
 class HandshakeRefusal(Exception):
-    """This side refuses: `why` is sent, `error` is for this side's log."""
+    """This side's refusal: `why` is sent, `error` is for this side's log."""
 
     def __init__(
         self, why: HandshakeRefusalReason, error: HandshakeRefused | ProtocolError

@@ -22,7 +22,7 @@ PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model*")
 """Files to download: weights and configuration; no code, and no formats that no engine reads."""
 
 SECOND_COPIES = ("consolidated*.safetensors",)
-"""The same weights in another tool's layout, which are skipped."""
+"""Files with the same weights in another tool's layout, which are skipped."""
 
 _PR_SET_PDEATHSIG = 1
 _REPORT_EVERY = 0.2

@@ -17,7 +17,7 @@ class BenchRecord:
 
     number: int
     intended: Seconds
-    """When it was to be sent; in a closed loop, when it was sent."""
+    """The time at which it was to be sent; in a closed loop, the time at which it was sent."""
     sent: Seconds = 0.0
     first: Seconds | None = None
     """Time of its first token."""

@@ -46,7 +46,7 @@ class RequestTemplate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
-    """When requests are sent."""
+    """The times at which requests are sent."""
 
     concurrency: int = 0
     """Number of callers, each with one request at a time; 0: an open loop, with the workload's

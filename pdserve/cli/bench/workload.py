@@ -144,7 +144,7 @@ def requests_from_trace(
 def with_output_lengths(
     asks: Iterable[SampleRequest], outputs: Callable[[Random], int], seed: int
 ) -> Iterator[SampleRequest]:
-    """The same requests with other output lengths."""
+    """Returns the requests with other output lengths."""
     random = Random(f"answers {seed}")
     for ask in asks:
         yield replace(ask, max_tokens=outputs(random))

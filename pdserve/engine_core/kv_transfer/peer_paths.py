@@ -191,7 +191,7 @@ class PeerPaths:
         found = await self._tried(peer, known)
         if not isinstance(found, TransferError):
             known.failures, known.obstacle = 0, ""
-        elif not self._is_nobody_there(found):
+        elif not self._is_unreachable(found):
             self._no_way(peer, known, found)
         return found
 
@@ -204,9 +204,9 @@ class PeerPaths:
         except TimeoutError:
             return _error(TransferTimeout, peer, "connect", f"not done in {CONNECT_TIMEOUT:g} s")
         except PdserveError as error:
-            nobody = _error(TransferError, peer, "connect", error.message)
-            nobody.__cause__ = error
-            return nobody
+            unreachable = _error(TransferError, peer, "connect", error.message)
+            unreachable.__cause__ = error
+            return unreachable
 
     def _no_way(self, peer: NodeLife, known: _Peer, error: TransferError) -> None:
         """Count a failure. A missing common back end is final at once; otherwise each common back
@@ -263,13 +263,13 @@ class PeerPaths:
         return path
 
     def _connect_failed(self, peer: NodeLife, choice: BackendChoice, error: TransferError) -> None:
-        if self._is_nobody_there(error):
+        if self._is_unreachable(error):
             return
         _log.warning("%s", error.message)
         self._choices.failed(peer, choice.backend, error.message, self._now())
         self.path_stats.failed(peer, choice.backend)
 
-    def _is_nobody_there(self, error: BaseException | None) -> bool:
+    def _is_unreachable(self, error: BaseException | None) -> bool:
         """Whether the peer did not answer at all: any other back end would fail the same way."""
         while error is not None:
             if isinstance(error, PdserveError) and not isinstance(error, TransferError):

@@ -19,7 +19,7 @@ class SequenceStatus(enum.Enum):
     """State of a sequence in the scheduler."""
 
     WAITING = "waiting"
-    """In the queue, without blocks; a preempted sequence returns to this state."""
+    """The sequence is in the queue, without blocks; a preempted sequence returns to this state."""
     READY = "ready"
     """A peer has filled its blocks; it waits for a place in the running batch."""
     RUNNING = "running"

@@ -154,11 +154,15 @@ class ClusterClient:
             return self._why_no_worker()
         return None if self.routers.order else "there is no router in the cluster"
 
-    def refusal(self, card: ModelCard) -> PdserveError | None:
-        """The error for a request whose model no worker serves: `NotReady` before this node has
-        joined, else `NoWorker`. A missing router is no reason: `open` waits for one."""
-        if self._offers.workers(card.name):
+    def refusal(self, card: ModelCard, name: str | None = None) -> PdserveError | None:
+        """The error for a request whose model or adapter no worker serves: `NotReady` before this
+        node has joined, else `NoWorker`. A missing router is no reason: `open` waits for one."""
+        lora = None if name is None else card.lora(name)
+        if self._offers.workers(card.name if lora is None else lora.name):
             return None
+        if lora is not None and self._offers.workers(card.name):
+            why = f"no worker has the adapter {lora.name!r} at the moment"
+            return NoWorker(why, retry_after=1.0)
         why = self._why_no_worker()
         if not self._node.joined:
             # Before it has joined, this node does not know which workers the cluster has.
@@ -456,7 +460,7 @@ class ClusterClient:
         router: NodeId,
         routed: RouteDecision,
     ) -> RemoteSequence | None:
-        """Hands a request to a worker. The router is told once how the booking ends. Returns None
+        """Hands a request to a worker. Tells the router once how the booking ends. Returns None
         if the router meant a life of the worker that is over."""
         release = _Releaser(self, router, routed.booking)
         try:

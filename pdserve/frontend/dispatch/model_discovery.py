@@ -2,13 +2,13 @@
 
 A card is a small offer plus large parts, which are fetched once by content hash. A model whose last
 worker is gone is remembered for a while: a request for it then fails with "no worker" instead of
-"no such model". Owned by `cluster_client`.
+"no such model". So is a LoRA adapter that no worker has any more. Owned by `cluster_client`.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import NodeId, Seconds
     from pdserve.messages.card import ModelCard
+    from pdserve.messages.lora import LoraSummary
     from pdserve.messages.node import ModelSummary
     from pdserve.runtime.model_catalog import CatalogEntry, ModelCatalog
     from pdserve.runtime.node import Node
@@ -36,7 +37,7 @@ _PART_TRIES: Final = 6
 _RETRY: Final[Seconds] = 1.0
 """Seconds before a failed fetch is repeated."""
 _MOST_REMEMBERED: Final = 256
-"""Most models without workers that are remembered."""
+"""Most models without workers that are remembered, and most adapters of a model."""
 
 
 @dataclass(slots=True)
@@ -46,13 +47,25 @@ class _Known:
     offer: ModelSummary
     card: ModelCard
     last_seen: Seconds
+    adapters: dict[str, tuple[LoraSummary, Seconds]] = field(default_factory=dict)
+    """Adapters by name, each with the time at which a worker had it last."""
 
-    def limit(self, features: tuple[str, ...]) -> None:
-        """Limits the model's features to those of all its workers. It takes effect at once, since
-        nothing has to be fetched."""
-        if self.offer.features != features:
-            self.offer = replace(self.offer, features=features)
-            self.card = replace(self.card, features=features)
+    def update(self, offer: ModelSummary, now: Seconds, remember: Seconds) -> None:
+        """Takes over the features that all its workers share, and the adapters that any of them
+        has. It takes effect at once, since nothing has to be fetched."""
+        self.last_seen = now
+        features, loras = offer.features, self._known_adapters(offer, now - remember)
+        if (self.offer.features, self.offer.loras) != (features, loras):
+            self.offer = replace(self.offer, features=features, loras=loras)
+            self.card = replace(self.card, features=features, loras=loras)
+
+    def _known_adapters(self, offer: ModelSummary, since: Seconds) -> tuple[LoraSummary, ...]:
+        """The adapters of the model's workers, and those that a worker had after `since`."""
+        for lora in offer.loras:
+            self.adapters[lora.name] = (lora, self.last_seen)
+        newest = sorted(self.adapters.items(), key=lambda item: -item[1][1])[:_MOST_REMEMBERED]
+        self.adapters = {name: one for name, one in newest if one[1] >= since}
+        return tuple(self.adapters[name][0] for name in sorted(self.adapters))
 
 
 class ModelDiscovery:
@@ -74,7 +87,7 @@ class ModelDiscovery:
         self._on_change = on_change
         self._catalogue: ModelCatalog = build_catalog(())
         self._known: dict[str, _Known] = {}
-        """By the model's own name."""
+        """Known models by their own names."""
         self._fetching: set[str] = set()
         """Models whose card is being fetched, or waits for another try."""
         self._complained: set[str] = set()
@@ -110,8 +123,7 @@ class ModelDiscovery:
         for name in sorted(served):
             known = self._known.get(name)
             if known is not None:
-                known.last_seen = now
-                known.limit(names[name].offer.features)
+                known.update(names[name].offer, now, self._remember)
             if known is None or not _same(known.offer, names[name].offer):
                 self._fetch(names[name])
         gone = sorted(self._known.keys() - served, key=lambda name: self._known[name].last_seen)
@@ -132,7 +144,8 @@ class ModelDiscovery:
             if not difference(known.offer, served.offer):
                 self._workers[name] = served.workers
         for known in self._known.values():
-            for name in (known.offer.name, *known.offer.aliases):
+            adapters = (lora.name for lora in known.offer.loras)
+            for name in (known.offer.name, *known.offer.aliases, *adapters):
                 if name not in self._catalogue.names:
                     self._cards.setdefault(name, known.card)
 
@@ -188,6 +201,7 @@ class ModelDiscovery:
 
 
 def _same(a: ModelSummary, b: ModelSummary) -> bool:
-    """True if a card made for one offer also fits the other: all fields but the creation time are
-    equal."""
-    return all(getattr(a, f) == getattr(b, f) for f in a.__struct_fields__ if f != "created")
+    """True if a card made for one offer also fits the other: all fields but those that are updated
+    without a new card, and the creation time, are equal."""
+    fields = (f for f in a.__struct_fields__ if f not in ("created", "loras"))
+    return all(getattr(a, f) == getattr(b, f) for f in fields)

@@ -153,7 +153,7 @@ def concatenate(first: CompletionLogprobs | None, then: CompletionLogprobs) -> C
 
 
 def best_of(logprobs: Sequence[TokenLogprob], count: int) -> list[TokenLogprob]:
-    """The same logprobs with at most `count` alternatives each; two fields may have requested
+    """Returns the logprobs with at most `count` alternatives each; two fields may have requested
     different numbers."""
     return [
         logprob if len(logprob.top) <= count else replace(logprob, top=logprob.top[:count])

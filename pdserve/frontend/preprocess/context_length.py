@@ -23,7 +23,8 @@ class ContextFit(enum.Enum):
     """The output is cut to the room there is; `/v1/messages` and `/v1/responses` can report
     that."""
     WITHIN = enum.auto()
-    """The same, but refused if it would not fit without a prompt either, as in vLLM."""
+    """Like the above, but the request is refused if the output would not fit without a prompt
+    either, as in vLLM."""
     STRICT = enum.auto()
     """The request is refused, as by OpenAI."""
 

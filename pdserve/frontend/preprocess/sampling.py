@@ -36,7 +36,8 @@ MAX_PROMPT_LOGPROBS = 1 << 19
 """Most logprobs of prompt tokens in one answer: alternatives, prompts and choices multiply. This
 many make an answer of 20 MB and a second of work."""
 MAX_STREAMED_PROMPT_LOGPROBS = 1 << 16
-"""The same for a stream: its chunks are made on the event loop, which this blocks for 0.1 s."""
+"""Most logprobs of prompt tokens in a stream. Its chunks are made on the event loop, which this
+many block for 0.1 s."""
 T = TypeVar("T")
 _SEED_BITS = (1 << 63) - 1
 MAX_BAD_TOKENS = 1 << 16
@@ -137,7 +138,7 @@ def check_prompt_logprobs(
     field = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequest(
-            "'prompt_logprobs' are told with whole answers only: leave 'stream' out",
+            "'prompt_logprobs' come with whole answers only: leave 'stream' out",
             param="prompt_logprobs",
         )
     wanted = prompt_tokens * n * (1 + top)
@@ -360,13 +361,12 @@ def _logprob_token_ids(
 def truncate_prompt(
     tokens: list[int], request: ChatRequest | CompletionRequest, card: ModelCard
 ) -> list[int]:
-    """As many of the prompt's last (or first) tokens as `truncate_prompt_tokens` says; all if it is
-    not set.
+    """Returns the prompt's last (or first) `truncate_prompt_tokens` tokens, or all if that is not
+    set.
 
-    -1: as many as leave room for the requested output, or for 16 tokens.
+    With -1, keeps as many as leave room for the requested output, or for 16 tokens.
 
-    Errors: `InvalidRequest`.
-    """
+    Errors: `InvalidRequest`."""
     keep = request.truncate_prompt_tokens
     if keep is None:
         return tokens

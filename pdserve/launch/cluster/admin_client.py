@@ -100,7 +100,7 @@ class AdminClient:
                 failures.append(error.message)
             else:
                 return self._link
-        raise DialFailed(_nobody(self.addresses, failures))
+        raise DialFailed(_no_answer(self.addresses, failures))
 
     async def set_disagg(self, address: str, disagg: Disagg) -> Disagg:
         """Set the disaggregation mode of the decode worker at `address`; return the previous mode.
@@ -129,7 +129,7 @@ class AdminClient:
         await self._endpoint.close()
 
 
-def _nobody(addresses: tuple[str, ...], failures: list[str]) -> str:
+def _no_answer(addresses: tuple[str, ...], failures: list[str]) -> str:
     return (
         f"no node answers at {', '.join(addresses)} ({'; '.join(failures)}): name one that runs "
         "with --join HOST:PORT. A pdserve that serves alone, without --listen, is no cluster: "

@@ -11,8 +11,8 @@ The cache-aware policy of SGLang's router (sgl-router, now SMG), which knows no 
 what it has sent where. It has two sets of defaults, which behave differently; `preset` chooses:
 
     preset         cache_threshold   balance_abs   balance_rel    used by
-    command_line   0.3               64            1.5            whoever starts its program
-    library        0.5               32            1.1            whoever calls its code
+    command_line   0.3               64            1.5            its command line
+    library        0.5               32            1.1            its library
 """
 
 from __future__ import annotations

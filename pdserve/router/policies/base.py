@@ -61,7 +61,7 @@ class WorkerView:
     head: Seconds = 0.0
     """The oldest booking's part of `work`; it may have been computed in part since."""
     as_of: Seconds = 0.0
-    """When `work` last changed, on the clock of `RoutingState.now`."""
+    """The time when `work` last changed, on the clock of `RoutingState.now`."""
     decodes: int = 0
     """Sequences past their first token."""
     kv_tokens: int = 0

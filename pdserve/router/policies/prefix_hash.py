@@ -3,7 +3,7 @@
     key      the first `prefix_tokens` tokens (256), as the name of the last full block among them
     allowed  workers with  occupancy <= load_factor (1.25) * mean occupancy
     choose   the key's home among those, by rendezvous hashing;
-             without a full block, or if nobody is allowed, the least occupancy
+             without a full block, or if none is allowed, the least occupancy
 
 `prefix_hash` of SGLang's gateway (SMG), which walks a ring past crowded workers; to take the
 highest score among those that are not crowded is the same walk. A bounded load keeps one popular

@@ -2,7 +2,7 @@
 
     warm     workers that hold at least `affinity` (0.8) of the prompt
     if the best estimate among them is worse than the best of all by more than `patience` (18 s),
-    or there are none: everybody
+    or there are none: all workers
     choose   among those the least  (uncached tokens in flight + uncached tokens of this prompt)
     estimate = (tokens in flight + uncached tokens of this prompt) / throughput
 

@@ -10,7 +10,7 @@ in seconds, the least wins. Of worker i, with its learnt `speed` and the learnt 
     prefill  speed * model.prefill(L, cached there)
     warm     the same, were the longest prefix of any worker cached there
     n        unfinished prompts there, and its share of those that are held in the router; not the
-             mean of all workers: an idle one has nobody to harm, however long queues are elsewhere,
+             mean of all workers: an idle one delays no request, however long queues are elsewhere,
              and a prefix that all want must spread
     wait     the greatest of: predicted work before it, less what has passed (`WorkerView.wait`);
              half a decode step, because a step that runs is not interrupted; and, where sequences
@@ -26,13 +26,13 @@ in seconds, the least wins. Of worker i, with its learnt `speed` and the learnt 
 A decode worker's prompt may be computed by a prefill worker instead
 (`pdserve.perf_model.remote_prefill.RemotePrefillEstimate`): if its first token is predicted sooner
 so, then wait and prefill are the queue's and the prefill worker's, transfer is that of the tokens
-which are not cached here, and nobody here is harmed by the computation: no externality, no
-opportunity, no d * prefill. What is cached here so counts for its transfer alone; who has cached
-what among prefill workers is the queue's business.
+which are not cached here, and the computation delays no request here: no externality, no
+opportunity, no d * prefill. A prefix cached here then saves its transfer alone. The queue takes
+care of the prefixes that prefill workers have cached.
 
 All within `tolerance` of the best count as equal and one is drawn, so that routers which know the
-same do not all choose the same; once in a while (`explore`) whoever is within `explore_within` of
-the best is drawn, so that every worker's speed stays known.
+same do not all choose the same; once in a while (`explore`) one within `explore_within` of the best
+is drawn, so that every worker's speed stays known.
 
 Where the ideas are from. Least predicted time to first token: Mooncake (FAST'25), here with
 gamma = kappa = 0. Prefill times (1 + those before): LMetric (OSDI'26). Prefix first until

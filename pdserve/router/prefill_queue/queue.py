@@ -109,7 +109,7 @@ class _Item:
     overlaps: Mapping[NodeId, int]
     """Leading blocks per worker, as of `looked`."""
     looked: Seconds
-    """When `overlaps` was looked up."""
+    """The time when `overlaps` was looked up."""
     claim: _Claim | None = None
     """The claim that holds it; None: it waits."""
     losses: int = 0
@@ -119,9 +119,9 @@ class _Item:
     assigned: int = 0
     """Load that it adds at `holder`, in tokens."""
     held_since: Seconds | None = None
-    """When it began to wait for `holder`."""
+    """The time when it began to wait for `holder`."""
     recheck: Seconds = 0.0
-    """When waiting for `holder` is reconsidered."""
+    """The time when waiting for `holder` is reconsidered."""
 
     @property
     def key(self) -> ItemKey:
@@ -217,13 +217,13 @@ class PrefillQueue:
         self._workers: dict[QueueStreamId, _Worker] = {}
         self._deadlines: SortedDict[tuple[Seconds, int], _Item] = SortedDict()
         """Deadlines of waiting items."""
-        self._nobody: dict[_Item, Seconds] = {}
+        self._unservable: dict[_Item, Seconds] = {}
         """Waiting items without a suitable worker, and since when; oldest first."""
         self._arrivals = 0
         self._tokens = 0
         self._bytes: Bytes = 0
         self._recheck: Seconds | None = None
-        """When each item that waits for a busy worker is reconsidered."""
+        """The time when items that wait for a busy worker are reconsidered."""
 
     # ------------------------------------------------------------------ looking
 
@@ -249,12 +249,12 @@ class PrefillQueue:
         )
 
     def next_look(self) -> Seconds | None:
-        """When `look` may have work without a new event; None: never."""
+        """The time at which `look` may have work without a new event; None: never."""
         moments = [] if self._recheck is None or not len(self) else [self._recheck]
         if self._deadlines:
             moments.append(self._deadlines.peekitem(0)[0][0])
-        if self._nobody:
-            moments.append(next(iter(self._nobody.values())) + self.config.no_worker_after)
+        if self._unservable:
+            moments.append(next(iter(self._unservable.values())) + self.config.no_worker_after)
         return min(moments, default=None)
 
     # ------------------------------------------------------------------ decode workers
@@ -307,7 +307,7 @@ class PrefillQueue:
         )
 
     def _make_room(self, peer: QueueStreamId, item: PrefillItem) -> bool:
-        """At the bound, displaces an item of lower priority; False if there is none."""
+        """Displaces an item of lower priority if the queue is full; False if there is none."""
         config = self.config
         size = len(item.names)
         while len(self) >= config.most_items or self._bytes + size > config.most_bytes:
@@ -441,8 +441,8 @@ class PrefillQueue:
                 break
             self._refuse(entry, "deadline")
         patience = self.config.no_worker_after
-        while self._nobody:
-            entry, since = next(iter(self._nobody.items()))
+        while self._unservable:
+            entry, since = next(iter(self._unservable.items()))
             if since + patience > now:
                 break
             self._refuse(entry, "no_worker")
@@ -619,7 +619,7 @@ class PrefillQueue:
         self._bytes -= len(entry.item.names)
         if entry.deadline is not None:
             del self._deadlines[entry.deadline, entry.number]
-        self._nobody.pop(entry, None)
+        self._unservable.pop(entry, None)
         entry.holder = entry.held_since = None
 
     def _judge(self, now: Seconds, group: _Group, entry: _Item) -> None:
@@ -627,9 +627,9 @@ class PrefillQueue:
         excluded = entry.item.excluded
         takers = (worker for worker in group.workers.values() if not worker.leaving)
         if any(worker.peer.node not in excluded for worker in takers):
-            self._nobody.pop(entry, None)
+            self._unservable.pop(entry, None)
         else:
-            self._nobody.setdefault(entry, now)
+            self._unservable.setdefault(entry, now)
 
     def _judge_all(self, now: Seconds, group: _Group) -> None:
         for entry in group.order.values():
@@ -641,7 +641,7 @@ class PrefillQueue:
         claim.item.claim = None
 
     def _end(self, entry: _Item, why: str) -> None:
-        """Removes an item; a worker that holds it and does not know is told."""
+        """Removes an item, and informs a worker that still holds it."""
         del self._items[entry.key]
         self.counters[why] += 1
         claim = entry.claim
@@ -672,7 +672,7 @@ class PrefillQueue:
         assert self._bytes == sum(len(entry.item.names) for entry in ordered)
         timed = {id(entry) for entry in ordered if entry.deadline is not None}
         assert {id(entry) for entry in self._deadlines.values()} == timed
-        assert {id(entry) for entry in self._nobody} <= waiting
+        assert {id(entry) for entry in self._unservable} <= waiting
         claims = {entry.claim.number for entry in self._items.values() if entry.claim is not None}
         assert claims == set(self._claims)
         assert claims == {n for worker in self._workers.values() for n in worker.claims}

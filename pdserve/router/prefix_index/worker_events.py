@@ -60,7 +60,7 @@ class WorkerEventFeed:
         room: Callable[[], int],
         on_lower: Callable[[], None],
     ) -> None:
-        """Args: `predicted` is told which blocks the worker removes. `room` gives the blocks that
+        """Args: `predicted` gets the blocks that the worker removes. `room` gives the blocks that
         the tree would still take. `on_lower` is called for every block below the device tier.
         """
         self.life = life

@@ -16,7 +16,7 @@ class LogConfig:
     """Settings of one log at its publisher."""
 
     ring_bytes: Bytes = 4 << 20
-    """Bytes of events kept for replay; a reader further behind is told that it lags."""
+    """Bytes of events kept for replay; a reader further behind gets `Lagged`."""
     ring_events: int = 1 << 16
     """Most events kept for replay, for logs of small events."""
     pinned: int = 4

@@ -1,7 +1,7 @@
 """Publishes a log: numbered events, a ring of the latest ones, and each reader's position in it.
 
 Readers have no queues: a `LogFeed` is a position in the one ring, so a hundred slow readers cost no
-more memory than one. A reader that falls out of the ring is told so (`Lagged`) and resumes with a
+more memory than one. A reader that falls out of the ring gets `Lagged` and resumes with a
 snapshot. While a snapshot is being sent, the ring keeps the later events up to a harder bound;
 beyond that the snapshot restarts, after a longer pause each time.
 
@@ -166,11 +166,11 @@ class LogFeed:
 
     def __init__(self, log: LogPublisher) -> None:
         self.due: Seconds | None = None
-        """When `poll` may have something although nothing was appended."""
+        """The time at which `poll` may have something although nothing was appended."""
         self.next = 0
         """Number of the first event that the reader was not sent."""
         self.polled: Seconds = 0.0
-        """When the reader last took something, or could have."""
+        """The time when the reader last took something, or could have."""
         self._log = log
         self._stage = _Stage.WAITING
         self._attempt = 0  # the reader's, to be repeated in `Begin`
@@ -328,7 +328,7 @@ class LogFeed:
         return encode(SnapshotEnd(self._chunk, self._digest))
 
     def _restart(self, now: Seconds) -> bytes | None:
-        """More events came during the snapshot than can be kept: begin another one."""
+        """Begins another snapshot, because more events came during this one than can be kept."""
         self._log.restarts += 1
         self._drop_snapshot()
         self._want_snapshot(now)

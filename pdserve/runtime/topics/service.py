@@ -80,7 +80,7 @@ class Topics:
         """Publish the log of changes of `source`. Errors: `ValueError` if the name is taken."""
         self._logs += 1
         # Readers keep a position for one life of this node at most, so a count would do; the life
-        # is there for whoever reads a trace. It is 0 for what is published before the node starts.
+        # helps readers of a trace. It is 0 for logs that are published before the node starts.
         epoch = (self.node.epoch, self._logs)
         return self._publish(
             LOG, LogTopic(self, name, LogPublisher(epoch, source, self.config.log))

@@ -53,7 +53,7 @@ class StateFeed:
 
     def __init__(self, publisher: StatePublisher[Any]) -> None:
         self.due: Seconds | None = None
-        """When `poll` may have something although nothing was set."""
+        """The time at which `poll` may have something although nothing was set."""
         self._publisher = publisher
         self._sent: bytes | None = None
         self._not_before: Seconds = 0.0

@@ -41,8 +41,8 @@ class ReplayConfig:
     decode: int = 0
     """Number of decode workers."""
     disagg: Disagg = "rule"
-    """When a decode worker hands a prompt to a prefill worker; as
-    `worker.config.WorkerConfig.disagg`, and the next two likewise."""
+    """The rule by which a decode worker hands a prompt to a prefill worker; see
+    `worker.config.WorkerConfig.disagg`, also for the next two."""
     disagg_min_tokens: int = 512
     disagg_max_queue: int = 10
     bandwidth: float = 25e9

@@ -37,7 +37,7 @@ class TimedEngine(VirtualTimeEngine):
         super().__init__(spec, pace=0.0, load_time=0.0, fabric=fabric)
         self._stats = EngineStats()
         self._due: Seconds | None = None
-        """When the core is stepped next."""
+        """The time of the core's next step."""
 
     @property
     def spec(self) -> EngineSpec:

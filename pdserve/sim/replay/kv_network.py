@@ -36,7 +36,7 @@ class KvNetwork(FakeFabric):
         self._latency = latency
         self._sends: dict[NodeLife, Seconds] = {}
         self._receives: dict[NodeLife, Seconds] = {}
-        """Until when each is busy."""
+        """The time until which each worker is busy with receiving."""
 
     def carries(self, capabilities: EngineCapabilities) -> None:
         """Set the size of a token's KV, from the engines' capabilities; before any transfer."""

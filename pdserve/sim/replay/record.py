@@ -47,7 +47,7 @@ class ReplayRecord:
     session: str = ""
     tenant: str = ""
     routed: Seconds = -1.0
-    """When a worker accepted it."""
+    """The time when a worker accepted it."""
     first: Seconds = -1.0
     end: Seconds = -1.0
     worker: str = ""
@@ -71,7 +71,7 @@ class ReplayRecord:
     outcome: str = ""
     reason: str = ""
     last: Seconds = -1.0
-    """When tokens last came."""
+    """The time when its last tokens came."""
     gaps: array[float] = field(default_factory=lambda: array("d"))
     """Times between tokens: duration, count, duration, count, … Tokens of steps that the engine
     simulated as one count as evenly spaced, because nothing disturbs such steps."""
@@ -126,7 +126,7 @@ class ReplayRecord:
             self.preemptions = finish.preemptions
 
     def _prefilled(self, started: FirstTokenStats) -> None:
-        """As the header says it: `remote; node=p1; reason=rule`."""
+        """Reads the value of the header `x-pdserve-prefill`: `remote; node=p1; reason=rule`."""
         where, node, reason = started.prefill.split("; ")
         self.prefill = where
         self.prefill_worker = node.removeprefix("node=")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["ReplayFailed", "ReplayResult", "replay"]
 
 _SETTLE_LOOKS: Final = 30
-"""Once a second after the last request: prefills that nobody wanted may still be under way."""
+"""Number of checks after the last request, once a second; unwanted prefills may still run."""
 _DIGITS: Final = 6
 """Microseconds."""
 
@@ -102,7 +102,8 @@ def _until_a_problem(loop: ReplayLoop, work: Coroutine[Any, Any, ReplayResult]) 
 
 @contextlib.contextmanager
 def _collecting_rarely() -> Iterator[None]:
-    """Prompts are long lists in cycles of nobody: the collector would look at them all day."""
+    """Runs the garbage collector rarely. Prompts are long lists without cycles, and it would scan
+    them again and again."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -219,7 +220,7 @@ def _counters(worker: ReplayWorker) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """The same with every number of a size that no rounding of a sum can show in."""
+    """Returns the value with its numbers rounded so far that the rounding of sums does not show."""
     if isinstance(value, float):
         return round(value, _DIGITS)
     if isinstance(value, dict):

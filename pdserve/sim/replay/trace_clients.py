@@ -46,7 +46,7 @@ class TraceClients:
         patience: Seconds = 0.0,
     ) -> None:
         self.records: list[ReplayRecord] = []
-        """In order of the trace."""
+        """The records in the order of the trace."""
         self._backends = backends
         self._trace = trace
         self._on_end = on_end
@@ -59,7 +59,7 @@ class TraceClients:
         self._over: asyncio.Future[None] = self._loop.create_future()
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._talks: dict[int, _Talk] = {}
-        """By request under way that others may follow: only for traces with conversations."""
+        """Conversations by their last open request; only for traces with conversations."""
 
     def now(self) -> Seconds:
         """Seconds since the trace's beginning."""
@@ -239,7 +239,8 @@ class _Caller:
 
 
 class _Talk:
-    """Those that wait for one request's end. They come with it: conversations are read at once."""
+    """The followers of one request, which wait for its end. They are added at its start, because a
+    conversation is read as a whole."""
 
     __slots__ = ("_followers",)
 

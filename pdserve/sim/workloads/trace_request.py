@@ -48,7 +48,7 @@ class TraceRequest:
     pause: Seconds = 0.0
     """Seconds after the other's end: a user reads, a tool works."""
     tenant: str = ""
-    """Who sends it; empty: unknown."""
+    """The tenant that sends it; empty: unknown."""
     weight: float = 1.0
     """The tenant's weight."""
     priority: int = 0

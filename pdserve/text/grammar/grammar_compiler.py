@@ -86,7 +86,7 @@ class GrammarCompiler:
         self._idle: list[GrammarProcess] = []
         self._busy: set[GrammarProcess] = set()
         self._penalties: OrderedDict[str, Seconds] = OrderedDict()
-        """Times of killed grammars by tenant."""
+        """Time of killed grammars by tenant."""
         self._closed = False
         self.killed = 0
         """Number of children that were killed."""

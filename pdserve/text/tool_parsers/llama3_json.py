@@ -56,7 +56,7 @@ class _Parser(ToolCallReader):
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__(self._first)
         self._known = {tool.function.name: not tool.function.parameters for tool in tools}
-        """By tool name: whether it takes no arguments."""
+        """Tool names; the value is True if the tool takes no arguments."""
         self._call = CallObject()
         self._tagged = False
         self._joint = ""

@@ -198,7 +198,7 @@ class ToolCallGrammar:
         return self.text(f"FREE | {calls}{tagged}")
 
     def _forced(self, start: str) -> str:
-        """Only calls; after reasoning a model may begin on a new line."""
+        """A grammar of calls only; after reasoning a model may begin on a new line."""
         self._terminals.append(r"LINES: /\n{1,2}/")
         return self.text(f"LINES? {start}")
 

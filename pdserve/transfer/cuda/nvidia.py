@@ -84,7 +84,7 @@ class NvidiaDriver:
         """Why many short runs cost a command each; empty: they do not, or none were met."""
         self._modules: dict[tuple[int, str], Any] = {}
         self._idle: dict[int, list[_Staging]] = {}
-        """By device; as many as threads have read at a time."""
+        """Unused staging buffers by device; as many as threads have read at a time."""
         self.asked("cuInit", 0)
         count = self.asked("cuDeviceGetCount")
         if not count:

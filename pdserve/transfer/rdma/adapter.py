@@ -123,7 +123,7 @@ class Adapter:
         self.verbs = verbs
         self.name = name
         self.regions: list[array[int]] = []
-        """As its work requests name this node's pools, by their places."""
+        """Handles of this node's pools in the adapter's work requests, by the pools' places."""
         self._registered: list[MemoryRegion] = []
         self._remote_keys: list[tuple[int, ...]] = []
         self._vectors = count()

@@ -61,8 +61,8 @@ class Adapters:
             raise
 
     def _open(self, verbs: PyverbsModules) -> None:
-        """Those that were named, or of all adapters those that can be used: on many machines one
-        has no cable."""
+        """Opens the adapters that were named, or all usable ones: many machines have one without
+        a cable."""
         refused: TransferError | None = None
         for name in self._names():
             try:

@@ -84,8 +84,8 @@ class _Opened:
     driver: CudaDriver
     table: mmap.mmap
     pools: dict[tuple[int, int], tuple[CudaIpcExport, int, int]] = field(default_factory=dict)
-    """By (peer's region, own region): the export that was opened, its address here, and the address
-    whose device opened it."""
+    """Opened pools by (peer's region, own region): the opened export, its address here, and the
+    address whose device opened it."""
 
     def address(self, move: RegionCopy) -> int:
         return self.pools[move.source, move.destination][1]

@@ -539,7 +539,7 @@ class PullTransport(TransportBase):
         self._thread: ThreadPoolExecutor | None = None
         self._accepting: BoundedAcceptor | None = None
         self._socket_name = ""
-        """Of the listening socket."""
+        """The name of the listening socket."""
         self._complaints = LogThrottle()
         self._expected: dict[bytes, asyncio.Future[_Greeted]] = {}
 
@@ -560,7 +560,7 @@ class PullTransport(TransportBase):
         return asyncio.wrap_future(self.submit(work))
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
-        """As `run`, for a caller that may cancel it before it begins."""
+        """Runs like `run`, for a caller that may cancel the work before it begins."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(self.threads, f"pdserve-{self.name}")
         return self._thread.submit(work)

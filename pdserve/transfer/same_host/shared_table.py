@@ -124,7 +124,7 @@ def _headers(share: BlockMapping, epoch: Epoch) -> memoryview:
 
 
 def _places(share: BlockMapping) -> tuple[array[int], array[int], array[int]]:
-    """Of the blocks' headers in the table, and in a row; and their lengths."""
+    """Returns the positions of the blocks' headers in the table and in a row, and their lengths."""
     first, size, count = header_at(0), _HEADER.size, len(share.blocks)
     table = array("q", [first + block * size for block in share.blocks])
     return table, array("q", range(0, size * count, size)), array("q", (size,)) * count

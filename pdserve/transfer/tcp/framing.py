@@ -58,7 +58,7 @@ class BulkSocket:
         self._progress = progress
         self._closing = threading.Event()
         self.sent: Bytes = 0
-        """So far, for who watches progress."""
+        """Bytes sent so far, to observe progress."""
 
     def end(self) -> None:
         """Make both threads' calls fail soon; callable from any thread. Does not close the
@@ -241,7 +241,7 @@ class WriteGuard:
 
 
 def _batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The same bytes, a bounded number at a time."""
+    """Splits the bytes into batches of bounded size."""
     batch: list[memoryview] = []
     size = 0
     for view in views:

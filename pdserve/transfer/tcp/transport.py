@@ -161,7 +161,7 @@ class TcpPath(PathBase):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.tokens: tuple[bytes, ...] = ()
-        """By which the peer's connections are known, where this node listens."""
+        """The tokens that identify the peer's connections, if this node listens."""
         self.verify: Verify = "all"
         """What both ends have agreed on."""
         self._turn = 0  # the sending thread's own
@@ -359,7 +359,7 @@ class TcpPath(PathBase):
             self._conclude(frame, grant.failed.pop(frame.part, ""), grant.sizes.pop(frame.part))
 
     def _destination(self, grant: _OpenGrant | None, frame: _Data, size: Bytes) -> list[memoryview]:
-        """Where the payload belongs, by this node's own plan. Errors: `PlanError`."""
+        """The place of the payload, by this node's own plan. Errors: `PlanError`."""
         if grant is None:
             raise PlanError("the attempt is not open")
         ticket = grant.ticket

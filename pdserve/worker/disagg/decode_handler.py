@@ -162,7 +162,7 @@ class DecodeHandler:
         return handle
 
     def abort(self, handle: Handle) -> None:
-        """Aborts a request here at once; its prefill worker, if any, is told in the background.
+        """Aborts a request here at once, and tells its prefill worker, if any, in the background.
         Idempotent; `handle`'s sink gets no further calls."""
         remote = self._remote.get(handle)
         if remote is None:
@@ -229,10 +229,10 @@ class DecodeHandler:
             return "not_possible"
         if not capabilities.transfers:
             return "not_possible"
-        if self._all_misfit(request.model):
+        if self._all_misfit(request):
             return "no_worker"
         cut_off = self.cut_off()
-        return "no_way" if cut_off and not self.others_prefill(request.model, cut_off) else ""
+        return "no_way" if cut_off and not self.others_prefill(request, cut_off) else ""
 
     def _obstacle_to(self, source: NodeLife, request: GenerateRequest, cached: int) -> str:
         """The reason, in one word, why the KV is not fetched from `source`; empty if it can be."""
@@ -254,19 +254,20 @@ class DecodeHandler:
         if source.node in self.cut_off():
             return "no_way"
         theirs = self.node.registry.get(source.node)
-        return "" if theirs is None or _may_have(theirs.card, card) else "source_misfit"
+        fits = theirs is None or _may_have(theirs.card, card, request.lora)
+        return "" if fits else "source_misfit"
 
     def cut_off(self) -> list[NodeId]:
         """Workers to which no transfer backend worked when tried less than a minute ago."""
         none = [path for path in self.engine.paths() if path.backend == "none" and path.down]
         return [NodeId(path.node) for path in none]
 
-    def _all_misfit(self, model: str) -> bool:
+    def _all_misfit(self, request: GenerateRequest) -> bool:
         """True if prefill workers serve a model of this name, but all of them with other weights or
-        settings."""
-        if self.others_prefill(model, ()):
+        settings, or without the request's adapter."""
+        if self.others_prefill(request, ()):
             return False
-        name = self.worker.cards()[model].name
+        name = self.worker.cards()[request.model].name
         cards = [member.card for member in self.node.registry if member.card is not None]
         offers = [one for card in cards if card.mode == "prefill" for one in card.models]
         return any(one.name == name for one in offers)
@@ -284,14 +285,22 @@ class DecodeHandler:
         member = self.node.registry.get(life.node)
         return member is not None and member.epoch == life.epoch
 
-    def others_prefill(self, model: str, than: Collection[NodeId]) -> bool:
-        """True if a node outside `than` may prefill for the model, judged by the published cards.
+    def others_prefill(self, request: GenerateRequest, than: Collection[NodeId]) -> bool:
+        """True if a node outside `than` may prefill the request, judged by the published cards.
         The queue would find out too, but it waits for workers that may come back."""
         return any(
-            _may_prefill(member.card, self.worker.cards()[model])
+            _may_prefill(member.card, self.worker.cards()[request.model], request.lora)
             for member in self.node.registry
             if member.node not in than
         )
+
+    def lacking(self, lora: str) -> list[NodeId]:
+        """Workers that lack this adapter, so that the queue gives them no item that needs it;
+        none if it is empty."""
+        if not lora:
+            return []
+        workers = self.node.registry.by_role("worker")
+        return [member.node for member in workers if not _has_lora(member.card, lora)]
 
     def forget(self, remote: RemotePrefillRequest) -> None:
         """Removes a request that has ended."""
@@ -317,13 +326,21 @@ class DecodeHandler:
     def _open(self, message: OpenAttempt, call: IncomingCall) -> AttemptOpened | None:
         remote = self._remote.get(message.request)
         why = "there is no such request, or it has ended"
-        if remote is not None and self._fits(message):
+        if remote is not None and not self._peer_has(remote.request.lora, call):
+            why = f"it has no adapter {remote.request.lora!r}"
+        elif remote is not None and self._fits(message):
             remote.asked(message, _life(call), call)
             return None
-        if remote is not None:
+        elif remote is not None:
             why = f"its KV {message.compat_hash!r} of {message.model!r} is not compatible"
         name, peer = f"request {message.request}", call.link.peer.node
         raise TransferRefused.at(name, peer, "opening an attempt", why)
+
+    def _peer_has(self, lora: str, call: IncomingCall) -> bool:
+        """True if the caller has this adapter. One that joined after the item was queued may lack
+        it, and one of an older release would compute the prompt without it."""
+        peer = self.node.registry.get(call.link.peer.node)
+        return not lora or (peer is not None and _has_lora(peer.card, lora))
 
     def _fits(self, message: OpenAttempt) -> bool:
         """True if the prefill worker's KV is compatible with ours, or it does not state a
@@ -400,8 +417,17 @@ _WAYS: Final = tuple(
 """States before the first token."""
 
 
-def _may_prefill(card: NodeCard | None, model: ModelCard) -> bool:
-    """True if the node may prefill for the model. A node that has published no card yet may."""
+def _has_lora(card: NodeCard | None, lora: str) -> bool:
+    """True if the node has published that it has this adapter."""
+    offers = () if card is None else card.models
+    return any(one.id == lora for offer in offers for one in offer.loras)
+
+
+def _may_prefill(card: NodeCard | None, model: ModelCard, lora: str = "") -> bool:
+    """True if the node may prefill for the model, with its adapter `lora` unless that is empty. A
+    node that has published no card yet may prefill for the model itself."""
+    if lora and not _has_lora(card, lora):
+        return False
     if card is None:
         return True
     what = (model.name, model.compat_hash)
@@ -409,9 +435,11 @@ def _may_prefill(card: NodeCard | None, model: ModelCard) -> bool:
     return card.role in ("", "worker") and card.mode in ("", "prefill") and serves
 
 
-def _may_have(card: NodeCard | None, model: ModelCard) -> bool:
-    """True if the node may hold compatible KV: same weights, same block layout. A node that has
-    published no card yet may."""
+def _may_have(card: NodeCard | None, model: ModelCard, lora: str = "") -> bool:
+    """True if the node may hold compatible KV: same weights, same adapter, same block layout. A
+    node that has published no card yet may hold KV of the model itself."""
+    if lora and not _has_lora(card, lora):
+        return False
     if card is None or not card.models:
         return True
     return bool(card.transfers) and any(

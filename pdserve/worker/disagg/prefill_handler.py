@@ -98,7 +98,7 @@ class PrefillHandler:
         self.tally = DisaggCounters(metrics)
         self._overlap = overlap
         self._claims: dict[int, PrefillJob] = {}
-        """By identity of the claim: each router numbers its own claims."""
+        """Jobs by identity of the claim, since each router numbers its own claims."""
         self._renewals: dict[NodeLife, _Renewals] = {}
         self._credits = Credits()
         self._tells = False

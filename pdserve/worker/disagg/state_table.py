@@ -78,7 +78,7 @@ class DecodeEvent(Enum):
     REFUSED = "refused"
     """Queue: no prefill worker will take it; or enqueueing it is pointless."""
     IMPATIENT = "impatient"
-    """It waited longer than a remote prefill is worth."""
+    """The item waited longer than a remote prefill is worth."""
     CLAIM = "claim"
     """A prefill worker with a valid claim asks for blocks; no other attempt is open, or the worker
     that holds it is dead or silent."""

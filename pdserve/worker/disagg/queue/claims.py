@@ -120,7 +120,7 @@ class QueueClaimSource:
         self._take = take
         self._stop = stop
         self._offers: dict[str, _Offered] = {}
-        """By model."""
+        """Offered credits by model."""
         self._routers: dict[NodeId, _Router] = {}
         self._tells = False
         self._closed = False
