@@ -76,12 +76,14 @@ def root_hash(secret: bytes, *salt: str | None) -> BlockHash:
     return BlockHash(blake2b(message, digest_size=HASH_BYTES, key=secret).digest())
 
 
-def prompt_root(secret: bytes, model: str, cache_salt: str, lora: str | None = None) -> BlockHash:
+def prompt_root(secret: bytes, model: str, cache_salt: str, lora: str = "") -> BlockHash:
     """Return the root of a request's hash chain; frontend and engine both use this.
 
-    `model` is the compat hash, equal for all workers whose blocks may be exchanged.
+    `model` is the compat hash, equal for all workers whose blocks may be exchanged. `lora` is the
+    id of the LoRA adapter (`GenerateRequest.lora`), with its revision: other files make other KV.
+    Empty: the model itself.
     """
-    return root_hash(secret, model, lora, cache_salt or None)
+    return root_hash(secret, model, lora or None, cache_salt or None)
 
 
 def block_hashes(

@@ -16,7 +16,7 @@ _PARALLEL: Final = (
 )
 _QUANTISED: Final = "quantised weights are not supported: serve the checkpoint in bfloat16"
 _HTTPS: Final = "the API speaks plain HTTP: put a proxy that ends TLS before it"
-_ADAPTERS: Final = "LoRA adapters are not supported: merge the adapter into its base model"
+_ADAPTERS: Final = "use --lora NAME=DIR, once for each adapter"
 _KEYS: Final = "use --api-keys-file"
 _CONTEXT: Final = "use --max-model-len"
 

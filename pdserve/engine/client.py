@@ -38,6 +38,7 @@ from pdserve.errors import (
     EngineError,
     EngineStalled,
     NotReady,
+    NoWorker,
     Overloaded,
     PayloadTooLarge,
     PdserveError,
@@ -102,6 +103,7 @@ if TYPE_CHECKING:
     )
     from pdserve.messages.handoff import Handoff, TransportCall
     from pdserve.messages.kv_events import KvEvent
+    from pdserve.messages.lora import LoraAdapter
     from pdserve.messages.transfer import TransferTicket
 
 __all__ = ["CoreClient", "CoreClientOptions"]
@@ -224,9 +226,10 @@ class CoreClient:
         """Seconds without progress although the core has work; 0 while it makes progress."""
         return 0.0 if self._life is None else self._life.stalled_for
 
-    def set_model(self, path: str) -> None:
-        """Load the model in this directory; before `start`, if the spec names none."""
-        self._spec = replace(self._spec, model=path)
+    def set_model(self, path: str, loras: tuple[LoraAdapter, ...] = ()) -> None:
+        """Load the model in this directory, and these adapters; before `start`, if the spec names
+        none."""
+        self._spec = replace(self._spec, model=path, loras=loras)
 
     async def start(self, on_progress: Callable[[LoadProgress], None] | None = None) -> None:
         """Launch the core and load the model; returns when it is ready. `on_progress` also gets the
@@ -297,6 +300,7 @@ class CoreClient:
         """Post a request. Errors: those of `Engine.submit`; `Overloaded` if more submissions are in
         flight than the core may run and queue; `PayloadTooLarge` if no frame can hold it."""
         life = self._usable_life()
+        self._check_lora(request)
         handle = self._admit(life)
         _post_request(life, Submit(handle=handle, request=request))
         self._in_flight[handle] = _InFlight(sink, len(request.live))
@@ -311,6 +315,12 @@ class CoreClient:
             raise Overloaded("the engine does not keep up with new requests", retry_after=1.0)
         self._last_handle += 1
         return self._last_handle
+
+    def _check_lora(self, request: GenerateRequest) -> None:
+        """Raises `NoWorker` if the request names an adapter that was not loaded here: the card by
+        which it came is that of an earlier life."""
+        if request.lora and all(one.id != request.lora for one in self._spec.loras):
+            raise NoWorker(f"this worker has no adapter {request.lora!r}", retry_after=1.0)
 
     def _usable_life(self) -> CoreRun:
         if self._draining:
@@ -365,6 +375,7 @@ class CoreClient:
         """Post a request whose prompt another worker prefills. Errors: those of `submit`, and
         `TransferRefused` if the engine cannot move KV."""
         life = self._moving(self._usable_life())
+        self._check_lora(request)
         handle = self._admit(life)
         _post_request(life, SubmitRemote(handle=handle, request=request))
         self._in_flight[handle] = _InFlight(sink, len(request.live), sink)
@@ -382,6 +393,7 @@ class CoreClient:
         engine still does this, since the request goes on at the peer. Errors: those of `submit`
         except `Draining`, and `TransferRefused`."""
         life = self._moving(self._ready_life())
+        self._check_lora(request)
         handle = self._admit(life)
         command = PrefillForPeer(
             handle=handle, request=request, ticket=ticket, node=node, epoch=epoch

@@ -26,6 +26,7 @@ from pdserve.engine_core.kit import STATS_INTERVAL, kv_transfer_unsupported
 from pdserve.engine_core.kv_transfer.connector import NodeMessage, PartDelivered
 from pdserve.engine_core.kv_transfer.receiver import KvReceiver
 from pdserve.engine_core.kv_transfer.sender import KvSender
+from pdserve.engine_core.loras import check_loras
 from pdserve.engine_core.pool_sizing import size_pool
 from pdserve.engine_core.scheduler.block_hasher import BlockHasher
 from pdserve.engine_core.scheduler.prefill_budget import PrefillBudget
@@ -146,6 +147,7 @@ class EngineCore:
     ) -> EngineCapabilities:
         """Load the model, size the KV pool and allocate it. Raises `ConfigError`, or what the
         executor raises."""
+        check_loras(spec, able=getattr(self._executor, "loads_loras", False))
         info = self._executor.load(
             spec, lambda stage, fraction: progress(LoadProgress(stage=stage, fraction=fraction))
         )

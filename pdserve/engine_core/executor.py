@@ -189,6 +189,16 @@ class SupportsKvTransfer(Protocol):
         ...
 
 
+class SupportsLora(Protocol):
+    """Optional ability of an executor: it computes the adapters of `EngineSpec.loras`."""
+
+    @property
+    def loads_loras(self) -> bool:
+        """True: `load` loads them, each chunk is computed with the adapter that
+        `sequence.request.lora` names, and `ModelInfo.features` lists `lora` if there are any."""
+        ...
+
+
 class SupportsGrammarPrefetch(Protocol):
     """Optional ability of an executor: it compiles grammars before they are needed."""
 

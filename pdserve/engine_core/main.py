@@ -38,6 +38,7 @@ from pdserve.engine_core.core_socket import CoreSocket, CoreSocketClosed
 from pdserve.engine_core.engine_loader import load_core
 from pdserve.engine_core.kv_transfer.midstep_control import MidStepControl
 from pdserve.engine_core.kv_transfer.thread_connector import make_thread_connector
+from pdserve.engine_core.loras import check_loras
 from pdserve.engine_core.weight_sharing import WeightSharingGroup
 from pdserve.errors import ConfigError, PdserveError, ProtocolError
 from pdserve.messages.engine import (
@@ -174,6 +175,8 @@ class CoreLoop:
             self._core = core = self._make_core(command.spec, self._clock, mover)
             try:
                 capabilities = core.load(command.spec, self._say)
+                # Cores of other packages may not know of adapters, and would answer without them.
+                check_loras(command.spec, able="lora" in capabilities.features)
             except (PdserveError, CoreSocketClosed):
                 raise
             except ImportError as error:

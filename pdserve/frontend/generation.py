@@ -171,14 +171,14 @@ class GenerationHandler:
 
     async def _model(self, name: str | None, active: ActiveRequest) -> PreparedModel:
         card = self._models.card(name, active.call.key)
-        refusal = self._backend.refusal(card)
+        refusal = self._backend.refusal(card, name)
         if refusal is not None:
             raise refusal
         model = self._models.get_nowait(card)
         if model is None:
             active.stage = "waiting for the model's tokenizer"
             model = await self._models.get(card)
-        return model
+        return model.adapted(name)
 
     async def _dispatch(
         self, plan: RequestPlan, answer: ResponseBuilder, active: ActiveRequest

@@ -1,5 +1,7 @@
 """Keeps the served models: their cards, and the tokenizer and templates made from each.
 
+A LoRA adapter is served by its model's card, so it shares tokenizer, templates and limits with it.
+
 Making a tokenizer takes up to seconds, so it happens once per card, in a thread, before the first
 request where possible. The backend knows which workers serve a model.
 """
@@ -7,10 +9,13 @@ request where possible. The backend knows which workers serve a model.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import hashlib
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from msgspec import structs
 
 from pdserve import __version__
 from pdserve.errors import (
@@ -47,6 +52,11 @@ _ALWAYS_A_THREAD = LARGE_CHARS
 """A text cost that the pool never runs on the event loop, and that does not count as a long
 text."""
 
+_LONGEST_GUESS: Final = 256
+"""Characters of an unknown name up to which a similar one is looked for."""
+_MOST_GUESSES: Final = 1024
+"""Names that are compared with an unknown one; more would take milliseconds."""
+
 _NO_TENANT = "\0models"
 """Name under which this work takes its turn in the text pool; no key can have it."""
 
@@ -68,6 +78,8 @@ class PreparedModel:
     tool_marks: frozenset[int] = frozenset()
     """Special tokens that mark tool calls."""
     reasoning_marks: frozenset[int] = frozenset()
+    lora: str = ""
+    """Id of the adapter that requests use; empty: the model itself."""
 
     @classmethod
     def from_card(cls, card: ModelCard) -> PreparedModel:
@@ -90,6 +102,13 @@ class PreparedModel:
             _marks(tools, tokenizer, card),
             _marks(reasoning, tokenizer, card),
         )
+
+    def adapted(self, name: str | None) -> PreparedModel:
+        """This model as requests for `name` use it: with its adapter if that is its name."""
+        lora = None if name is None else self.card.lora(name)
+        if lora is None:
+            return self
+        return replace(self, lora=lora.id, fingerprint=fingerprint(self.card, lora.id))
 
     def marks(self, tools: bool) -> frozenset[int]:
         """Special tokens that a parser must see; those of tool calls only with `tools`."""
@@ -118,10 +137,11 @@ def _marks(
     return frozenset(id for id in ids if id in tokenizer.special_ids) - set(card.eos_token_ids)
 
 
-def fingerprint(card: ModelCard) -> str:
-    """A short hash of everything that decides answers: pdserve's version, engine, precision,
-    model."""
-    parts = (__version__, card.engine, card.dtype, card.compat_hash, card.name)
+def fingerprint(card: ModelCard, lora: str = "") -> str:
+    """A short hash of everything that decides answers: pdserve's version, engine, precision, model,
+    and the id of the adapter if there is one."""
+    parts = [__version__, card.engine, card.dtype, card.compat_hash, card.name]
+    parts += [lora] if lora else []
     return "fp_" + hashlib.blake2b("\0".join(parts).encode(), digest_size=6).hexdigest()
 
 
@@ -139,7 +159,8 @@ class ModelRegistry:
         self._making: dict[int, asyncio.Task[PreparedModel]] = {}
 
     def card(self, name: str | None, key: ApiKey | None = None) -> ModelCard:
-        """Returns the card of `name`, a model or an alias; without a name, that of the only model.
+        """Returns the card of `name`, a model, an alias or an adapter; without a name, that of the
+        only model.
 
         Args: `key` restricts the models.
 
@@ -152,22 +173,37 @@ class ModelRegistry:
         usable = _usable(cards, key)
         if name is None:
             # Models without a worker keep their cards; they count only if no model has a worker.
-            served = [card for card in usable.values() if self._backend.refusal(card) is None]
-            return _only(served or usable.values())
+            models = [card for name, card in usable.items() if card.lora(name) is None]
+            served = [card for card in models if self._backend.refusal(card) is None]
+            return _only(served or models, usable)
         card = usable.get(name)
         if card is None and name in cards:
             raise Forbidden(f"this API key may not use the model '{shorten(name)}'", param="model")
         if card is None:
             known = ", ".join(sorted(usable)[:8])
             raise ModelNotFound(
-                f"the model '{shorten(name)}' is not served here; served: {known}", param="model"
+                f"the model '{shorten(name)}' is not served here{_guess(name, usable)}; "
+                f"served: {known}",
+                param="model",
             )
         return card
 
     def get_nowait(self, card: ModelCard) -> PreparedModel | None:
         """The model of a card if it has been prepared, else None."""
         model = self._ready.get(id(card))
-        return model if model is not None and model.card is card else None
+        if model is not None and model.card is card:
+            return model
+        return self._renewed(card)
+
+    def _renewed(self, card: ModelCard) -> PreparedModel | None:
+        """The model of a card that replaces another one because workers with other features or
+        adapters came or went: nothing has to be prepared again."""
+        for model in self._ready.values():
+            old = model.card
+            if structs.replace(old, features=card.features, loras=card.loras) == card:
+                model = self._ready[id(card)] = replace(model, card=card)
+                return model
+        return None
 
     async def get(self, card: ModelCard) -> PreparedModel:
         """The model of a card; prepares it if needed.
@@ -235,7 +271,7 @@ class ModelRegistry:
 
 
 def _place(entry: tuple[str, ModelCard]) -> tuple[str, int, str]:
-    """The position of a name: aliases keep the operator's order."""
+    """The position of a name: aliases keep the operator's order, adapters come after them."""
     name, card = entry
     names = (card.name, *card.aliases)
     return card.name, names.index(name) if name in names else len(names), name
@@ -243,10 +279,12 @@ def _place(entry: tuple[str, ModelCard]) -> tuple[str, int, str]:
 
 def model_object(name: str, card: ModelCard) -> Model:
     """One entry of `/v1/models`."""
+    lora = card.lora(name)
     return Model(
         id=name,
         created=card.created,
-        root=card.name,
+        root=card.name if lora is None else lora.id,
+        parent=None if lora is None else card.name,
         max_model_len=card.max_model_len,
         tool_parser=card.tool_parser or None,
         reasoning_parser=card.reasoning_parser or None,
@@ -256,14 +294,23 @@ def model_object(name: str, card: ModelCard) -> Model:
 def _usable(cards: Mapping[str, ModelCard], key: ApiKey | None) -> Mapping[str, ModelCard]:
     if key is None or key.models is None:
         return cards
-    return {name: card for name, card in cards.items() if key.may_use(card)}
+    return {name: card for name, card in cards.items() if key.may_use(card, name)}
 
 
-def _only(cards: Iterable[ModelCard]) -> ModelCard:
+def _guess(name: str, known: Iterable[str]) -> str:
+    """A hint at the served name with the most similar spelling, if any is similar."""
+    if len(name) > _LONGEST_GUESS:
+        return ""
+    close = difflib.get_close_matches(name, sorted(known)[:_MOST_GUESSES], n=1)
+    return f", did you mean '{close[0]}'?" if close else ""
+
+
+def _only(cards: Iterable[ModelCard], usable: Iterable[str]) -> ModelCard:
+    """The only model. `usable`: all names that may be requested, adapters included."""
     distinct = {id(card): card for card in cards}
-    if not distinct:
+    if len(distinct) == 1:
+        return next(iter(distinct.values()))
+    names = sorted(card.name for card in distinct.values()) or sorted(usable)[:8]
+    if not names:
         raise Forbidden("this API key may use none of the models served here", param="model")
-    if len(distinct) > 1:
-        names = ", ".join(sorted(card.name for card in distinct.values()))
-        raise InvalidRequest(f"'model' is required; served: {names}", param="model")
-    return next(iter(distinct.values()))
+    raise InvalidRequest(f"'model' is required; served: {', '.join(names)}", param="model")

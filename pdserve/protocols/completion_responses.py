@@ -291,7 +291,10 @@ class Model(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "pdserve"
     root: str
-    """Name of the served model; differs from `id` for an alias."""
+    """Name of the served model, which differs from `id` for an alias; name and revision of an
+    adapter."""
+    parent: str | None = None
+    """Name of an adapter's base model; null: this is none."""
     max_model_len: int
     tool_parser: str | None = None
     """Name of the tool parser; null: tool calls are not parsed."""

@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     )
     from pdserve.messages.handoff import Handoff, TransportCall
     from pdserve.messages.kv_events import KvEvent
+    from pdserve.messages.lora import LoraAdapter
     from pdserve.messages.request import GenerateRequest, TokenDelta
     from pdserve.messages.transfer import TransferTicket
     from pdserve.testing.fake_rdma import FakeFabric, FakeTransport
@@ -149,9 +150,10 @@ class VirtualTimeEngine:
 
     # ------------------------------------------------------------------ life
 
-    def set_model(self, path: str) -> None:
-        """Load the model from this directory at the next start of the core."""
-        self._spec = replace(self._spec, model=path)
+    def set_model(self, path: str, loras: tuple[LoraAdapter, ...] = ()) -> None:
+        """Load the model from this directory, and these adapters, at the next start of the
+        core."""
+        self._spec = replace(self._spec, model=path, loras=loras)
 
     async def start(self, on_progress: Callable[[LoadProgress], None] | None = None) -> None:
         """Create the core after `load_time` virtual seconds. `on_progress` is not called."""

@@ -381,4 +381,4 @@ def _going() -> PdserveError:
 
 _REASON: Final = 500
 """Characters of the reason in the card; the last message of an engine may be long."""
-_TOO_LARGE: Final = "its names and aliases do not fit a card"
+_TOO_LARGE: Final = "its names, aliases and adapters do not fit a card"

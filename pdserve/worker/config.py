@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from pdserve.errors import ConfigError
+from pdserve.worker.lora import check_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,6 +38,8 @@ class WorkerConfig:
     model that comes with pdserve."""
     served_model_name: tuple[str, ...] = ()
     """The name clients ask for, then aliases; empty: the model's own name."""
+    loras: Mapping[str, str] = field(default_factory=dict)
+    """Directories of LoRA adapters by the names that clients ask for."""
     download_dir: str = ""
     """Directory for hub models; empty: the Hugging Face cache, shared with other programs."""
     tool_parser: str = "auto"
@@ -146,6 +149,7 @@ class WorkerConfig:
                 f"gpu-memory-utilization {self.gpu_memory_utilization:g} must be greater than 0 "
                 "and 1 at most: a share of the GPU's memory, such as 0.45 for each of two workers"
             )
+        check_adapters(self.loras)
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is unknown: use one of {', '.join(DTYPES)}")
         if self.block_size & (self.block_size - 1) or not 1 <= self.block_size <= 1024:

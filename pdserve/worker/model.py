@@ -135,8 +135,9 @@ def _hint(path: Path, missing: str) -> str:
         return f": {_GGUF}"
     if missing == "config.json" and (path / "adapter_config.json").is_file():
         return (
-            ": it holds a LoRA adapter, which is not served by itself: merge it into its base "
-            "model (peft's merge_and_unload) and give the result"
+            ": it holds a LoRA adapter, which is not served by itself: give its base model with "
+            "--model and the adapter with --lora NAME=DIR if the engine computes adapters, else "
+            "merge it into its base model (peft's merge_and_unload) and give the result"
         )
     if missing == "config.json" and (path / "params.json").is_file():
         return (

@@ -11,12 +11,16 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Protocol
 
+from msgspec.structs import replace
+
 from pdserve.blocks.hashing import hash_secret_id
 from pdserve.engine.port import Engine, EngineState
 from pdserve.errors import Draining, NotReady
 from pdserve.messages.engine import EngineSpec
+from pdserve.messages.lora import LoraSummary
 from pdserve.observe.metrics import EngineSample
 from pdserve.worker.cumulative_stats import CumulativeStats
+from pdserve.worker.lora import check_names, read_adapters
 from pdserve.worker.model_source import CheckpointSource
 
 if TYPE_CHECKING:
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.messages.card import ModelCard
     from pdserve.messages.engine import LoadProgress
+    from pdserve.messages.lora import LoraAdapter
     from pdserve.observe.metrics import Metrics
     from pdserve.worker.config import WorkerConfig
     from pdserve.worker.model import LocalModel, ProgressFn
@@ -61,8 +66,9 @@ class SupervisedEngine(Engine, Protocol):
         """Seconds without progress although there was work to do."""
         ...
 
-    def set_model(self, path: str) -> None:
-        """Load the model in this directory; before `start`, if its spec names none."""
+    def set_model(self, path: str, loras: tuple[LoraAdapter, ...] = ()) -> None:
+        """Load the model in this directory, and these adapters; before `start`, if its spec names
+        none."""
         ...
 
 
@@ -115,7 +121,8 @@ class WorkerService:
             on_progress(stage, fraction)
 
         model = await self._source.find(note)
-        self.engine.set_model(str(model.path))
+        loras = await self._read_adapters(model, note)
+        self.engine.set_model(str(model.path), loras)
         self._engine_begun = True
 
         def forward(progress: LoadProgress) -> None:
@@ -123,7 +130,7 @@ class WorkerService:
 
         await self.engine.start(forward)
         self._watcher = asyncio.get_running_loop().create_task(self._watch(), name="worker-watch")
-        await self._make_card(model)
+        await self._make_card(model, loras)
 
     def drain(self) -> None:
         """Takes no new requests. Running ones go on, and prompts may still be prefilled for those
@@ -162,12 +169,24 @@ class WorkerService:
             transfer=config.transfer,
         )
 
-    async def _make_card(self, model: LocalModel) -> None:
+    async def _read_adapters(self, model: LocalModel, note: ProgressFn) -> tuple[LoraAdapter, ...]:
+        """The adapters to load. Errors: `ConfigError`."""
+        config = self.config
+        if not config.loras:
+            return ()
+        check_names(config.loras, config.served_model_name or (model.name,))
+        note("reading LoRA adapters", None)
+        return await asyncio.to_thread(read_adapters, config.loras)
+
+    async def _make_card(self, model: LocalModel, loras: tuple[LoraAdapter, ...]) -> None:
         capabilities = self.engine.capabilities
         if capabilities is None:
             reason = self.engine.state_reason
             raise NotReady(f"the engine was lost as soon as it was ready: {reason}")
         card = await self._source.describe(model, capabilities)
+        if loras:
+            served = tuple(LoraSummary(name=one.name, revision=one.revision) for one in loras)
+            card = replace(card, loras=served)
         self._cards = dict.fromkeys((card.name, *card.aliases), card)
 
     async def _watch(self) -> None:

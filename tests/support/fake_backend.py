@@ -247,7 +247,7 @@ class FakeBackend:
     def unready_reason(self) -> str | None:
         return self.unready
 
-    def refusal(self, card: ModelCard) -> PdserveError | None:
+    def refusal(self, card: ModelCard, name: str | None = None) -> PdserveError | None:
         return None if self.unready is None else NotReady(self.unready, retry_after=1.0)
 
     async def open(

@@ -300,7 +300,7 @@ async def test_an_engine_that_tells_nothing_has_no_topic_for_it() -> None:
 async def test_a_worker_with_too_many_names_says_so_and_lives_on() -> None:
     async with world() as w:
         w.service.ready(model(aliases=tuple(f"{'name' * 20}-{n}" for n in range(200))))
-        card = await w.card_with(reason="its names and aliases do not fit a card")
+        card = await w.card_with(reason="its names, aliases and adapters do not fit a card")
         assert card.models == ()
         w.service.ready(model())
         await w.card_with(reason="")

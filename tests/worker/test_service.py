@@ -31,9 +31,10 @@ class FakeEngine:
         self.may_become_ready.set()
         self.failure = None
 
-    def set_model(self, path):
+    def set_model(self, path, loras=()):
         assert self.state is EngineState.NEW
         self.models.append(path)
+        self.loras = loras
 
     async def start(self, on_progress=None):
         self.state = EngineState.LOADING

@@ -20,6 +20,7 @@ from pdserve_engines.sim.tokens import (
     chosen,
     digested,
     entry_of,
+    lora_key,
     start_of,
     vector_of,
     walk,
@@ -102,7 +103,9 @@ class NoContent:
         return self._words[(start + position) % len(self._words)]
 
     def vector(self, sequence: Sequence) -> bytes:
-        return vector_of(array("I", sequence.tokens).tobytes(), sequence.request.pooling)
+        request = sequence.request
+        content = array("I", sequence.tokens).tobytes() + request.lora.encode()
+        return vector_of(content, request.pooling)
 
     def _start(self, sequence: Sequence) -> int:
         key = (sequence.handle, sequence.choice)
@@ -146,6 +149,8 @@ class _Digest:
     blocks: list[bytes] = field(default_factory=list)
     """Digests of the sequence's full blocks."""
     turn: int = 0
+    lora: bytes = b""
+    """Key of the sequence's adapter."""
 
 
 class DigestContent:
@@ -167,7 +172,7 @@ class DigestContent:
         digest = self._activated(sequence, chunk.start)
         before = self._read(sequence, chunk.start - 1) if chunk.start else b""
         for position in range(chunk.start, chunk.start + chunk.count):
-            before = entry_of(sequence.tokens[position], position, before)
+            before = entry_of(sequence.tokens[position], position, before, digest.lora)
             block, slot = sequence.blocks[position // size], position % size
             self.memory.view(block)[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES] = before
             digest.state.update(before)
@@ -181,7 +186,7 @@ class DigestContent:
         key = (sequence.handle, sequence.choice)
         digest = self._active.get(key)
         if digest is None or digest.position != start:
-            digest = self._active[key] = _Digest(start)
+            digest = self._active[key] = _Digest(start, lora=lora_key(sequence.request.lora))
             full, rest = divmod(start, self._size)
             for block in sequence.blocks[:full]:
                 digest.state.update(self.memory.view(block))

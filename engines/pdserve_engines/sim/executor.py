@@ -57,6 +57,8 @@ class SimExecutor:
 
     options: SimOptions
     vocabulary: SimVocabulary
+    loads_loras = True
+    """An adapter's id changes the tokens; its files are not read."""
 
     def __init__(self) -> None:
         self.content: BlockContent | None = None
@@ -259,6 +261,7 @@ def _model_info(
         features=(
             f"{EXACT_PREFIX}sim",
             *(() if options.vocab else structured_output_features(Path(spec.model))),
+            *(("lora",) if spec.loras else ()),
         ),
         embedding_size=EMBEDDING_SIZE,
     )

@@ -2,7 +2,8 @@
 
 Outputs consist of the vocabulary's `words`. Without block content they walk through the words from
 a start that a few prompt tokens choose; with content each token follows from the bytes of all
-blocks. Greedy requests depend on the prompt alone, others also on seed, prompt index and choice.
+blocks. Greedy requests depend on prompt and LoRA adapter alone, others also on seed, prompt index
+and choice.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = [
     "chosen",
     "constrained_word",
     "entry_of",
+    "lora_key",
     "made_up_logprob",
     "reference_tokens",
     "start_of",
@@ -85,6 +87,7 @@ def start_of(request: GenerateRequest, choice: int) -> int:
     ends = (len(prompt), *prompt[:_ENDS], *prompt[-_ENDS:])
     state = blake2b(struct.pack(f"<{len(ends)}I", *ends), digest_size=8)
     state.update(_key(request, choice))
+    state.update(request.lora.encode())
     return int.from_bytes(state.digest(), "little")
 
 
@@ -133,15 +136,26 @@ def constrained_word(
 # ---------------------------------------------------------------- with content
 
 
-def entry_of(token: TokenId, position: int, before: bytes) -> bytes:
-    """The bytes that `token` writes to its block; they depend on all tokens before it."""
-    return blake2b(struct.pack("<II", token, position) + before, digest_size=ENTRY_BYTES).digest()
+def lora_key(lora: str) -> bytes:
+    """The key of all entries that an adapter computes; empty for the model itself."""
+    return blake2b(lora.encode(), digest_size=ENTRY_BYTES).digest() if lora else b""
+
+
+def entry_of(token: TokenId, position: int, before: bytes, lora: bytes = b"") -> bytes:
+    """The bytes that `token` writes to its block; they depend on all tokens before it.
+
+    `lora` is the adapter's `lora_key`. It is in every entry, so the output shows it if any token
+    was computed with another adapter.
+    """
+    content = struct.pack("<II", token, position) + before
+    return blake2b(content, key=lora, digest_size=ENTRY_BYTES).digest()
 
 
 def digested(digest: bytes, request: GenerateRequest, choice: int) -> int:
     """Number of the next word, from the digest of all entries so far."""
     state = blake2b(digest, digest_size=8)
     state.update(_key(request, choice))
+    state.update(request.lora.encode())
     return int.from_bytes(state.digest(), "little")
 
 
@@ -166,6 +180,7 @@ def reference_tokens(
     stops = stop_ids(sampling)
     room = min(sampling.max_tokens, vocabulary.max_len - len(request.prompt))
     start = start_of(request, choice)
+    lora = lora_key(request.lora)
     state = blake2b()
     entry = b""
     computed = 0
@@ -174,7 +189,7 @@ def reference_tokens(
         if content:
             tokens = [*request.prompt, *output]
             for index in range(computed, len(tokens)):
-                entry = entry_of(tokens[index], index, entry)
+                entry = entry_of(tokens[index], index, entry, lora)
                 state.update(entry)
             computed = len(tokens)
             number = digested(state.digest(), request, choice)

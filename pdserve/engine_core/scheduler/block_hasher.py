@@ -39,9 +39,9 @@ class BlockHasher:
         """Return a hasher with another secret."""
         return BlockHasher(secret, self._block_size, self._model)
 
-    def root(self, cache_salt: str) -> bytes:
-        """Parent hash of the first block: of model, LoRA adapter (none yet) and cache salt."""
-        return prompt_root(self._secret, self._model, cache_salt)
+    def root(self, cache_salt: str, lora: str = "") -> bytes:
+        """Parent hash of the first block: of model, cache salt, and the LoRA adapter's id."""
+        return prompt_root(self._secret, self._model, cache_salt, lora)
 
     def given(self, request: GenerateRequest, root: bytes) -> list[bytes]:
         """Return the prompt's block hashes that came with the request, if they are valid here.

@@ -178,8 +178,9 @@ class SchedulerState:
 
     def _name(self, submission: Submission, names: BlockHasher) -> None:
         """Start the hash chains of a submission's choices."""
-        root = names.root(submission.request.cache_salt)
-        given = names.given(submission.request, root)
+        request = submission.request
+        root = names.root(request.cache_salt, request.lora)
+        given = names.given(request, root)
         for sequence in submission.live:
             sequence.root = root
             sequence.hashes = given.copy()

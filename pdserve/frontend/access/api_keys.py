@@ -59,9 +59,14 @@ class ApiKey:
             return f"tenant:{self.tenant}\0{requested or ''}"
         return shared_cache_salt(requested)
 
-    def may_use(self, card: ModelCard) -> bool:
-        """True if the key may use the model, by its name or an alias."""
-        return self.models is None or not self.models.isdisjoint((card.name, *card.aliases))
+    def may_use(self, card: ModelCard, name: str) -> bool:
+        """True if the key may use `name` of this card: the model by its name or any alias, an
+        adapter only if it is listed itself."""
+        if self.models is None:
+            return True
+        if card.lora(name) is not None:
+            return name in self.models
+        return not self.models.isdisjoint((card.name, *card.aliases))
 
 
 PRIORITIES: Final = (-(2**31), 2**31 - 1)

@@ -47,9 +47,9 @@ class Backend(Protocol):
         """The reason why requests cannot be served, for `/health`; None if they can."""
         ...
 
-    def refusal(self, card: ModelCard) -> PdserveError | None:
+    def refusal(self, card: ModelCard, name: str | None = None) -> PdserveError | None:
         """The error with which a request for this model is refused before any work is done for it;
-        None if it is not refused."""
+        None if it is not refused. `name`: what the client asks for, an adapter perhaps."""
         ...
 
     async def open(

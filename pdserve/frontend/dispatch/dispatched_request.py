@@ -321,6 +321,7 @@ class DispatchedRequest:
             session_id=hints.session_id,
             tenant=hints.tenant,
             weight=hints.weight,
+            lora=request.lora,
             waited=hints.waited + self._spent,
             deadline=remaining,
             slo_ttft=hints.slo_ttft if attempt is None and not self._keep_on else None,

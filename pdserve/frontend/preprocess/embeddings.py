@@ -227,7 +227,7 @@ async def _submissions(
     tokens = [prompt.tokens for prompt in prompts]
     # Mean pooling needs every token to be computed, so cached blocks are of no use to it.
     naming = NO_HASHING if card.pooling == "mean" else context.naming
-    names = await naming.of(card, salt, tokens, context.pool)
+    names = await naming.of(card, salt, tokens, context.pool, lora=context.model.lora)
     return [
         GenerateRequest(
             request_id=context.request_id,
@@ -241,6 +241,7 @@ async def _submissions(
             block_names=named.hashes,
             names_id=named.id,
             pooling=card.pooling,
+            lora=context.model.lora,
         )
         for index, (ids, named) in enumerate(zip(tokens, names, strict=True))
     ]

@@ -499,7 +499,7 @@ async def _submissions(
     check_priority(priority, context.key, context.config.max_priority)
     salt = cache_salt_of(context.key, request.cache_salt)
     tokens = [prompt.tokens for prompt in prompts]
-    names = await context.naming.of(card, salt, tokens, context.pool)
+    names = await context.naming.of(card, salt, tokens, context.pool, lora=context.model.lora)
     bad_words = await _bad_words(request, context)
     grammar = await grammar_of(request, context)
     thoughts = [thinking_of(request, context.model, each.reasoning) for each in prompts]
@@ -522,6 +522,7 @@ async def _submissions(
                 deadline=context.deadline,
                 block_names=named.hashes,
                 names_id=named.id,
+                lora=context.model.lora,
             )
         )
     return found

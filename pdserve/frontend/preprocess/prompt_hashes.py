@@ -25,7 +25,7 @@ _TOKENS_PER_CHAR: Final = 8
 """Cost of hashing a token in characters to tokenize: a tenth of one (0.02 against 0.18 us). With it
 the pool runs work of up to 0.2 ms in place."""
 _ROOTS: Final = 4096
-"""Most cached roots of models and tenants; one takes 3 us to make."""
+"""Most cached roots of models, adapters and tenants; one takes 3 us to make."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,17 @@ class PromptHasher:
         self._secret = secret
 
     async def of(
-        self, card: ModelCard, salt: str, prompts: Sequence[Sequence[int]], pool: TextWork
+        self,
+        card: ModelCard,
+        salt: str,
+        prompts: Sequence[Sequence[int]],
+        pool: TextWork,
+        *,
+        lora: str = "",
     ) -> list[PromptHashes]:
         """The hashes of each prompt; those of long ones are computed in the pool.
+
+        Args: `lora` is the id of the adapter that computes the prompts; empty: the model itself.
 
         Errors: `Overloaded`, `Draining` from the pool.
         """
@@ -58,18 +66,18 @@ class PromptHasher:
         if not secret:
             return [_NONE] * len(prompts)
         work = sum(map(len, prompts)) // _TOKENS_PER_CHAR
-        return await pool.run(work, _names, secret, card, salt, prompts)
+        return await pool.run(work, _names, secret, card, salt, prompts, lora)
 
     def of_one(self, card: ModelCard, salt: str, prompt: Sequence[int]) -> PromptHashes:
-        """The hashes of one prompt, computed in place."""
+        """The hashes of one prompt of the model itself, computed in place."""
         secret = self._secret()
         return _names(secret, card, salt, [prompt])[0] if secret else _NONE
 
 
 def _names(
-    secret: bytes, card: ModelCard, salt: str, prompts: Sequence[Sequence[int]]
+    secret: bytes, card: ModelCard, salt: str, prompts: Sequence[Sequence[int]], lora: str = ""
 ) -> list[PromptHashes]:
-    id, root = _identity(secret, card.compat_hash, salt)
+    id, root = _identity(secret, card.compat_hash, salt, lora)
     size = card.block_size
     return [
         PromptHashes(id, joined_hashes(prompt, size, parent=root, secret=secret))
@@ -82,5 +90,5 @@ NO_HASHING: Final = PromptHasher(lambda: b"")
 
 
 @lru_cache(maxsize=_ROOTS)
-def _identity(secret: bytes, model: str, salt: str) -> tuple[bytes, bytes]:
-    return hash_secret_id(secret), prompt_root(secret, model, salt)
+def _identity(secret: bytes, model: str, salt: str, lora: str) -> tuple[bytes, bytes]:
+    return hash_secret_id(secret), prompt_root(secret, model, salt, lora)

@@ -260,6 +260,18 @@ OPTIONS: tuple[Option, ...] = (
         ",".join,
         "the model's own",
     ),
+    Option(
+        "lora",
+        "worker.loras",
+        "model",
+        "LoRA adapter of the model, served under this name; may be repeated. The directory has "
+        "adapter_config.json and the adapter's weights.",
+        "NAME=DIR",
+        _pairs,
+        _show_pairs,
+        "none",
+        many=True,
+    ),
     _text(
         "download-dir",
         "worker.download_dir",

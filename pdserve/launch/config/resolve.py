@@ -262,7 +262,7 @@ def _unknown_key(path: Path, key: str, name: str, value: Any) -> ConfigError:
     if isinstance(value, dict):
         return ConfigError(
             f"{path}: '{key}' is a table; settings stand at the top of the file, in none but "
-            "[engine-option] and [policy-option]"
+            "[engine-option], [policy-option] and [lora]"
         )
     return unknown_option(name, f"{path}: key '{key}'", lambda option: f"'{option.name}'")
 

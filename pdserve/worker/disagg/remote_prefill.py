@@ -394,7 +394,7 @@ class RemotePrefillRequest:
             return "no_time"
         if self._owner.chooser.mode == "never":
             return "never"
-        if self._excluded and not self._owner.others_prefill(self.request.model, self._excluded):
+        if self._excluded and not self._owner.others_prefill(self.request, self._excluded):
             return "no_prefill_worker"
         return ""
 
@@ -413,7 +413,7 @@ class RemotePrefillRequest:
             block_size=card.block_size,
             priority=request.priority,
             deadline=self._rest(),
-            excluded=tuple(self._excluded),
+            excluded=(*self._excluded, *owner.lacking(request.lora)),
         )
 
     def _unqueue(self, event: DecodeEvent, word: _Word) -> None:

@@ -4,11 +4,13 @@ import pytest
 
 from pdserve.errors import ConfigError, Forbidden, Unauthorized
 from pdserve.frontend.access.api_keys import (
+    ApiKey,
     KeyLimits,
     check_priority,
     parse_keys,
     shared_cache_salt,
 )
+from pdserve.messages.lora import LoraSummary
 from tests.frontend.support import card
 
 GOOD = f"""
@@ -70,9 +72,18 @@ def test_no_key_is_kept_in_the_clear():
 
 def test_a_key_may_be_bound_to_models():
     key = parse_keys(GOOD.encode(), "keys.toml").authenticate("Bearer sk-research-1")
-    assert key.may_use(card())
-    assert not key.may_use(card(name="secret"))
-    assert key.may_use(card(name="large", aliases=("tiny",)))
+    assert key.may_use(card(), "tiny")
+    assert not key.may_use(card(name="secret"), "secret")
+    assert key.may_use(card(name="large", aliases=("tiny",)), "large")
+
+
+def test_a_key_for_a_model_is_none_for_its_adapters():
+    poet = card(loras=(LoraSummary(name="poet", revision="1"),))
+    model, adapter = (
+        ApiKey(digest=b"d" * 32, tenant="t", models=frozenset({name})) for name in ("tiny", "poet")
+    )
+    assert [model.may_use(poet, name) for name in ("tiny", "poet")] == [True, False]
+    assert [adapter.may_use(poet, name) for name in ("tiny", "poet")] == [False, True]
 
 
 def test_isolation_keeps_tenants_apart_whatever_they_ask_for():
