@@ -38,7 +38,13 @@ __all__ = [
 
 ENTRY_POINT_GROUP = "pdserve.engines"
 
-_EXTRAS = {"torch": "torch", "numpy": "torch", "safetensors": "torch", "tensorrt_llm": "trtllm"}
+_EXTRAS = {
+    "torch": "torch",
+    "numpy": "torch",
+    "safetensors": "torch",
+    "tensorrt_llm": "trtllm",
+    "vllm": "vllm",
+}
 """Import name of a library -> the extra of pdserve that installs it."""
 
 

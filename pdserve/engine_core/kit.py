@@ -34,9 +34,11 @@ from pdserve.messages.engine import (
     EngineStats,
     InboundControl,
     InboundControlReply,
+    KvEvents,
     PrefillForPeer,
     QueryStats,
     Rejected,
+    SetHashSecret,
     StartCore,
     Stats,
     StepOutput,
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from pdserve.clock import Clock
     from pdserve.ids import Seconds, TokenId
     from pdserve.messages.engine import Command, EngineSpec, Event, LoadProgress
+    from pdserve.messages.kv_events import KvEvent
     from pdserve.messages.request import FinishReason, GenerateRequest, TokenLogprob
 
 __all__ = [
@@ -373,6 +376,10 @@ class SelfSchedulingCore(ABC):
         """Called once per `Abort`: the handle and what it was doing. The `CoreLoop` sets it."""
         self.deltas: list[TokenDelta] = []
         """Output that the next or current step reports; `add` and `advance` append to it."""
+        self.kv_events: list[KvEvent] = []
+        """Changes of the prefix cache that the next or current step reports, in order, before its
+        output. Full block hashes, made by `pdserve.blocks.hashing`; no hash is stored twice, and
+        none is removed that is not stored."""
         self._events: list[Event] = []
         self._posted: deque[TokenDelta | Rejected | CoreFailed] = deque()
         self._failure: CoreFailed | None = None
@@ -437,6 +444,11 @@ class SelfSchedulingCore(ABC):
     def clear_cache(self) -> None:  # noqa: B027
         """Drop what is cached and not in use; by default nothing is."""
 
+    def rekey(self, hash_secret: bytes) -> None:  # noqa: B027
+        """Hash blocks with another secret from now on; what was cached under the old one is gone
+        for routers (`PoolCleared`). By default nothing: an engine without KV events has no
+        hashes."""
+
     def shutdown(self) -> int:
         """Free everything; returns leaked KV blocks. Also called when `open` failed or never ran.
 
@@ -498,6 +510,8 @@ class SelfSchedulingCore(ABC):
                 self._events.append(Stats(stats=self.stats()))
             case ClearCache():
                 self.clear_cache()
+            case SetHashSecret():
+                self.rekey(command.hash_secret)
             case SubmitRemote() | PrefillForPeer():
                 self._events.append(rejected_event(command.handle, _NO_KV))
             case InboundControl():
@@ -510,7 +524,7 @@ class SelfSchedulingCore(ABC):
     @property
     def has_work(self) -> bool:
         """Return whether `step` has something to do now."""
-        if self.deltas or self._events or self._posted or self.busy:
+        if self.deltas or self.kv_events or self._events or self._posted or self.busy:
             return True
         return self._changed and not self._submissions
 
@@ -529,6 +543,9 @@ class SelfSchedulingCore(ABC):
         self._take_posted()
         if self._failure is None:
             self.advance(now)
+        if self.kv_events:
+            self._events.append(KvEvents(events=self.kv_events))
+            self.kv_events = []
         if self.deltas:
             self._report_output()
         if self._changed and (not self._submissions or now - self._stats_at >= STATS_INTERVAL):

