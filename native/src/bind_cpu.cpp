@@ -62,8 +62,8 @@ class Held {
 
 std::size_t count(int a, int b) { return static_cast<std::size_t>(a) * static_cast<std::size_t>(b); }
 
-// Tells a Python callable, or nobody, how many layers are done. What it raises ends the telling and
-// waits for `raise`, since the team's members must come through their stages.
+// Tells a Python callable, if there is one, how many layers are done. An exception ends the calls
+// and is kept for `raise`, since the team's members must finish their stages.
 class Told {
  public:
   explicit Told(nb::handle callable) : callable_(callable) {}
@@ -93,7 +93,7 @@ class CpuModel {
  public:
   CpuModel(const Config& config, const Kernels& kernels, int threads)
       : model_(config, kernels, threads) {}
-  CpuModel(const CpuModel& elder, int threads) : model_(elder.model_, threads) {}
+  CpuModel(const CpuModel& owner, int threads) : model_(owner.model_, threads) {}
 
   // Complete, so that nothing is left to be placed. The caller owns it.
   CpuModel* sibling(int threads) {

@@ -99,7 +99,7 @@ class Tokens {
   std::vector<std::uint32_t> own_;
 };
 
-// A fresh bytes object, to be filled before anybody else sees it.
+// A fresh bytes object, to be filled before other code sees it.
 class Output {
  public:
   explicit Output(std::size_t size)

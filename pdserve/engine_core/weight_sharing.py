@@ -43,7 +43,7 @@ class WeightSharingGroup:
 
     def __init__(self) -> None:
         self._loading = threading.Lock()
-        self._elder: tuple[EngineSpec, object] | None = None
+        self._owner: tuple[EngineSpec, object] | None = None
         """The spec of the first core, and what its factory made."""
 
     @contextmanager
@@ -53,11 +53,11 @@ class WeightSharingGroup:
         if not self._loading.acquire(blocking=False):
             say(LoadProgress(stage="waiting for another worker of this process to load"))
             self._loading.acquire()
-        before = self._elder
+        before = self._owner
         try:
             yield
         except BaseException:
-            self._elder = before
+            self._owner = before
             raise
         finally:
             self._loading.release()
@@ -65,22 +65,22 @@ class WeightSharingGroup:
     def make_core(self, spec: EngineSpec, clock: Clock, mover: KvConnector | None = None) -> Core:
         """Make a core for `spec`, not loaded. Raises `ConfigError` if it needs other weights than
         the first."""
-        if self._elder is None:
+        if self._owner is None:
             made = make_engine(spec.engine)
-            self._elder = spec, made
+            self._owner = spec, made
         else:
-            made = _another(spec, *self._elder)
+            made = _another(spec, *self._owner)
         return wrap_core(spec.engine, made, clock, mover, optional=spec.moves_optionally)
 
 
-def _another(spec: EngineSpec, first: EngineSpec, elder: object) -> object:
+def _another(spec: EngineSpec, first: EngineSpec, owner: object) -> object:
     for field in _COMMON:
         ours, theirs = getattr(spec, field), getattr(first, field)
         if ours != theirs:
             raise ConfigError(
                 f"cores of one process must agree on {field}: {theirs!r} is loaded, {ours!r} wanted"
             )
-    if hasattr(elder, "sibling"):
-        return cast("SupportsWeightSharing", elder).sibling()
+    if hasattr(owner, "sibling"):
+        return cast("SupportsWeightSharing", owner).sibling()
     _log.warning("engine %r cannot share weights: a further core loads its own", spec.engine)
     return make_engine(spec.engine)

@@ -25,11 +25,11 @@ CLOCK = SystemClock()
 class SharingExecutor(ScriptedExecutor):
     """Knows from whom it comes."""
 
-    elder: SharingExecutor | None = None
+    owner: SharingExecutor | None = None
 
     def sibling(self) -> SharingExecutor:
         other = SharingExecutor()
-        other.elder = self
+        other.owner = self
         return other
 
 
@@ -55,9 +55,9 @@ def test_the_first_loads_and_the_others_share_with_it():
     first = executor_of(family, spec())
     second = executor_of(family, replace(spec(), kv_memory=1, max_sequences=2, block_size=4))
     third = executor_of(family, spec())
-    assert first.elder is None
-    assert second.elder is first
-    assert third.elder is first
+    assert first.owner is None
+    assert second.owner is first
+    assert third.owner is first
 
 
 @pytest.mark.parametrize("field", ["engine", "model", "device", "dtype", "threads"])
@@ -68,7 +68,7 @@ def test_cores_of_one_process_agree_on_what_the_weights_are(field: str):
     other = replace(first, **{field: 7 if field == "threads" else "other"})
     with pytest.raises(ConfigError, match=f"must agree on {field}: .* is loaded"):
         executor_of(family, other)
-    assert executor_of(family, first).elder is not None  # as before
+    assert executor_of(family, first).owner is not None  # as before
 
 
 def test_what_failed_to_load_is_not_shared():
@@ -81,7 +81,7 @@ def test_what_failed_to_load_is_not_shared():
 
     with pytest.raises(OSError, match="unreadable"):
         load()
-    assert executor_of(family, spec()).elder is None
+    assert executor_of(family, spec()).owner is None
 
 
 def test_an_engine_that_cannot_share_loads_again_and_says_so(caplog: pytest.LogCaptureFixture):

@@ -81,8 +81,8 @@ class _Loaded:
 class TorchExecutor:
     """Implements `pdserve.engine_core.executor.Executor` and `SupportsWeightSharing`."""
 
-    def __init__(self, elder: _Loaded | None = None) -> None:
-        """`elder`: the weights to share instead of reading them."""
+    def __init__(self, owner: _Loaded | None = None) -> None:
+        """`owner`: the weights to share instead of reading them."""
         self.pool: KvPool | None = None
         """KV storage; exists from `allocate` to `close`."""
         self.info: ModelInfo | None = None
@@ -91,8 +91,8 @@ class TorchExecutor:
         self._sampler = Sampler()
         self._pooler = Pooler()
         self._settings: TorchSettings | None = None
-        self._loaded = elder
-        """What a sibling would share: before `load` the elder's, then this executor's own."""
+        self._loaded = owner
+        """What a sibling would share: before `load` the owner's, then this executor's own."""
         self._cudnn_attention = CudnnAttentionOff()
         self._stream: torch.cuda.Stream | None = None
         """None: the device's default stream."""
@@ -106,10 +106,10 @@ class TorchExecutor:
     # ------------------------------------------------------------------ life
 
     def load(self, spec: EngineSpec, progress: ProgressFn) -> ModelInfo:
-        elder, self._loaded = self._loaded, None
+        owner, self._loaded = self._loaded, None
         self._batch_tokens = spec.max_batch_tokens
         with torch.inference_mode():
-            loaded = None if elder is None else self._share(elder, spec)
+            loaded = None if owner is None else self._share(owner, spec)
             if loaded is None:
                 loaded = self._read(spec, progress)
             else:
@@ -153,15 +153,15 @@ class TorchExecutor:
             identity = checkpoint.identity(names)
             return _Loaded(config, settings, identity, model, measure_memory(settings.device))
 
-    def _share(self, elder: _Loaded, spec: EngineSpec) -> _Loaded | None:
-        """Share the elder's weights; None if they are gone."""
-        settings = resolve_settings(spec, elder.config)
-        if settings.kernels != elder.settings.kernels:
+    def _share(self, owner: _Loaded, spec: EngineSpec) -> _Loaded | None:
+        """Share the owner's weights; None if they are gone."""
+        settings = resolve_settings(spec, owner.config)
+        if settings.kernels != owner.settings.kernels:
             raise ConfigError(
                 f"engine option kernels={settings.kernels}: the core to share weights with has "
-                f"{elder.settings.kernels}"
+                f"{owner.settings.kernels}"
             )
-        model = elder.model.sibling(settings)
+        model = owner.model.sibling(settings)
         if model is None:
             _log.warning("the core to share weights with is closed: reading the weights again")
             return None
@@ -169,7 +169,7 @@ class TorchExecutor:
             _enter(settings.device)
             torch.cuda.synchronize(settings.device)
             self._stream = torch.cuda.Stream(settings.device)  # type: ignore[no-untyped-call]
-        return _Loaded(elder.config, settings, elder.identity, model, elder.room)
+        return _Loaded(owner.config, settings, owner.identity, model, owner.room)
 
     def sibling(self) -> TorchExecutor:
         """Return an executor that shares these weights and has a KV pool of its own."""

@@ -540,7 +540,7 @@ struct Places {
   size_t offset[kPanel];
 };
 
-// Slots nobody has written may hold anything: zeros are read instead.
+// Unwritten slots may hold anything: zeros are read instead.
 constexpr size_t kUnwritten = ~static_cast<size_t>(0);
 alignas(64) const uint32_t kZeros[kMaxHeadDim] = {};
 

@@ -60,8 +60,8 @@ Pages::~Pages() {
 Model::Model(const Config& config, const Kernels& kernels, int threads)
     : Model(config, kernels, threads, std::make_shared<Weights>(config.layers)) {}
 
-Model::Model(const Model& elder, int threads)
-    : Model(elder.config_, elder.kernels_, threads, elder.weights_) {}
+Model::Model(const Model& owner, int threads)
+    : Model(owner.config_, owner.kernels_, threads, owner.weights_) {}
 
 Model::Model(const Config& config, const Kernels& kernels, int threads,
              std::shared_ptr<Weights> weights)
@@ -442,7 +442,7 @@ void Model::layer_step(const Batch& batch, int index, int member) {
   feed_forward(layer, rows, member);
 }
 
-// Moves the wanted rows to the front; nobody reads the others any more.
+// Moves the wanted rows to the front; the others are not read any more.
 int Model::keep_wanted(const Batch& batch) {
   if (batch.wanted == batch.tokens) return batch.wanted;
   const std::size_t q = product_of(config_.heads, config_.head_dim) * item_size(config_.type);

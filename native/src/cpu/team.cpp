@@ -5,7 +5,7 @@ namespace {
 
 // Turns of about 10 ns each. A stage's stragglers are waited for a while longer than a job, because
 // a thread that sleeps costs its wake-up in every one of a hundred stages; after that the processor
-// is offered to whoever it is that keeps the straggler from running.
+// is offered to the thread that keeps the straggler from running.
 constexpr int kStageTurns = 4000;
 constexpr int kJobTurns = 10000;
 
@@ -52,7 +52,7 @@ void Team::run(const std::function<void(int)>& work) {
     wake_.notify_all();
   }
   work(0);
-  wait_for_all();  // nobody still uses `work` after this
+  wait_for_all();  // no member uses `work` after this
 }
 
 void Team::serve(int member) {
@@ -77,7 +77,7 @@ bool Team::await_job(unsigned seen) {
 void Team::wait_for_all() {
   const unsigned stage = stage_.load(std::memory_order_acquire);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
-    // The last one: everybody is here, so nobody takes from `next_` any more.
+    // The last member: all have arrived, so none takes from `next_` any more.
     arrived_.store(0, std::memory_order_relaxed);
     next_.store(0, std::memory_order_relaxed);
     stage_.store(stage + 1, std::memory_order_release);

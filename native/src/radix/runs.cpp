@@ -91,7 +91,7 @@ void settle(std::uint64_t* slots, std::size_t capacity, std::size_t at, std::uin
 Table::Table(const Runs& runs, std::size_t max_names) : runs_(runs), shard_bits_(0) {
   while (shard_bits_ < 20 && max_names >> shard_bits_ > kNamesPerShard) ++shard_bits_;
   shards_ = std::make_unique<Shard[]>(std::size_t{1} << shard_bits_);
-  // Drawn anew for each table, so that nobody can aim at one slot. No answer depends on it.
+  // Drawn anew for each table, so that a client cannot aim at one slot. No answer depends on it.
   std::random_device device;
   for (auto& seed : seed_) seed = std::uint64_t{device()} << 32 | device() | 1;
 }

@@ -182,7 +182,7 @@ std::size_t Tree::removed(Worker worker, int tier, Names names) {
     const Run& run = runs_[place.run];
     const Span whole = held(worker, tier, run);
     if (place.offset < whole.from || place.offset >= whole.to) {
-      // Others' blocks: whoever asks for one of a run mostly asks for its neighbours too.
+      // Others' blocks: a prompt with one block of a run mostly has its neighbours too.
       const std::size_t end = place.offset < whole.from ? whole.from : run.to;
       const std::size_t same = common(run.names + place.offset, names.data + i * sizeof(Name),
                                       std::min(end - place.offset, names.count - i));
@@ -247,7 +247,7 @@ bool Tree::add(Worker worker, int tier, Name name, std::size_t more, Cursor& cur
   return true;
 }
 
-// A run grows while those who hold all of it are one worker: nobody else loses a whole run.
+// A run grows only while one worker alone holds all of it: no other worker loses a whole run.
 bool Tree::may_grow(const Run& run, Worker worker, int tier) const {
   if (run.to == kMaxRun || held(worker, tier, run).to != run.to) return false;
   for (int other = 0; other < kTiers; ++other) {
@@ -355,7 +355,7 @@ void Tree::let_go(Worker worker, int tier, RunId id, Span span) {
   trim(id, span);
 }
 
-// Frees what nobody holds any more of a stretch that somebody has just let go.
+// Frees the blocks of a span that no worker holds any more, after a worker has released it.
 void Tree::trim(RunId id, Span span) {
   Run& run = runs_[id];
   covered_.clear();

@@ -150,11 +150,11 @@ def test_cores_of_one_process_get_the_same_whichever_loads_first(
     ]
     monkeypatch.setattr(executor, "measure_memory", lambda device: rooms.pop(0))
     order = ["prefill", "decode"][:: 1 - 2 * first]
-    elder = TorchExecutor()
+    owner = TorchExecutor()
     made, sizes = [], {}
     wanted = spec(checkpoint("llama")[0], kv_share=0.5, max_sequences=1 << 20)
     for name in order:
-        each = elder if name == order[0] else elder.sibling()
+        each = owner if name == order[0] else owner.sibling()
         info = each.load(wanted, lambda stage, fraction: None)
         sizes[name] = size_pool(wanted, info).num_blocks
         made.append(each)

@@ -46,15 +46,15 @@ class CpuModel:
     """Implements `base.ForwardModel`. The weights are packed in C++; there is no second copy."""
 
     def __init__(
-        self, config: ModelConfig, settings: TorchSettings, elder: CpuModel | None = None
+        self, config: ModelConfig, settings: TorchSettings, owner: CpuModel | None = None
     ) -> None:
-        """Use the weights of `elder`, or start with none placed."""
+        """Use the weights of `owner`, or start with none placed."""
         self._config = config
         self._dtype = settings.dtype
         self._threads = settings.threads
         self._native: accel.native.CpuModel
-        if elder is not None:
-            self._native = elder._native.sibling(settings.threads)
+        if owner is not None:
+            self._native = owner._native.sibling(settings.threads)
         else:
             self._native = accel.native.CpuModel(
                 bfloat16=settings.dtype == torch.bfloat16,

@@ -80,8 +80,8 @@ struct Batch {
 class Model {
  public:
   Model(const Config& config, const Kernels& kernels, int threads);
-  // With the weights of `elder`, which nobody can place any more, and nothing else of it.
-  Model(const Model& elder, int threads);
+  // Shares the weights of `owner` and nothing else. They can no longer be placed.
+  Model(const Model& owner, int threads);
 
   const Config& config() const { return config_; }
   const Kernels& kernels() const { return kernels_; }

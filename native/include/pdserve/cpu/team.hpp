@@ -27,7 +27,7 @@ class Team {
   void run(const std::function<void(int)>& work);
 
   // One stage, called by every member: `body(begin, end)` for pieces of [0, total), at most `grain`
-  // long, whoever is free taking the next. Returns when the whole stage is done.
+  // long; the next free member takes the next piece. Returns when the whole stage is done.
   template <class Body>
   void stage(int total, int grain, const Body& body) {
     for (;;) {

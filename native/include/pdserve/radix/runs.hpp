@@ -26,14 +26,14 @@ struct Plane {
 };
 
 // Blocks that follow one another. Offsets count from `names`, so that dropping the first blocks
-// moves nothing; those in use are [from, to), and each of them is held by somebody.
+// moves nothing; those in use are [from, to), and some worker holds each of them.
 struct Run {
   Name* names = nullptr;
   std::uint16_t from = 0;
   std::uint16_t to = 0;
   std::uint16_t capacity = 0;
   Plane device;
-  std::unique_ptr<Plane[]> lower;  // the other tiers, once somebody holds the run there
+  std::unique_ptr<Plane[]> lower;  // the other tiers, once a worker holds the run there
 
   Plane& plane(int tier) { return tier == 0 ? device : lower[tier - 1]; }
   const Plane* peek(int tier) const {
@@ -69,7 +69,7 @@ struct Place {
 };
 
 // Name → place, 8 bytes for each: the name itself stands in its run. Many small tables, so that
-// growing one holds nobody up; robin-hood probing, so that each can be four fifths full.
+// growing one delays no caller; robin-hood probing, so that each can be four fifths full.
 class Table {
  public:
   Table(const Runs& runs, std::size_t max_names);
