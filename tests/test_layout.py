@@ -386,6 +386,36 @@ def test_no_module_only_re_exports() -> None:
     assert found == [], "import from where the name is defined"
 
 
+# ---------------------------------------------------------------- class names
+
+_MIRROR = "the client's error for the status of the server's"
+SHARED_CLASS_NAMES = {
+    "DeadlineExceeded": _MIRROR,
+    "Engine": "the engine port, and vLLM's engine behind it",
+    "Forbidden": _MIRROR,
+    "InvalidRequest": _MIRROR,
+    "Overloaded": _MIRROR,
+    "RateLimited": _MIRROR,
+    "Stream": "a stream of a link, and the client's stream of an answer",
+    "Unauthorized": _MIRROR,
+    "Unavailable": _MIRROR,
+}
+"""Names that two public classes have, and why."""
+
+
+def test_names_of_public_classes_are_unique() -> None:
+    """So that a name in a traceback or a search leads to one place."""
+    names = Counter(
+        node.name
+        for path in SOURCES.values()
+        for node in tree_of(path).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    shared = {name for name, count in names.items() if count > 1}
+    assert shared - set(SHARED_CLASS_NAMES) == set(), "another class has this name"
+    assert set(SHARED_CLASS_NAMES) - shared == set(), "unique by now: take it off the list"
+
+
 # ---------------------------------------------------------------- docstrings
 
 REFERENCE = re.compile(r"`([a-z_]\w*(?:\.\w+)+)(?:\([^`]*\))?`")
