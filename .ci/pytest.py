@@ -31,7 +31,7 @@ STOP = {"-x", "--exitfirst", "--maxfail=1"}
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Number of cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 

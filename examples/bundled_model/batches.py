@@ -67,7 +67,7 @@ class RowMaker:
     augmenter: Augmenter
     tokenizer: Tokenizer
     noisy: Tokenizer
-    """The same tokenizer with BPE dropout."""
+    """A tokenizer of the same vocabulary with BPE dropout."""
 
     def row(self, length: int, rng: random.Random) -> tuple[list[int], list[float]]:
         """One conversation (rarely: plain text) of exactly `length` tokens."""

@@ -118,13 +118,13 @@ def cases(corpus: Corpus, questions: Callable[[Pair], Iterable[str]]) -> list[Ca
 
 
 def with_system(case: Case) -> Case:
-    """The same case after a system message."""
+    """Returns the case after a system message."""
     system = {"role": "system", "content": SYSTEM}
     return Case(case.pair, [system, *case.messages], case.answer)
 
 
 def later(case: Case, corpus: Corpus, judge: Judge, tokens: int, rng: random.Random) -> Case:
-    """The same case after earlier turns that fill about `tokens` tokens."""
+    """Returns the case after earlier turns that fill about `tokens` tokens."""
     history: Messages = []
     said: str | None = None
     while True:

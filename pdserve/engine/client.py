@@ -145,7 +145,7 @@ class _InFlight:
     choices: int
     """Number of choices that have not ended."""
     remote: RemotePrefillSink | None = None
-    """The same sink if another worker prefills the prompt, else None."""
+    """The sink again if another worker prefills the prompt, else None."""
 
 
 class CoreClient:
@@ -194,7 +194,7 @@ class CoreClient:
         self._transfer_control = TransferController(self._post)
         self._last_handle = 0
         self._worked_at: Seconds = self._clock.now()
-        """When the core was last known to have work."""
+        """The last time at which the core was known to have work."""
         # One life of the core
         self._life: CoreRun | None = None
         self._secret = spec.hash_secret

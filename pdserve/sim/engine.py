@@ -120,23 +120,24 @@ class VirtualTimeEngine:
         self._handles = 0
         self._sinks: dict[Handle, TokenSink] = {}
         self._choices: dict[Handle, int] = {}
-        """Of each submission, those that have not ended."""
+        """Number of choices of each submission that have not ended."""
         self._remotes: dict[Handle, RemotePrefillSink] = {}
-        """Those sinks whose prompt is prefilled elsewhere."""
+        """Sinks of the submissions whose prompt is prefilled elsewhere."""
         self._prefills: dict[Handle, PrefillSink] = {}
         self._transfer_control = TransferController(self._post)
         self._fabric = fabric
         self._key: NodeLife | None = None
-        """In whose name it moves KV."""
+        """The node's life under which the engine moves KV."""
         self._guard = MemoryGuard()
-        """Of the present core."""
+        """The memory guard of the present core."""
         self._mover: _InlineMover | None = None
         self._ending: list[_InlineMover] = []
-        """Of earlier lives."""
+        """The movers of earlier lives, which are closing."""
         self._kv_listeners: list[Callable[[Sequence[KvEvent]], None]] = []
         self._timer: asyncio.Handle | None = None
         self._timer_due: Seconds = 0.0
-        """When `_timer` fires. Kept here: a timer of uvloop that is due at once cannot tell."""
+        """The time when `_timer` fires. Kept here, because a timer of uvloop that is due at once
+        does not know it."""
         self._reboot: asyncio.TimerHandle | None = None
 
     def now(self) -> Seconds:
@@ -435,7 +436,7 @@ class VirtualTimeEngine:
         elif isinstance(event, OutboundControl | InboundControlReply | PathStates):
             self._transfer_control.take(event)
         elif isinstance(event, Admitted | AttemptBlocksOpened | AttemptLost):
-            assert not self._spoilt(event), f"bytes were wrong and nobody spoilt them: {event}"
+            assert not self._spoilt(event), f"bytes were wrong and no fault changed them: {event}"
             remote = self._remotes.get(event.handle)
             if remote is not None:
                 deliver_remote_event(remote, event)

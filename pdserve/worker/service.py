@@ -76,8 +76,8 @@ class WorkerService:
     """One worker: a model and an engine."""
 
     engine: SupervisedEngine
-    """The same object for the service's whole life. Before `start` it refuses requests, and takes
-    whatever else the port offers."""
+    """The engine, the same object for the service's whole life. Before `start` it refuses requests
+    and accepts all other calls of the port."""
 
     def __init__(
         self,

@@ -286,7 +286,7 @@ class OptionRow:
 
     name: str
     value: str
-    """As it could be written; empty if the value cannot be written."""
+    """The value as text; empty if it cannot be written."""
     source: str
     meaning: str = ""
     """What an empty value means."""
