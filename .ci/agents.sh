@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the coding agents that tests/e2e/agents runs, in the versions of .ci/agents/package.json,
-# into .venv/agents (about 770 MB). They are programs of others: without them the tests skip, unless
+# into .venv/agents (about 770 MB). Other projects make them: without them the tests skip, unless
 # PDSERVE_REQUIRE_AGENTS is set.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

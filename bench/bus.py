@@ -181,7 +181,7 @@ async def serve(name: str, port: int) -> None:
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), over.set)
     await over.wait()
     await arm.stop()
-    os._exit(0)  # nothing of its connections is worth waiting for
+    os._exit(0)  # its connections need no orderly end
 
 
 async def stop(running: Running) -> None:

@@ -39,7 +39,7 @@ def pool_rate(prompts: Iterable[Sequence[int]], tokens: int) -> float:
     pool = BlockPool(tokens // BLOCK, BLOCK)
     hits = total = 0
     for prompt in prompts:
-        # A hash names its prefix too, and so does an id of this trace: it serves as the hash.
+        # A hash identifies a block with its prefix. So does an id of this trace: it serves as hash.
         names = [content.to_bytes(16, "little") for content in prompt]
         found = pool.match(names)
         hits += len(found)

@@ -109,7 +109,7 @@ def row(name: str) -> str:
     columns = [totals]
     if name != "undisturbed":
         columns.append(after)
-    if name in ("killed", "engine", "frozen"):  # another one like it computes the prompt anew
+    if name in ("killed", "engine", "frozen"):  # another prefill worker computes the prompt again
         columns.append([rest - undisturbed for rest in after])
     cells = [f"{of(values):.2f}" for values in columns for of in (statistics.median, max)]
     cells += [""] * (6 - len(cells))

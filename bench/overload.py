@@ -160,7 +160,7 @@ def simulated(case: Case, rate: float, warm: float, seconds: Seconds, seed: int)
     records = replay(config, iter(trace(case, rate, warm, seconds, seed))).records
     if case.says:
         counted = [record for record in records if record.arrival >= WARM]
-    else:  # what waits at the end is served some time, and no measure of the rate
+    else:  # requests that wait at the end are served later, and say nothing about the rate
         counted = [record for record in records if _window(record.end, seconds)]
     done = [record for record in counted if record.completed]
     in_time = [record for record in done if record.ttft <= (TTFT if case.says else case.patience)]

@@ -79,7 +79,7 @@ async def ours(size: int, total: int, rounds: int, theirs: list[float]) -> list[
 async def transfer(source: KvPath, destination: KvPath, count: int, size: int) -> float:
     """Makes one transfer of all blocks."""
     there = random.Random(count).sample(range(count), count)
-    there.sort(key=lambda block: (block % 2, block))  # no two neighbours stay neighbours
+    there.sort(key=lambda block: (block % 2, block))  # so that no two neighbours stay together
     sink = RecordingTransferSink()
     begun = time.perf_counter()
     grant = destination.grant(order(there, count * TOKENS), sink)

@@ -102,7 +102,7 @@ async def _stopped(node: Node, *, both: bool) -> tuple[float, float]:
         process.suspend()
     await asyncio.sleep(STOP)
     for process in processes:
-        with contextlib.suppress(psutil.Error):  # it may have been given up, killed and replaced
+        with contextlib.suppress(psutil.Error):  # its node may have killed and replaced it
             process.resume()
     return now, now + AT_ONCE
 

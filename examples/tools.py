@@ -3,7 +3,7 @@
     pdserve --model Qwen/Qwen2.5-7B-Instruct
     python examples/tools.py "Is it warmer in Rome or in Oslo?"
 
-    pdserve --tool-parser hermes                # the bundled model: it must be made to call
+    pdserve --tool-parser hermes                # the bundled model calls tools only if it must
     python examples/tools.py --first required
 
 Asks, runs what the model calls, sends the results back, until it answers in words. Needs
@@ -62,7 +62,7 @@ def main() -> None:
                 messages=messages,
                 tools=TOOLS,
                 tool_choice=choice,
-                parallel_tool_calls=False,  # one by one, the last one's result in view
+                parallel_tool_calls=False,  # one by one, with the last result in view
                 max_tokens=arguments.max_tokens,
                 extra_body={"thinking_token_budget": arguments.thoughts},
             )

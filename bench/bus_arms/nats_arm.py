@@ -39,7 +39,7 @@ class Nats(Arm):
         await self.client.subscribe("echo", cb=self._on_echo)
         await self.client.subscribe(
             "item", cb=self._on_item, pending_msgs_limit=1 << 30, pending_bytes_limit=1 << 40
-        )  # it would drop what is over a bound
+        )  # with a bound it would drop messages
         await self.client.flush()
 
     async def stop(self) -> None:

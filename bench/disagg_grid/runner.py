@@ -51,7 +51,7 @@ class Runner:
         """Returns results in the order of `jobs`."""
         keys = [self._key(job) for job in jobs]
         missing = {key: job for key, job in zip(keys, jobs, strict=True) if key not in self._known}
-        if missing:  # one seed after the other: what is interrupted has all cells
+        if missing:  # one seed after the other, so that an interrupted run has all cells
             todo = sorted(missing.items(), key=lambda item: item[1][2])
             self._fill([(self._scale, key, job) for key, job in todo])
         self.seconds += sum(self._known[key]["seconds"] for key in dict.fromkeys(keys))
@@ -82,7 +82,7 @@ class Runner:
                 try:
                     line = json.loads(text)
                 except ValueError:
-                    continue  # the last line of a run that was killed
+                    continue  # a killed run may leave half a line
                 known[line["key"]] = line
         return known
 

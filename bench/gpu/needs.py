@@ -25,7 +25,7 @@ def missing(part: str) -> dict[str, str]:
     for name in NEEDS[part]:
         try:
             importlib.import_module(name)
-        except Exception as error:  # a package that is there and broken is missing, too
+        except Exception as error:  # a package that is installed and broken counts as missing
             found[name] = f"{type(error).__name__}: {error}"
     return found
 

@@ -5,13 +5,13 @@
 #   bench/gpu/run.sh --dry    # tiny sizes on whatever there is, no tests: to see that it works; its
 #                             # results go to a folder of its own, unless there is $OUT
 #
-# It needs a checkout and a Python that has torch (2.11 or later for CUDA 13); nothing is built: what
-# the extension would do, its Python twins do. Packages that are missing are named, and what does not
-# need them still runs. Wheels of them in a folder are used if WHEELS names it (default: .whl).
+# It needs a checkout and a Python that has torch (2.11 or later for CUDA 13). Nothing is built: the
+# Python twins replace the extension. It names missing packages and runs the parts that do not need
+# them. It uses wheels in the folder WHEELS (default: .whl).
 #
 #   PYTHON=python3  LIMIT=540 (seconds for all)  TESTS=150 (of those, for the tests)  MODELS="…"
 #
-# The status is 0 if what could run ran without failures, 1 otherwise.
+# The status is 0 if all parts that could run had no failure, 1 otherwise.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 
@@ -41,7 +41,7 @@ left() { echo $((LIMIT - SECONDS)); }
 
 has() { "$PYTHON" bench/gpu/needs.py "$1"; }
 
-# The tests first: they are few, and a wrong engine need not be measured for long.
+# The tests come first: they are few, and measuring a wrong engine is useless.
 run_tests() {
   local files
   mapfile -t files < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)

@@ -42,7 +42,7 @@ class Dynamo(Arm):
         apply = self.tree.apply_event
         for event in packed:
             apply(*event)
-        self.tree.find_matches([1])  # its thread has done all before it answers this
+        self.tree.find_matches([1])  # its thread answers this after all earlier events
 
     apply_removed = apply_stored
 

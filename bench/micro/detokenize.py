@@ -122,7 +122,7 @@ def _decode_window(raw: RawTokenizer, ids: list[int]) -> None:
 
 def _measure(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     best = dict.fromkeys(ways, float("inf"))
-    for _ in range(rounds + 1):  # the first fills tables and is beaten by the others
+    for _ in range(rounds + 1):  # the first round fills tables and is slower
         for name, way in ways.items():
             started = time.perf_counter()
             way()

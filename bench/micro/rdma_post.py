@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 ROUNDS = 15
 DEPTH = 1024
 RESULT = Path(__file__).parent.parent / "results" / "rdma_post.md"
-# int abs(int): takes a null pointer for 0 and returns 0, as a post that has taken everything.
+# int abs(int) reads a null pointer as 0 and returns 0, like a post that accepted everything.
 NOTHING = ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value or 0
 
 

@@ -91,7 +91,7 @@ class Runner:
                 try:
                     line = json.loads(text)
                 except ValueError:
-                    continue  # the last line of a run that was killed
+                    continue  # a killed run may leave half a line
                 known[line["key"]] = line
         return known
 

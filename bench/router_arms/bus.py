@@ -388,7 +388,7 @@ async def _drive(pipe: Connection, bus: Bus) -> Seen:
         await asyncio.sleep(0.1)
     load = _Load(bus, fronts, {worker.node.id: worker for worker in workers})
     reports = loop.create_task(load.report())
-    await load.crowd(1.5)  # to learn how long prompts take, and fill the pools
+    await load.crowd(1.5)  # the router learns how long prompts take, and the pools fill
     load.times.clear()
     await load.trickle(bus.seconds)
     times = sorted(load.times)

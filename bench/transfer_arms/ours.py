@@ -147,7 +147,7 @@ async def _partner() -> None:
         found = await _answer(end, grants, msgspec.json.decode(line))
         answers.write(msgspec.json.encode(found) + b"\n")
         answers.flush()
-    os._exit(0)  # nothing of its paths is worth waiting for
+    os._exit(0)  # its paths need no orderly end
 
 
 async def _answer(end: _End, grants: dict[int, Any], request: dict[str, Any]) -> dict[str, Any]:

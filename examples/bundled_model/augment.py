@@ -66,7 +66,7 @@ class Augmenter:
         return rng.choice(("", "a ", "the ", "")) + (word.title() if rng.random() < 0.3 else word)
 
     def _swap(self, question: str, pair: Pair, rng: random.Random) -> str:
-        # A topic is what the question is about; swapping its words would ask for something else.
+        # A topic is the subject of the question; other words would change the question.
         kept = {word for topic in pair.topics for word in topic.split()}
         for group in rng.sample(self.corpus.frames.swaps, len(self.corpus.frames.swaps)):
             old = next((word for word in group if _contains(question, word)), None)

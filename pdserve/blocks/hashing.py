@@ -56,8 +56,8 @@ HASH_SECRET_TEST = b"pdserve test and simulation only"
 """The secret of tests and simulation, public and constant so that their hashes repeat."""
 
 _ROOT_TAG = b"pdserve root v1\0"
-# As long as a parent hash and equal to none (but for one chance in 2**128): a salt can never be
-# read as "parent || tokens", whatever a tenant puts into it.
+# This tag has the length of a parent hash, and equals one only with a chance of 1 in 2**128. So no
+# salt of a tenant can be read as "parent || tokens".
 
 _ABSENT = 0xFFFFFFFF
 

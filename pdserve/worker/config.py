@@ -22,7 +22,7 @@ DISAGG = ("rule", "predict", "always", "never")
 TRANSFERS = ("auto", "rdma", "shm", "cuda_ipc", "tcp")
 VERIFY = ("all", "sample", "off")
 POOLINGS = ("auto", "none", "mean", "last")
-# By name, as those of `pdserve.text`: what reads them is not needed to explain an option.
+# Names of parsers in `pdserve.text`, which is not imported to explain an option.
 TOOL_PARSERS = ("auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral")
 REASONING_PARSERS = ("auto", "none", "think", "mistral")
 
