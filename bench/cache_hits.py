@@ -2,10 +2,9 @@
 
     python bench/cache_hits.py --trace FILE [--write bench/results/cache_hits.md]
 
-One `BlockPool` sees all requests in order, each at once from its match to its release: no engine,
-no time. Blocks are the trace's own, of 512 tokens; the last one of a prompt counts as a whole one,
-as it does in the published rates. An LRU cache of blocks written here from scratch, twenty lines,
-replays the same and must agree.
+One `BlockPool` handles all requests in order, each at once from match to release, without engine
+and time. Blocks are the trace's own, of 512 tokens. A prompt's last block counts as a full one, as
+in the published rates. A plain LRU cache of twenty lines replays the same requests and must agree.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python bench/chaos.py [--rounds N] [--write bench/results/chaos.md]
 
-One router (or two), workers with `--engine=instant` and frontends on one machine; what peers saw is
-read from their logs, with millisecond stamps of one clock. The scenarios themselves, with what must
-hold in each, are tests/chaos; this only measures. Silent hosts need root, `ip` and `nft`, and are
-left out without them.
+One router (or two), workers with `--engine=instant` and frontends run on one machine. The times are
+read from the logs of their peers, with millisecond stamps of one clock. The scenarios and their
+rules are in tests/chaos; this program only measures. Silent hosts need root, `ip` and `nft`, and
+are left out without them.
 """
 
 from __future__ import annotations

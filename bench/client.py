@@ -3,9 +3,9 @@
     python -m bench.client [--rounds N] [--streams N] [--write bench/results/client.md]
 
 A server of aiohttp on the other core answers every request with the same ready-made stream. Arms
-take turns within a round, all on one connection: raw bytes of aiohttp, those parsed by hand with
-`json`, pdserve's client, and OpenAI's. Counted is this process's own CPU time per chunk; figures
-are medians over rounds, ratios medians of each round's ratio. Nothing in this is a pass or fail.
+take turns within a round, all on one connection: raw bytes of aiohttp, the same parsed by hand with
+`json`, pdserve's client, and OpenAI's. The measure is this process's own CPU time per chunk.
+Figures are medians over rounds, ratios are medians of each round's ratio. Nothing passes or fails.
 """
 
 from __future__ import annotations

@@ -3,13 +3,12 @@
     python bench/engine_cpu.py                          # about 91 M random parameters, both dtypes
     python bench/engine_cpu.py --rounds 7 --write bench/results/engine_cpu.md
 
-Both compute the same random Llama checkpoint in one process with the same number of threads, turn
-by turn: each round measures a quantity on every arm, one right after the other. Rates are medians
-over rounds: a decode rate is a difference of two times, so its best would be the round in which the
-shorter one was disturbed. A ratio is the median over rounds of that round's ratio, so that a busy
-neighbour slows both sides. The memory limit is read in the
-same run: a decode step cannot be faster than reading every weight once. Nothing here is a pass or
-fail.
+Both compute the same random Llama checkpoint in one process with the same number of threads, in
+turns: each round measures a quantity on every arm, one right after the other. Rates are medians
+over rounds. (A decode rate is a difference of two times, so its best value would be the round in
+which the shorter time was disturbed.) A ratio is the median over rounds of that round's ratio, so
+that other work slows both sides. The same run measures the memory limit: a decode step cannot be
+faster than reading every weight once. Nothing passes or fails.
 """
 
 from __future__ import annotations

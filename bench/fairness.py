@@ -2,11 +2,11 @@
 
     python bench/fairness.py [--seconds 35] [--seed 1]
 
-Replays under virtual time through the production frontends' dispatch, routers and workers: asked
-for half again as much as the workers can do, by tenants that share no prompts. While all tenants
-that ask for more than their share have requests without a first token, each one's work (seconds
-that its prompts take an idle worker) is compared with its weight. The figures are a function of
-code and seed: a busy machine does not change them. Writes bench/results/fairness.md.
+Replays in virtual time use the production frontends' dispatch, routers and workers. Tenants that
+share no prompts request half again as much as the workers can do. While all tenants that ask for
+more than their share have requests without a first token, each tenant's work (seconds that its
+prompts take an idle worker) is compared with its weight. The figures depend only on code and seed:
+a busy machine does not change them. Writes bench/results/fairness.md.
 """
 
 from __future__ import annotations

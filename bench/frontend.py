@@ -1,16 +1,16 @@
-"""Measures the frontend on one core: streamed tokens/s, requests/s, CPU of each, time to first
-token.
+"""Measures the frontend on one core: streamed tokens/s, requests/s, CPU time, first token.
 
     python bench/frontend.py [--rounds N] [--seconds S] [--write bench/results/frontend.md]
 
-pdserve runs with `--engine=instant` and a real tokenizer. All in one, its process is pinned to one
-core, the engine core and the load generator to another; as a cluster, the frontend has the one core
-and router, worker, engine core and load generator share the other. In the same run and places:
-the load generator against a server in C++ that answers with ready-made bytes (the generator's
-ceiling), and against aiohttp on uvloop that does the same (the limit). The arms take turns within a
-round, figures are medians over rounds, ratios medians of each round's ratio.
+pdserve runs with `--engine=instant` and a real tokenizer. As an all-in-one, its process is pinned
+to one core, and the engine core and the load generator to another. As a cluster, the frontend has
+the one core, and router, worker, engine core and load generator share the other. The same run also
+measures, in the same places, the load generator against a server in C++ that answers with
+ready-made bytes (the generator's ceiling), and against aiohttp on uvloop that does the same (the
+limit). The arms take turns within a round. Figures are medians over rounds, ratios are medians of
+each round's ratio.
 
-The generator is C++ (bench/loadgen/), compiled here with g++. Nothing in this is a pass or fail.
+The generator is C++ (bench/loadgen/), compiled here with g++. Nothing passes or fails.
 """
 
 from __future__ import annotations

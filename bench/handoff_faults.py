@@ -3,9 +3,9 @@
     python bench/handoff_faults.py [--rounds N] [--write bench/results/handoff_faults.md]
 
 Real processes with `--engine=sim`, whose KV has content: two prefill workers, one decode worker, a
-router and a frontend on one machine. A prompt is under way for a while, some of its KV has arrived,
-and its prefill worker is killed or stopped. The same scenarios, with what must hold in each, are
-tests/chaos/test_handoffs.py; this only measures.
+router and a frontend on one machine. When some KV of a prompt has arrived, its prefill worker is
+killed or stopped. The scenarios and their rules are in tests/chaos/test_handoffs.py; this program
+only measures.
 """
 
 from __future__ import annotations

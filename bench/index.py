@@ -3,11 +3,11 @@
     python bench/index.py                                    # the two trees of pdserve
     python bench/index.py --dynamo PYTHON --rounds 7 --write bench/results/index.md
 
-PYTHON is an interpreter of a virtual environment, outside this one, in which `pip install
-ai-dynamo-runtime` has run. Every arm is a process of its own, all on one processor, and they take
-turns: a round asks each of them for all figures. Figures are medians of the rounds and ranges,
-ratios medians of those within a round, so that a busy neighbour slows both sides. Memory is
-measured in fresh processes. Nothing here is a pass or fail.
+PYTHON is the interpreter of a separate virtual environment in which `pip install ai-dynamo-runtime`
+has run. Every arm is a process, all on one processor, and they take turns: in a round each arm
+measures all figures. Figures are medians of the rounds with ranges. Ratios are medians of those
+within a round, so that other work slows both sides. Memory is measured in fresh processes. Nothing
+passes or fails.
 """
 
 from __future__ import annotations

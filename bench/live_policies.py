@@ -2,11 +2,11 @@
 
     python bench/live_policies.py --trace FILE [--policies A,B] [--requests N] [--write PAGE]
 
-A router, workers with `engine=sim` and a frontend as processes of this machine; requests over HTTP
-at the trace's moments, streamed, timed by their client. `pdserve simulate`'s code then replays the
-same requests for the same cluster. Both rank the policies by mean time to first token; Kendall's
-tau says how far they agree. Real processes share this machine's cores, which the simulator knows
-nothing of: their times are longer, and what is compared is the order.
+A router, workers with `engine=sim` and a frontend run as processes of this machine. A client sends
+the requests over HTTP at the trace's times, streams the answers and measures them. The code of
+`pdserve simulate` then replays the same requests for the same cluster. Both rank the policies by
+mean time to first token; Kendall's tau says how far they agree. Real processes share this machine's
+cores, which the simulator does not know. So their times are longer, and only the order is compared.
 """
 
 from __future__ import annotations

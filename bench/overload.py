@@ -2,18 +2,18 @@
 
     python bench/overload.py [--seconds 40] [--runs 3] [--only WORDS] [--live] [--write]
 
-Goodput is requests per second that complete with their first token within a limit and the mean time
-between their tokens within another; where clients say nothing, requests per second that complete
-within the server's time limit, whenever they were asked. The knee is the highest load of a sweep at
-which at least 90 % of what was asked is served so. What is looked for: goodput at twice and at four
-times that load, as a share of goodput at the knee. Clients either say by when they need their first
-token (the header x-pdserve-slo-ttft-ms), or say nothing and have the server's own time limit. Who
-is refused does not ask again.
+Goodput is the number of requests per second whose first token comes within a limit, and whose mean
+time between tokens is within another limit. For clients that state no limit, it is the number of
+requests per second that complete within the server's time limit. The knee is the highest load of a
+sweep at which at least 90 % of the requests are served in this way. The result is the goodput at
+twice and at four times that load, as a share of the goodput at the knee. Clients either state when
+they need their first token (the header x-pdserve-slo-ttft-ms), or state nothing and have the
+server's own time limit. A refused client does not try again.
 
-Virtual time: production frontends' dispatch, routers and workers on simulated engines; the figures
-are a function of code and seed. `--live`: real processes on this machine, a router, a frontend, two
-workers with `engine=sim` made slow enough for it; those figures depend on how busy it is. `--write`
-writes bench/results/overload.md, with all that was run.
+In virtual time, the production frontends' dispatch, routers and workers run on simulated engines;
+the figures depend only on code and seed. `--live` uses real processes on this machine: a router, a
+frontend, and two workers with `engine=sim` that is slow enough; those figures depend on the
+machine's other work. `--write` writes all runs to bench/results/overload.md.
 """
 
 from __future__ import annotations

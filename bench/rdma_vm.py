@@ -2,13 +2,13 @@
 
     rdma-vm run --python .venv/bin/python -- python bench/rdma_vm.py [--json] [--mebibytes 16]
 
-Each size is that of a run: blocks of one run, scattered at the destination so that none merge. Both
-move as many bytes from one adapter to the other, turn by turn; the medians are shown. A transfer of
-ours is all of it: grant, plan, writes, the notification, and its arrival at the sink. Checksums are
-not this back end's (`pdserve/transfer/rdma`): the figures are those of unverified transfers.
+A size is that of a run: blocks of one run, scattered at the destination so that none merge. Both
+move as many bytes from one adapter to the other, in turns; the result has the medians. A transfer
+of pdserve is complete: grant, plan, writes, the notification, and its arrival at the sink. This
+back end has no checksums (`pdserve/transfer/rdma`): the figures are those of unverified transfers.
 
 In a virtual machine with software adapters the processor is the limit: the figures compare two ways
-of posting, they say nothing of adapters.
+of posting and say nothing about adapters.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python bench/recovery.py [--rounds N] [--streams N] [--write bench/results/recovery.md]
 
 Real processes on one machine: two routers, two frontends, three workers that take requests with
-`engine=sim` and one that computes long prompts for two of them, under a steady crowd of streams.
-One worker at a time is killed, stopped or told to leave, and started again at once, as a service
-manager does; then, one after the other, all workers and routers are restarted. Every answer is
-checked against that of an undisturbed run, as tests/chaos/storm does, whose parts these are.
+`engine=sim`, and one that computes long prompts for two of them, under a constant number of
+streams. One worker at a time is killed, stopped or told to leave, and restarted at once, as a
+service manager does. Then all workers and routers are restarted, one after the other. Every answer
+is compared with that of an undisturbed run, with the parts of tests/chaos/storm.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     python bench/router.py [--seconds 5] [--decisions 2000]
 
-First the whole role over the bus: one process is a router, on a core of its own; another plays
-frontends and workers, over TCP on this machine. Then a router core alone, by policy and size of
-cluster. Where the machine has other work, CPU times are what to compare: of the router's process,
-and of the thread that decides. Writes bench/results/router_role.md.
+The first table is about the whole role over the bus: one process is a router, on a core of its own;
+another one plays frontends and workers, over TCP on this machine. The second table is about a
+router core alone, by policy and size of cluster. If the machine has other work, compare the CPU
+times: those of the router's process, and of the thread that decides. Writes
+bench/results/router_role.md.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@
     python bench/soak.py streams   [--count 2000]      streams that stay open for minutes
     python bench/soak.py handoffs  [--count 20000]     prompts computed on one worker for another
 
-Real processes on this machine. The scenes, and what must hold in each, are tests/soak; this runs
-them in full. `--json FILE` keeps every sample. Exit status 1: a process has grown by more than the
-bytes for each piece of work that are a leak, and by more than an allocator and full logs may take.
+Real processes run on this machine. The scenes and their rules are in tests/soak; this program runs
+them in full. `--json FILE` keeps every sample. The exit status is 1 if a process has grown by more
+than the bytes per piece of work that count as a leak, and by more than an allocator and full logs
+may take.
 """
 
 from __future__ import annotations

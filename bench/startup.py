@@ -2,10 +2,10 @@
 
     python bench/startup.py [--rounds N] [--write bench/results/startup.md]
 
-Real processes with `--engine=instant` and the bundled model; the arms take turns, figures are
-medians over rounds with their range, ratios medians of each round's ratio. Serving means that a
-request is answered: by the process itself (all in one), or by a cluster that lacked just this
-process. Nothing in this is a pass or fail.
+Real processes run with `--engine=instant` and the bundled model. The arms take turns. Figures are
+medians over rounds with their range, ratios are medians of each round's ratio. A process serves
+when a request is answered: by the process itself (all in one), or by a cluster that lacked just
+this process. Nothing passes or fails.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
     python bench/transfer.py [--rounds N] [--peers PYTHON] [--iperf3 PATH] [--rdma-json FILE]
 
-Every arm has two processes with a pool of 512 MiB each; blocks of 64 KiB go from random places to
-random places, another part of the pools each time. All arms take turns in the same rounds, each
-round beginning with another one. A figure is the median over rounds of the medians within a round;
+Every arm has two processes with a pool of 512 MiB each. Blocks of 64 KiB go from random places to
+random places, another part of the pools each time. All arms take turns in the same rounds, and each
+round begins with another arm. A figure is the median over rounds of the medians within a round;
 ratios are medians of the ratios within a round. After each measurement the last block must be at
-the other end. Takes about four minutes and writes bench/results/transfer.md.
+the other end. The run takes about four minutes and writes bench/results/transfer.md.
 
-memcpy and pdserve need nothing. What is not installed is skipped, and the result says so. The peers
-live in an environment of their own, without torch:
+memcpy and pdserve need nothing. Arms that are not installed are skipped, and the result says so.
+The other engines need an environment of their own, without torch:
 
     apt-get install iperf3
     python -m venv peers && peers/bin/pip install --no-deps nixl nixl-cu12 \\

@@ -1,7 +1,7 @@
 """The limit: a bare uvloop `Protocol` with length-prefixed msgpack, and nothing else.
 
-No deadlines, no types, no credit, no authentication, no limits: what is left is the event loop, the
-socket, the codec and a future per call. Writes are coalesced per turn of the loop as well.
+It has no deadlines, types, credit, authentication or limits: only the event loop, the socket, the
+codec and a future per call. It also merges the writes of one turn of the loop.
 """
 
 from __future__ import annotations

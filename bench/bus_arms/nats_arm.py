@@ -1,6 +1,7 @@
 """nats-py through a nats-server of its own, on uvloop: the broker that many buses are built on.
 
-The count is asked for on the subject of the items: what comes on two subjects has no order.
+The request for the count uses the subject of the items, because messages of two subjects have no
+order.
 """
 
 from __future__ import annotations

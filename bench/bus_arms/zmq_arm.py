@@ -1,6 +1,6 @@
 """pyzmq's asyncio sockets: the usual choice without a broker.
 
-Calls go from DEALER to ROUTER, one-way items from PUSH to PULL, whose messages have one part.
+Calls go from DEALER to ROUTER, one-way items from PUSH to PULL; messages have one part.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The input of every arm: which workers hold which chains, and how often each figure is measured.
 
-Only the standard library, since a peer's Python runs this too.
+It uses only the standard library, since the Python of another project runs it too.
 """
 
 from __future__ import annotations

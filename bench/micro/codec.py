@@ -2,10 +2,10 @@
 
     python bench/micro/codec.py
 
-The message is what crosses the engine port most often: one step's frame with a token for each of
+The message is the most frequent one of the engine port: one step's frame with a token for each of
 64 sequences. The plain package must also turn the decoded lists back into records and check their
-types, since code behind the port relies on both; the arm without that is shown too. All arms take
-turns in the same rounds and are reported as their best one. Writes bench/results/codec.md.
+types, since code behind the port relies on both. Another arm leaves this out. All arms take turns
+in the same rounds; the result is their best round. Writes bench/results/codec.md.
 """
 
 from __future__ import annotations

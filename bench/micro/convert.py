@@ -2,9 +2,9 @@
 
     python bench/micro/convert.py
 
-Blocks of a 32-layer model with 8 KV heads of 128 bfloat16 (4 MiB each at 32 tokens), in random
-order, from layouts that engines have to the wire's and back. The limit is `memcpy` of whole blocks
-in the same order, measured in the same rounds; each row is its best round. Writes
+Blocks of a 32-layer model with 8 KV heads of 128 bfloat16 (4 MiB each at 32 tokens) are converted
+in random order, from the layouts of engines to the wire's and back. The limit is `memcpy` of whole
+blocks in the same order, measured in the same rounds. Each row is its best round. Writes
 bench/results/convert.md.
 """
 

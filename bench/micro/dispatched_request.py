@@ -2,9 +2,9 @@
 
     python bench/micro/dispatched_request.py
 
-Each token passes through it and is kept until the request ends. Measured: nanoseconds per delta of
-one token, against handing the delta to its sink at once, in the same rounds; bytes per token kept.
-Writes bench/results/dispatched_request.md.
+Each token passes through it and is kept until the request ends. The result has the nanoseconds per
+delta of one token, beside those of handing the delta to its sink directly, in the same rounds; and
+the bytes kept per token. Writes bench/results/dispatched_request.md.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python bench/micro/engine_port.py
 
-The client's side is what a frontend shares its core with; the core's side must never be the
-bottleneck. Limits, measured in the same rounds over the same bytes: decoding the frames to records,
-and moving the bytes through a socket pair. CPU seconds of each side, not elapsed ones, so that a
-busy machine shows less. Writes bench/results/engine_port.md.
+The client's side shares its core with a frontend; the core's side must never be the bottleneck. The
+limits are measured in the same rounds over the same bytes: decoding the frames to records, and
+moving the bytes through a socket pair. Times are CPU seconds of each side, so that a busy machine
+matters less. Writes bench/results/engine_port.md.
 """
 
 from __future__ import annotations

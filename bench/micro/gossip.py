@@ -2,9 +2,9 @@
 
     python bench/micro/gossip.py
 
-Real machines under virtual time, every message encoded and decoded; the simulated network's own
-work is counted too, so the figures are upper bounds. They are CPU time, hence hold on a busy
-machine. Writes bench/results/gossip.md.
+The real state machines run under virtual time, and every message is encoded and decoded. The
+simulated network's own work is counted too, so the figures are upper bounds. They are CPU time, so
+they hold on a busy machine. Writes bench/results/gossip.md.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""How fast blocks are named: the native chain against its hashlib twin, against three limits, and
-against the public XXH3-64 that Dynamo names blocks with, which has no key.
+"""Measures how fast blocks are hashed: the native chain, its hashlib twin, three limits, and the
+public XXH3-64, which Dynamo uses for blocks and which has no key.
 
     python bench/micro/hash.py
 

@@ -2,10 +2,10 @@
 
     python bench/micro/kv_events.py
 
-A worker's mirror and log on one side, the log's reader and the index on the other, each timed on
-its own, without a network. The engine's batches are what its pool says: prompts of many blocks, and
-decode steps in which many sequences fill one block each. CPU time, the best of several rounds.
-Writes bench/results/kv_events.md.
+A worker's mirror and log are on one side, the log's reader and the index on the other. Each is
+timed on its own, without a network. The engine's batches are the events of its pool: prompts of
+many blocks, and decode steps in which many sequences fill one block each. Times are CPU time, the
+best of several rounds. Writes bench/results/kv_events.md.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python bench/micro/prefill_queue.py
 
-4,000 items wait, 64 workers take one after the other: each round one item comes, a worker offers a
-credit and gets the first in order, another claim ends. Measured twice: the queue alone, told who
-has how much of a prompt, and with a router's index, which is asked that and notes what goes where.
-No network, no encoding. CPU time, the median of several runs.
-Writes bench/results/prefill_queue.md.
+4,000 items wait, and 64 workers take turns. In each round one item comes, a worker offers a credit
+and gets the first item in order, and another claim ends. There are two measurements: the queue
+alone, which gets the workers' cached parts of a prompt as input; and the queue with a router's
+index, which it asks for them and in which it notes the item's worker. There is no network and no
+encoding. Times are CPU time, the median of several runs. Writes bench/results/prefill_queue.md.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python bench/micro/rdma_post.py
 
-The device's function is replaced by one that does nothing, so what is left is this project's:
-filling C structures from runs, linking, one call per chain, the books of the queue, and a
-completion per quarter of the queue. `fill and post` begins where a path hands a chain to a rail;
-`deliver` is all that a part costs, from its blocks on: binding blocks to runs, stripes for two
-rails, and the notification of each. CPU time, the best of several rounds. Writes
+The device's function is replaced by one that does nothing, so that only this project's work is
+left: filling C structures from runs, linking, one call per chain, the queue's accounting, and a
+completion per quarter of the queue. `fill and post` begins when a path passes a chain to a rail.
+`deliver` is the whole cost of a part: binding its blocks to runs, stripes for two rails, and a
+notification for each. Times are CPU time, the best of several rounds. Writes
 bench/results/rdma_post.md.
 """
 

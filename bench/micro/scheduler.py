@@ -2,10 +2,10 @@
 
     python bench/micro/scheduler.py
 
-Rows are measured in turn within the same rounds and reported as their best round, so the ratios
-hold on a busy machine. The limit is what no scheduler in Python can avoid: making the records of a
-step (one chunk and one delta per sequence) and appending the tokens.
-Writes bench/results/scheduler.md.
+Rows are measured in turn within the same rounds; the result is their best round, so the ratios hold
+on a busy machine. The limit is work that no scheduler in Python can avoid: making the records of a
+step (one chunk and one delta per sequence) and appending the tokens. Writes
+bench/results/scheduler.md.
 """
 
 from __future__ import annotations

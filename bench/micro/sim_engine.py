@@ -2,10 +2,10 @@
 
     python bench/micro/sim_engine.py [--profile]
 
-Prompts of 12,000 new tokens, 343 output tokens each (the means of the
-Mooncake conversation trace), Poisson arrivals, in virtual time on one worker of preset h200-8b;
-block names come with the request, as a frontend sends them. Times are CPU times of this process,
-so that a busy machine matters less. Writes bench/results/sim_engine.md.
+Prompts of 12,000 new tokens with 343 output tokens each (the means of the Mooncake conversation
+trace) arrive as a Poisson process, in virtual time on one worker of preset h200-8b. Block hashes
+come with the request, as a frontend sends them. Times are CPU times of this process, so that a busy
+machine matters less. Writes bench/results/sim_engine.md.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Measures the cost of grammars: compiling, a mask per token, and applying it, beside a model's
-step.
+"""Measures the cost of grammars: compiling, a mask per token, and applying it, beside a step.
 
     python bench/micro/structured_output.py [--model DIRECTORY] [--vocab N]
 
-`--model`: whose tokenizer and step; the bundled one without it. `--vocab`: rows of the logits that
-masks are put on, for vocabularies that this machine has no model of.
+`--model` names the model of the tokenizer and the step; the default is the bundled one. `--vocab`
+sets the width of the logits, for vocabularies of models that this machine does not have.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python bench/micro/topics.py
 
-The real machines and encoding, without a network. CPU time of both sides together, the best of
-several rounds. Writes bench/results/topics.md.
+The real state machines and their encoding run without a network. Times are CPU time of both sides
+together, the best of several rounds. Writes bench/results/topics.md.
 """
 
 from __future__ import annotations

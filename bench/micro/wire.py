@@ -2,9 +2,9 @@
 
     python bench/micro/wire.py
 
-Two connections in one process hand each other bursts of 64 frames of 128 bytes; the parts of the
-work take turns in the same rounds and are reported as their best one. "parse" is cutting the bytes
-into frames alone: what a native parser could take over. Writes bench/results/wire.md.
+Two connections in one process send each other bursts of 64 frames of 128 bytes. The parts of the
+work take turns in the same rounds; the result is their best round. "parse" only cuts the bytes into
+frames: a native parser could replace that part. Writes bench/results/wire.md.
 """
 
 from __future__ import annotations

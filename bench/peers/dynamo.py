@@ -8,17 +8,17 @@ PYTHON is the interpreter of an environment that has Dynamo:
     pip install uvloop 'pydantic<=2.13.5' 'aiohttp<4' msgspec 'prometheus-client<1' pyzmq \\
         'redis<9' tqdm transformers 'zstandard<1' 'kubernetes<33' safetensors tokenizers
 
-Both serve one model directory (a tokenizer and a template, no weights) by two workers with a model
-of time: Dynamo's mocker at --speedup-ratio 1000, and pdserve's `sim` with the mocker's polynomials,
-1,000 times as fast. A further arm has pdserve's `instant`, which takes no time at all. No etcd, no
-NATS: file discovery and TCP there, gossip here. Each frontend has one core to itself; everything
-else of its system shares the other with the load generator. Arms take turns within a round, figures
-are medians over rounds, ratios medians of each round's ratio.
+Both serve one model directory (a tokenizer and a template, no weights) with two workers and a time
+model: Dynamo's mocker at --speedup-ratio 1000, and pdserve's `sim` with the mocker's polynomials,
+1,000 times as fast. Another arm has pdserve's `instant`, which takes no time. Neither uses etcd or
+NATS: Dynamo has file discovery and TCP, pdserve has gossip. Each frontend has a core of its own;
+the rest of its system shares the other core with the load generator. Arms take turns within a
+round. Figures are medians over rounds, ratios are medians of each round's ratio.
 
-Dynamo's frontend leaves Nagle's algorithm on for its clients, which costs one that waits for each
-answer 40 ms; `quickack` rows use a client that acknowledges at once and are the fairer comparison.
-What the mocker sends are not real tokens, but it sends as many chunks. All prompts of a row are the
-same text, which a cache of tokenised prompts likes.
+Dynamo's frontend leaves Nagle's algorithm on, which costs a client that waits for each answer 40
+ms. `quickack` rows use a client that acknowledges at once and are the fairer comparison. The mocker
+does not send real tokens, but as many chunks. All prompts of a row are the same text, which favours
+a cache of tokenised prompts.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ PYTHON is the interpreter of an environment that has lm-eval and what its API mo
 
     pip install --no-deps lm_eval tqdm && pip install aiohttp requests tenacity transformers
 
-lm-eval scores texts by what it sends to `/v1/completions`: token ids, echoed with logprobs, and one
-token that lm-eval ignores. Here it scores sentences with several endings, as a task of multiple
-choice does, in batches and one by one; a text scored as a whole (perplexity); and a generation up
-to a stop string. The same texts are scored by `transformers` from the same checkpoint, in this
-process. What differs by more than `TOLERANCE` is a failure.
+lm-eval scores texts with `/v1/completions`: it sends token ids, and gets them back with logprobs
+and one more token, which it ignores. Here it scores sentences with several endings, as a
+multiple-choice task does, in batches and one by one; a whole text (perplexity); and a generation up
+to a stop string. `transformers` scores the same texts from the same checkpoint in this process. A
+difference above `TOLERANCE` is a failure.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m bench.transfer_arms.NAME driver      speaks with bench/transfer.py, moves, takes times
     python -m bench.transfer_arms.NAME partner     speaks with the driver: the other end
 
-The bytes go from the driver's pool to the partner's. Both processes speak lines of JSON over their
-standard input and output; whatever a library prints goes to standard error instead.
+The bytes go from the driver's pool to the partner's. Both processes exchange lines of JSON over
+their standard input and output; output of libraries goes to standard error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """NIXL over UCX: WRITE of prepared descriptors, one per block of the pool, and a notification.
 
-Descriptors of the whole pools are prepared once; a transfer names those of its blocks, which is
-timed, as is the notification: the other end must learn of the arrival. UCX chooses its transport by
-itself (shared memory or CMA on one host), or takes the one that UCX_TLS names.
+Descriptors of the whole pools are prepared once. A transfer selects those of its blocks; that time
+counts, and so does the notification, because the other end must learn of the arrival. UCX chooses
+its transport by itself (shared memory or CMA on one host), or takes the one in UCX_TLS.
 """
 
 from __future__ import annotations

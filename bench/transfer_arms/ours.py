@@ -1,8 +1,8 @@
 """pdserve's own back ends, as workers use them: shm and tcp, with each way of checking.
 
-Every part says its blocks' names, as real ones do. The clock runs from `deliver` at the source to
-its `done`, which is after the destination has placed, checked and reported; tickets are handed out
-before, as they come with the request.
+Every part carries the hashes of its blocks, as in production. The clock runs from `deliver` at the
+source to its `done`, after the destination has placed, checked and reported. Tickets are exchanged
+before, because they come with the request.
 """
 
 from __future__ import annotations
