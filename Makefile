@@ -1,5 +1,5 @@
-# The verbs of this repository, the same here and in CI: serve, test, test-long, chaos, soak, lint,
-# check, bench, docs, clean. `make serve` and `make test` install what they need into .venv first;
+# The verbs of this repository, the same here and in CI: serve, test, test-long, vllm, chaos, soak,
+# lint, check, bench, docs, clean. `make serve` and `make test` install what they need into .venv first;
 # stamp files there make that instant while pyproject.toml, constraints.txt, native/ and the names of
 # the Python files stay as they are.
 #
@@ -8,6 +8,8 @@
 #   make serve PDSERVE_PURE=1         no compiler: the pure-Python twins
 #   make test PYTEST="-k hashing -x"  arguments for pytest
 #   make chaos SECONDS=600 ARGS="--engine torch"  faults under load, an hour unless told otherwise
+#   make vllm                         an environment with vLLM for CPUs (3.5 GB): `make test` then runs
+#                                     its tests, too
 #   make soak                         memory over a million requests: an hour and more
 #   make lint check PATHS=pdserve/kv  some files only
 
@@ -31,7 +33,7 @@ SERVE_FLAGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(
 # from its commit alone. Each long test has one chance in seven; `make test-long` runs all of them.
 export PDSERVE_TEST_SEED ?= $(or $(shell git rev-parse --short=8 HEAD 2>/dev/null),0)
 
-.PHONY: help serve test test-long chaos soak lint check rewritten format bench docs clean
+.PHONY: help serve test test-long vllm test-vllm chaos soak lint check rewritten format bench docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -45,7 +47,18 @@ serve: $(VENV)/.deps-serve $(BUILT)
 test: $(VENV)/.deps-dev $(BUILT)
 	@$(MAKE) --no-print-directory -j2 lint check docs rewritten
 	@$(SAY) "pytest, seed $(PDSERVE_TEST_SEED)"
-	@$(BIN)/python .ci/pytest.py -q --hypothesis-seed=$(PDSERVE_TEST_SEED) $(PYTEST)
+	@env -u PDSERVE_REQUIRE_VLLM $(BIN)/python .ci/pytest.py -q --hypothesis-seed=$(PDSERVE_TEST_SEED) $(PYTEST)
+	@if [ -e .venv-vllm ] || [ -n "$(PDSERVE_REQUIRE_VLLM)" ]; then \
+	  $(MAKE) --no-print-directory test-vllm; \
+	else $(SAY) "tests with vLLM are left out: make vllm makes their environment"; fi
+
+vllm:
+	@PYTHON=$(PYTHON) bash .ci/vllm.sh
+
+test-vllm: vllm
+	@$(SAY) "pytest with vLLM, seed $(PDSERVE_TEST_SEED)"
+	@PDSERVE_REQUIRE_VLLM=1 .venv-vllm/bin/python -m pytest -q -m vllm \
+	  --hypothesis-seed=$(PDSERVE_TEST_SEED) $(PYTEST) tests/engines/vllm tests/e2e/vllm tests/contracts
 
 test-long: $(VENV)/.deps-dev $(BUILT)
 	@$(SAY) "pytest, every long suite, seed $(PDSERVE_TEST_SEED)"
