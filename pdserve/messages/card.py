@@ -17,6 +17,12 @@ kernels compute bit-identical tokens and logprobs for a request, whatever else i
 Without it, near ties between two candidate tokens may fall either way.
 """
 
+NEARLY = "nearly"
+"""Entry of `ModelCard.features` of an engine that continues a migrated request only nearly as it
+would have gone on, where the request draws tokens or has penalties. Greedy requests continue as
+elsewhere.
+"""
+
 
 class GenerationDefaults(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What `generation_config.json` recommends; a request's own fields win. None: no opinion."""

@@ -117,6 +117,10 @@ class EngineCapabilities(msgspec.Struct, frozen=True, array_like=True, kw_only=T
     """Why the context or the pool is smaller than the checkpoint or the spec ask for, and the
     remedy; empty: it is not.
     """
+    untested: str = ""
+    """Why the engine's library may behave otherwise than this release of pdserve expects, and the
+    remedy; empty: its version is a tested one.
+    """
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -165,6 +169,10 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Attempts opened for a peer to fill."""
     attempts_failed: int = 0
     """Opened attempts that failed; their blocks were not used."""
+    inexact_continuations: int = 0
+    """Requests with earlier output that the engine continued only nearly as it would have gone on:
+    drawn with other noise, or with penalties that it cannot apply to earlier output.
+    """
 
 
 class StartCore(msgspec.Struct, frozen=True, array_like=True, tag=1):

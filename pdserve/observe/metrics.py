@@ -98,6 +98,7 @@ class EngineSample:
     restarts: int = 0
     stalls: int = 0
     stalled_for: float = 0.0
+    inexact_continuations: int = 0
 
     @property
     def kv_usage(self) -> float:
@@ -201,6 +202,12 @@ _ENGINE = (
         "counter",
         "Sequences that gave up their blocks to others and were computed again.",
         lambda s: s.preemptions,
+    ),
+    _engine(
+        "inexact_continuations_total",
+        "counter",
+        "Requests that were continued after a migration with other noise or penalties than before.",
+        lambda s: s.inexact_continuations,
     ),
     _engine(
         "engine_restarts_total",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.messages.card import EXACT_PREFIX
+from pdserve.messages.card import EXACT_PREFIX, NEARLY
 from pdserve.messages.node import NodeCard
 from pdserve.messages.status import ClusterStatus, MemberStatus, ModelStatus
 from pdserve.runtime.model_catalog import build_catalog
@@ -95,6 +95,8 @@ def _tokens(features: Iterable[str]) -> str:
     kernels = next(
         (one.removeprefix(EXACT_PREFIX) for one in features if one.startswith(EXACT_PREFIX)), ""
     )
+    if NEARLY in features:
+        return "near ties may differ; a migrated stream draws other tokens"
     return f"exact ({kernels})" if kernels else "near ties may differ"
 
 

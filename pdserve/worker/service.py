@@ -267,6 +267,7 @@ class WorkerService:
             computed_tokens=stats.computed_tokens,
             output_tokens=stats.output_tokens,
             preemptions=stats.preemptions,
+            inexact_continuations=stats.inexact_continuations,
             steps=stats.steps,
             step_seconds=stats.step_seconds,
             restarts=engine.restarts,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds, TokenId
     from pdserve.messages.request import FinishReason, GenerateRequest
 
-__all__ = ["Choice", "finish_reason", "request_id"]
+__all__ = ["VllmChoice", "finish_reason", "request_id"]
 
 _QUEUED, _SCHEDULED, _PREEMPTED = 1, 2, 3
 """Values of vLLM's `EngineCoreEventType`."""
@@ -40,7 +40,7 @@ def finish_reason(number: int) -> FinishReason:
     return reasons[number]
 
 
-class Choice:
+class VllmChoice:
     """One choice of a request, from its submission to its end."""
 
     def __init__(self, handle: int, number: int, request: GenerateRequest, now: Seconds) -> None:

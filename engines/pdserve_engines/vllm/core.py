@@ -12,6 +12,7 @@ one and continues the requests.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import secrets
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ import msgspec
 from pdserve.engine_core.kit import SelfSchedulingCore
 from pdserve.errors import EngineDied, InvalidRequest, Overloaded, PdserveError, StepFailed
 from pdserve_engines.vllm.block_names import BlockNames
-from pdserve_engines.vllm.choices import Choice
+from pdserve_engines.vllm.choices import VllmChoice
 from pdserve_engines.vllm.engine import Engine, load_engine
 from pdserve_engines.vllm.grammar import grammar_text
 from pdserve_engines.vllm.params import given_output, inexact, sampling_arguments
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["VllmCore"]
 
+_LOG = logging.getLogger("pdserve.engines.vllm")
+
 _PAUSE: Seconds = 0.001
 """Seconds until the next step after one that computed nothing: all requests wait for a grammar or
 for KV, whose arrival vLLM does not announce."""
@@ -46,8 +49,8 @@ class _Submission:
     """A request, and its choices that have not ended."""
 
     request: GenerateRequest
-    choices: dict[int, Choice]
-    later: list[Choice]
+    choices: dict[int, VllmChoice]
+    later: list[VllmChoice]
     """Choices that are submitted once the first one has its first token, so that the prompt is
     computed once and found in the prefix cache by the others."""
 
@@ -61,7 +64,7 @@ class VllmCore(SelfSchedulingCore):
         self._names: BlockNames | None = None
         self._limit = 0
         self._submissions_here: dict[int, _Submission] = {}
-        self._choices: dict[str, Choice] = {}
+        self._choices: dict[str, VllmChoice] = {}
         """By id inside of vLLM: those that vLLM has."""
         self._counts = StepCounts()
         self._resume_at: Seconds | None = None
@@ -110,17 +113,29 @@ class VllmCore(SelfSchedulingCore):
         now = self.clock.now()
         submission = _Submission(request, {}, [])
         for number in request.live:
-            choice = Choice(handle, number, request, now)
+            choice = VllmChoice(handle, number, request, now)
             ended = choice.ended_before(now, self._vllm.capabilities.max_model_len)
             if ended is not None:
                 self.deltas.append(ended)
             else:
                 submission.later.append(choice)
-        if inexact(request):
-            self._counts.inexact += 1
+        self._note_inexact(request)
         if submission.later:
             self._submissions_here[handle] = submission
             self._submit_first(handle, submission)
+
+    def _note_inexact(self, request: GenerateRequest) -> None:
+        """Count a continuation that vLLM cannot repeat exactly; the first one is logged."""
+        what = inexact(request)
+        if not what:
+            return
+        if not self._counts.inexact:
+            _LOG.warning(
+                "a request continues here with another %s than it began with: vLLM takes its "
+                "earlier output as a part of the prompt; counted in inexact_continuations_total",
+                what,
+            )
+        self._counts.inexact += 1
 
     def _submit_first(self, handle: int, submission: _Submission) -> None:
         """A rejected first choice rejects the request; vLLM keeps nothing of it."""
@@ -134,7 +149,7 @@ class VllmCore(SelfSchedulingCore):
             self.drop(handle)
             raise
 
-    def _submit_choice(self, submission: _Submission, choice: Choice) -> None:
+    def _submit_choice(self, submission: _Submission, choice: VllmChoice) -> None:
         request = submission.request
         salt = None
         if self._names is not None:
@@ -228,7 +243,7 @@ class VllmCore(SelfSchedulingCore):
         for choice in later:
             self._submit_choice(submission, choice)
 
-    def _end(self, choice: Choice) -> None:
+    def _end(self, choice: VllmChoice) -> None:
         """Forget a choice that vLLM has ended."""
         self._choices.pop(choice.id, None)
         self._vllm.forget(choice.id)
@@ -238,7 +253,7 @@ class VllmCore(SelfSchedulingCore):
             if not submission.choices and not submission.later:
                 del self._submissions_here[choice.handle]
 
-    def _fail(self, choice: Choice, message: str) -> None:
+    def _fail(self, choice: VllmChoice, message: str) -> None:
         """End a request of which vLLM ended a choice with an error."""
         fault = self._vllm.take_fault(choice.id)
         self.drop(choice.handle)

@@ -18,16 +18,18 @@ from pdserve.engine_core.kit import read_model_limits
 from pdserve.engine_core.structured_output import read_tokenizer, uses_structured_output
 from pdserve.errors import ConfigError, InvalidRequest
 from pdserve.limits.memory import available
+from pdserve.messages.card import NEARLY
 from pdserve.messages.engine import EngineCapabilities, LoadProgress
 from pdserve_engines.vllm.grammar import Constraints, make_backend
 from pdserve_engines.vllm.options import engine_arguments
 from pdserve_engines.vllm.versions import untested
+from pdserve_engines.vllm.worker_processes import follow_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from pdserve.engine_core.structured_output import GrammarError
-    from pdserve.ids import Bytes, TokenId
+    from pdserve.ids import Bytes, Seconds, TokenId
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.request import GenerateRequest, SamplingParams
 
@@ -38,6 +40,8 @@ _HOST_SHARE = 0.25
 """Share of a host's free memory for KV without --kv-memory; other programs run there, too."""
 _IDENTITY_BYTES: Bytes = 1 << 16
 """Bytes at each end of a weights file that tell checkpoints apart."""
+_WORKER_ANSWER: Seconds = 60.0
+"""Seconds for vLLM's workers to answer a short call."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
@@ -76,7 +80,7 @@ def _start(config: Any, on_failure: Callable[[], None]) -> Any:
     from vllm.v1.executor.abstract import Executor
 
     try:
-        return InprocClient(
+        client = InprocClient(
             config,
             Executor.get_class(config),
             log_stats=True,
@@ -84,6 +88,8 @@ def _start(config: Any, on_failure: Callable[[], None]) -> Any:
         )
     except ValueError as error:
         raise ConfigError(f"vLLM cannot load this model: {_first_lines(error)}") from error
+    client.collective_rpc(follow_engine, _WORKER_ANSWER, (os.getpid(),))
+    return client
 
 
 def _set_environment(spec: EngineSpec) -> None:
@@ -206,11 +212,11 @@ class Engine:
             compat_hash=self._compat_hash(spec, dtype, block_size),
             features=self._features(spec, embeds),
             embedding_size=int(model.get_hidden_size()) if embeds else 0,
-            reduced=untested(self.version),
+            untested=untested(self.version),
         )
 
     def _features(self, spec: EngineSpec, embeds: bool) -> tuple[str, ...]:
-        names = ["bans"]
+        names = ["bans", NEARLY]
         if self._config.speculative_config is None:
             names.append("thinking")
             if (Path(spec.model) / "tokenizer.json").is_file():

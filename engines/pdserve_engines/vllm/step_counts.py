@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from pdserve.ids import Seconds
-    from pdserve_engines.vllm.choices import Choice
+    from pdserve_engines.vllm.choices import VllmChoice
 
 __all__ = ["StepCounts"]
 
@@ -32,7 +32,7 @@ class StepCounts:
     def note_step(
         self,
         took: Seconds,
-        choices: Iterable[Choice],
+        choices: Iterable[VllmChoice],
         progress: Callable[[str], tuple[int, int] | None],
     ) -> None:
         """Count a step. `progress` tells how many tokens of a choice vLLM has by now, and how many
@@ -49,7 +49,7 @@ class StepCounts:
         if any(choice.first is not None and part for choice, part in parts):
             self._itl = took if not self._itl else self._itl + _RECENT * (took - self._itl)
 
-    def _advance(self, choice: Choice, now: tuple[int, int] | None) -> int:
+    def _advance(self, choice: VllmChoice, now: tuple[int, int] | None) -> int:
         """Tokens of a choice that this step has computed."""
         before = choice.computed
         if now is None:  # vLLM has ended it with this step
@@ -63,7 +63,7 @@ class StepCounts:
         cached = choice.cached if before == 0 else 0
         return max(0, choice.computed - before - cached)
 
-    def note_start(self, choice: Choice) -> None:
+    def note_start(self, choice: VllmChoice) -> None:
         """Count a choice that has its first token."""
         self._cached += choice.cached
 
@@ -76,4 +76,5 @@ class StepCounts:
             "cached_tokens": self._cached,
             "preemptions": self._preemptions,
             "itl": self._itl,
+            "inexact_continuations": self.inexact,
         }

@@ -111,6 +111,7 @@ class WorkerRole:
             self._context.degradations.clear(name)
         if state is EngineState.READY:
             self._note_reduced()
+            self._note_untested()
         if state is EngineState.FAILED and self.worker.service.cards():
             self._on_given_up()
 
@@ -125,6 +126,14 @@ class WorkerRole:
         degradations.clear(name)
         if capabilities is not None and capabilities.reduced:
             degradations.add(name, capabilities.reduced)
+
+    def _note_untested(self) -> None:
+        """Reports an engine library of an untested version as a degradation."""
+        capabilities = self.worker.service.engine.capabilities
+        name = "engine_untested"
+        self._context.degradations.clear(name)
+        if capabilities is not None and capabilities.untested:
+            self._context.degradations.add(name, capabilities.untested)
 
     async def begin(self) -> None:
         """Does nothing: the engine starts after joining, so that other nodes see it load."""
