@@ -63,12 +63,14 @@ class Plan:
     batches: tuple[int, ...] = (1, 8, 64)
     contexts: tuple[int, ...] = (512, 2048)
     """Numbers of tokens that each decoding sequence has."""
+    mixed: tuple[int, int, int] = (64, 256, 2048)
+    """A batch whose sequences differ in length, and the shortest and the longest of them."""
     prompts: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
     steps: int = 30
     """Number of decode steps, each timed on its own."""
 
 
-DRY = Plan(("tiny",), (1, 3), (40,), (24, 64), 4)
+DRY = Plan(("tiny",), (1, 3), (40,), (3, 10, 40), (24, 64), 4)
 
 
 @dataclass(slots=True)
@@ -83,6 +85,8 @@ class Row:
     """Tokens per second."""
     used: float
     """Share of the limit that was reached."""
+    peak: int = 0
+    """Most bytes of a GPU that a step held beside weights and KV."""
 
 
 @dataclass(slots=True)
@@ -113,7 +117,7 @@ def main(arguments: Seq[str] | None = None) -> None:
     finally:
         report.left_out = budget.left_out
         report.machine["seconds"] = f"{time.perf_counter() - begin:.0f}"
-        _write(report, options.out, dry=options.dry)
+        _write(report, options.out, options.name, dry=options.dry)
 
 
 def _arguments(arguments: Seq[str] | None) -> argparse.Namespace:
@@ -121,18 +125,19 @@ def _arguments(arguments: Seq[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", choices=shapes.SHAPES, default=Plan().models)
     parser.add_argument("--budget", type=float, default=420.0, help="seconds to measure")
-    parser.add_argument("--out", type=Path, help="folder for gpu.json and gpu.md")
+    parser.add_argument("--out", type=Path, help="folder for the results")
+    parser.add_argument("--name", default="gpu", help="their name [%(default)s]: gpu.json, gpu.md")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, to see that it works")
     return parser.parse_args(arguments)
 
 
-def _write(report: Report, folder: Path | None, *, dry: bool) -> None:
+def _write(report: Report, folder: Path | None, name: str, *, dry: bool) -> None:
     text = markdown(report, dry=dry)
     print(text)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "gpu.md").write_text(text)
-        (folder / "gpu.json").write_text(json.dumps(asdict(report), indent=2) + "\n")
+        (folder / f"{name}.md").write_text(text)
+        (folder / f"{name}.json").write_text(json.dumps(asdict(report), indent=2) + "\n")
 
 
 # ---------------------------------------------------------------- one model
@@ -176,7 +181,8 @@ def _first_line(error: BaseException) -> str:
 
 def _tokens(plan: Plan) -> int:
     """Returns the number of tokens that the KV pool needs room for."""
-    widest = max(plan.batches) * (max(plan.contexts) + plan.steps + 2 * BLOCK)
+    batch, longest = max(plan.batches), max(*plan.contexts, plan.mixed[2])
+    widest = max(batch, plan.mixed[0]) * (longest + plan.steps + 2 * BLOCK)
     return max(widest, max(plan.prompts) + BLOCK)
 
 
@@ -215,18 +221,22 @@ class Engine:
         free, _ = torch.cuda.mem_get_info(self.device)
         return min(wanted, int(0.6 * free) // (BLOCK * self.shape.kv_bytes(ITEM)))
 
-    def sequences(self, count: int, tokens: int, room: int) -> list[Sequence]:
-        """Makes `count` sequences of `tokens` tokens each, with blocks for `room` more tokens."""
+    def sequences(self, lengths: Seq[int], room: int) -> list[Sequence]:
+        """Makes sequences of these numbers of tokens, with blocks for `room` more tokens each."""
         assert self.executor.pool is not None
-        width = -(-(tokens + room) // BLOCK)
-        if count * width > self.executor.pool.num_blocks:
-            raise torch.OutOfMemoryError(f"{count * width} blocks do not fit beside the weights")
-        return [self._sequence(row, tokens, width) for row in range(count)]
+        ends = list(itertools.accumulate(-(-(tokens + room) // BLOCK) for tokens in lengths))
+        if ends[-1] > self.executor.pool.num_blocks:
+            raise torch.OutOfMemoryError(f"{ends[-1]} blocks do not fit beside the weights")
+        return [
+            self._sequence(row, tokens, list(range(*blocks)))
+            for row, (tokens, blocks) in enumerate(
+                zip(lengths, itertools.pairwise([0, *ends]), strict=True)
+            )
+        ]
 
-    def _sequence(self, row: int, tokens: int, width: int) -> Sequence:
+    def _sequence(self, row: int, tokens: int, blocks: list[int]) -> Sequence:
         prompt = torch.randint(3, self.shape.vocab, (tokens,)).tolist()
         request = GenerateRequest(request_id=str(row), model="", prompt=prompt, sampling=SAMPLING)
-        blocks = list(range(row * width, (row + 1) * width))
         return Sequence(row, 0, request, list(prompt), tokens, 0.0, blocks=blocks)
 
     def step(self, sequences: Seq[Sequence]) -> None:
@@ -255,40 +265,49 @@ def _quantities(
 ) -> Iterator[tuple[str, Callable[[], Row]]]:
     for context, batch in itertools.product(plan.contexts, plan.batches):
         what = f"decode {batch} × {context}"
-        yield what, partial(_decode, name, what, engine, found, batch, context, plan.steps)
+        yield what, partial(_decode, name, what, engine, found, [context] * batch, plan.steps)
+    batch, shortest, longest = plan.mixed
+    what = f"decode {batch} × {shortest} to {longest}"
+    lengths = torch.linspace(shortest, longest, batch).long().tolist()
+    yield what, partial(_decode, name, what, engine, found, lengths, plan.steps)
     for tokens in plan.prompts:
         what = f"prefill {tokens}"
         yield what, partial(_prefill, name, what, engine, found, tokens)
 
 
 def _decode(
-    name: str, what: str, engine: Engine, found: Limits, batch: int, context: int, steps: int
+    name: str, what: str, engine: Engine, found: Limits, contexts: list[int], steps: int
 ) -> Row:
-    """Measures decode steps of a batch whose sequences begin with `context` tokens."""
-    sequences = engine.sequences(batch, context + 1, WARM + steps + 1)
-    for each in sequences:
+    """Measures decode steps of sequences that begin with these numbers of tokens."""
+    sequences = engine.sequences([context + 1 for context in contexts], WARM + steps + 1)
+    for each, context in zip(sequences, contexts, strict=True):
         each.num_computed = context
-    times = limits.timed(
-        lambda: engine.step(sequences), engine.device, warm=WARM, least=steps, most=steps
-    )
+    with limits.peak_memory(engine.device) as peak:
+        times = limits.timed(
+            lambda: engine.step(sequences), engine.device, warm=WARM, least=steps, most=steps
+        )
     seconds = statistics.median(times)
-    tokens = batch * (context + WARM + steps // 2)
+    batch = len(contexts)
+    tokens = sum(contexts) + batch * (WARM + steps // 2)
     moved = ITEM * engine.shape.step_parameters + tokens * engine.shape.kv_bytes(ITEM)
-    return Row(name, what, seconds, batch / seconds, moved / seconds / found.bandwidth)
+    used = moved / seconds / found.bandwidth
+    return Row(name, what, seconds, batch / seconds, used, peak())
 
 
 def _prefill(name: str, what: str, engine: Engine, found: Limits, tokens: int) -> Row:
     """Measures a prompt that is computed in one step, several times."""
-    (sequence,) = engine.sequences(1, tokens, 1)
+    (sequence,) = engine.sequences([tokens], 1)
 
     def anew() -> None:
         sequence.num_computed = 0
         del sequence.tokens[tokens:]
         engine.step([sequence])
 
-    seconds = statistics.median(limits.timed(anew, engine.device, warm=2, least=3, most=20))
-    operations = engine.shape.prefill_operations(tokens)
-    return Row(name, what, seconds, tokens / seconds, operations / seconds / found.matmul)
+    with limits.peak_memory(engine.device) as peak:
+        times = limits.timed(anew, engine.device, warm=2, least=3, most=20)
+    seconds = statistics.median(times)
+    used = engine.shape.prefill_operations(tokens) / seconds / found.matmul
+    return Row(name, what, seconds, tokens / seconds, used, peak())
 
 
 # ---------------------------------------------------------------- the report
@@ -319,12 +338,12 @@ def markdown(report: Report, *, dry: bool = False) -> str:
         "",
         "A decode step of a batch × context is compared with copying, a prefill with the product.",
         "",
-        "| model | step | ms, median | tokens/s | of the limit |",
-        "|---|---|---|---|---|",
+        "| model | step | ms, median | tokens/s | of the limit | peak memory, MiB |",
+        "|---|---|---|---|---|---|",
     ]
     for row in report.rows:
         cells = (row.model, row.what, f"{row.seconds * 1e3:.2f}", f"{row.rate:,.0f}")
-        lines.append(f"| {' | '.join(cells)} | {row.used:.1%} |")
+        lines.append(f"| {' | '.join(cells)} | {row.used:.1%} | {row.peak / 2**20:,.0f} |")
     if report.left_out:
         lines += ["", "Not measured:", "", *(f"- {what}" for what in report.left_out)]
     return "\n".join(lines) + "\n"

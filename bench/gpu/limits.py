@@ -9,6 +9,7 @@ for; of several sizes the best counts, since small ones cannot fill the device. 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import time
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 COPIES = (64 << 20, 256 << 20, 1 << 30)
 """Sizes of the copies in bytes."""
@@ -92,6 +93,18 @@ def settle(device: torch.device) -> None:
     """Waits until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@contextlib.contextmanager
+def peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Yields a function that returns the bytes of the device that the block held at most, beside
+    those allocated before it. Other devices than CUDA's are not looked at."""
+    if device.type != "cuda":
+        yield lambda: 0
+        return
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    yield lambda: torch.cuda.max_memory_allocated(device) - before
 
 
 def measure(device: torch.device, budget: Budget, *, dry: bool = False) -> Limits:

@@ -9,6 +9,8 @@
 # Python twins replace the extension. It names missing packages and runs the parts that do not need
 # them. It uses wheels in the folder WHEELS (default: .whl).
 #
+# serve.py (the whole server) and probe.py (what the engine's design depends on) are started by hand.
+#
 #   PYTHON=python3  LIMIT=540 (seconds for all)  TESTS=150 (of those, for the tests)  MODELS="…"
 #
 # The status is 0 if all parts that could run had no failure, 1 otherwise.
@@ -20,7 +22,7 @@ DRY=
 for word in "$@"; do
   case $word in
     --dry) DRY=--dry ;;
-    *) sed -n '2,15s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+    *) sed -n '2,17s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
   esac
 done
 [ -z "$DRY" ] || OUT=${OUT:-$(mktemp -d)}

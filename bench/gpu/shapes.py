@@ -86,6 +86,21 @@ def write(shape: Shape, folder: Path) -> Path:
     return folder
 
 
+def write_filled(shape: Shape, folder: Path, device: str) -> Path:
+    """Writes `config.json` and random weights in bfloat16, made on `device`."""
+    from safetensors.torch import save_file
+
+    write(shape, folder)
+    tensors = {
+        name: torch.empty(size, dtype=torch.bfloat16, device=device)
+        for name, size in _tensors(shape)
+    }
+    fill(tensors.values())
+    on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
+    save_file(on_host, folder / "model.safetensors")
+    return folder
+
+
 def _config(shape: Shape) -> dict[str, Any]:
     return {
         "architectures": [f"{shape.family.title()}ForCausalLM"],

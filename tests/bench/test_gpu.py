@@ -11,11 +11,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from bench.gpu import engine, limits, needs, shapes
+from bench.gpu import engine, limits, needs, probe, servers, shapes
+from bench.gpu.probes.base import Probe, Row, Unavailable, guarded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,6 +47,7 @@ def test_a_dry_run_measures_everything_and_writes_it_down(tmp_path: Path) -> Non
     decodes = [f"decode {b} × {c}" for c in plan.contexts for b in plan.batches]
     assert [row["what"] for row in report["rows"]] == [
         *decodes,
+        "decode 3 × 10 to 40",
         *(f"prefill {tokens}" for tokens in plan.prompts),
     ]
     assert all(row["seconds"] > 0 and row["rate"] > 0 and row["used"] > 0 for row in report["rows"])
@@ -118,4 +124,128 @@ def test_what_there_is_no_time_for_is_named() -> None:
     report.left_out = budget.left_out
     assert report.left_out == ["tiny: no time was left"]
     assert "- tiny: no time was left" in engine.markdown(report)
-    assert "| m | w | 1000.00 | 1 | 50.0% |" in engine.markdown(report)
+    assert "| m | w | 1000.00 | 1 | 50.0% | 0 |" in engine.markdown(report)
+
+
+def test_sequences_of_different_lengths_share_no_block(tmp_path: Path) -> None:
+    shape = shapes.SHAPES["tiny"]
+    made = engine.Engine(shapes.write(shape, tmp_path), shape, torch.device("cpu"), 300)
+    lengths = [10, 70, 33]
+    sequences = made.sequences(lengths, room=5)
+    blocks = [block for each in sequences for block in each.blocks]
+    assert len(blocks) == len(set(blocks))
+    assert all(
+        len(each.blocks) * engine.BLOCK >= length + 5
+        for each, length in zip(sequences, lengths, strict=True)
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        made.sequences([1000], room=0)
+    made.close()
+
+
+# ---------------------------------------------------------------- the probe
+
+
+@pytest.mark.timeout(120)
+def test_a_dry_probe_answers_what_a_cpu_can_and_says_what_it_cannot(tmp_path: Path) -> None:
+    probe.main(["--dry", "--device", "cpu", "--out", str(tmp_path)])
+    report = json.loads((tmp_path / "gpu_probe.json").read_text())
+    answers = report["answers"]
+    assert list(answers) == list(probe.QUESTIONS)
+    asked = {name for name, answer in answers.items() if not answer["failure"]}
+    assert asked == {"default", "engine", "decode", "prefill", "products", "launches", "reading"}
+    assert all(answers[name]["rows"] for name in asked)
+    assert {answers[name]["failure"] for name in set(answers) - asked} == {"needs CUDA"}
+    assert all(row["value"] is not None or row["note"] for row in answers["decode"]["rows"])
+    assert report["dry"]
+
+
+def test_the_rows_before_a_failure_are_kept() -> None:
+    def rows() -> Iterator[Row]:
+        yield Row("first", 1.0)
+        raise RuntimeError("no such kernel\nat line 7")
+
+    assert list(guarded("second", rows)) == [
+        Row("first", 1.0),
+        Row("second", note="RuntimeError: no such kernel"),
+    ]
+
+
+def test_an_unusable_device_ends_the_question() -> None:
+    def rows() -> Iterator[Row]:
+        yield Row("first", 1.0)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError):
+        list(guarded("second", rows))
+
+
+def test_what_a_process_did_not_end_is_said_and_the_rest_is_kept() -> None:
+    lines: list[dict[str, Any]] = [
+        {"question": "a"},
+        {"question": "a", "row": {"what": "x", "value": 2.0, "unit": "ms", "note": ""}},
+        {"question": "a", "seconds": 1.5, "failure": ""},
+        {"question": "b"},
+        {"question": "b", "row": {"what": "y", "value": None, "unit": "", "note": "why"}},
+    ]
+    answers = probe.read_answers("\n".join(map(json.dumps, lines)), "exit status -9")
+    assert answers["a"] == probe.Answer([Row("x", 2.0, "ms")], 1.5, "")
+    assert answers["b"] == probe.Answer([Row("y", note="why")], None, "exit status -9")
+    text = probe.table(answers)
+    assert "| a | x | 2 ms |  |" in text
+    assert "| b | | | exit status -9 |" in text
+
+
+def test_another_process_asks_what_the_first_one_did_not_come_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[list[str]] = []
+
+    def run(options: object, names: list[str], file: Path, seconds: float) -> str:
+        told.append(list(names))
+        lines: list[dict[str, Any]] = [{"question": names[0]}]
+        if names[0] != "default":
+            lines += [{"question": names[0], "seconds": 1.0, "failure": ""}]
+        file.write_text("\n".join(map(json.dumps, lines)))
+        return "exit status 1"
+
+    monkeypatch.setattr(probe, "_run", run)
+    options = probe._arguments(["--ask", "default", "engine", "ipc"])
+    answers = probe._ask_all(options)
+    assert told == [["default", "engine", "ipc"], ["engine", "ipc"], ["ipc"]]
+    assert answers["default"].failure == "exit status 1"
+    assert answers["ipc"].seconds == 1.0
+    options.budget = 0.0
+    assert {each.failure for each in probe._ask_all(options).values()} == {"no time was left"}
+
+
+def test_a_gpu_is_asked_for_where_one_is_needed() -> None:
+    with pytest.raises(Unavailable):
+        Probe(torch.device("cpu")).require_cuda()
+
+
+# ---------------------------------------------------------------- the servers
+
+
+def test_a_counter_is_summed_over_the_series_with_its_labels() -> None:
+    page = """
+# TYPE bytes_total counter
+bytes_total{backend="shm",direction="received",peer="a"} 1.5e+03
+bytes_total{backend="shm",direction="received",peer="b"} 500
+bytes_total{backend="shm",direction="sent",peer="a"} 7
+bytes_total{backend="tcp",direction="received",peer="a"} 9
+bytes_total_created{backend="shm",direction="received"} 11
+"""
+    assert servers.total(page, "bytes_total", backend="shm", direction="received") == 2000.0
+    assert servers.total(page, "bytes_total", backend="rdma") == 0.0
+
+
+def test_a_filled_checkpoint_is_what_an_engine_loads(tmp_path: Path) -> None:
+    shape = shapes.SHAPES["tiny"]
+    made = engine.Engine(
+        shapes.write_filled(shape, tmp_path, "cpu"), shape, torch.device("cpu"), 64
+    )
+    sequences = made.sequences([5], room=2)
+    made.step(sequences)
+    made.close()
+    assert len(sequences[0].tokens) == 6
