@@ -108,18 +108,19 @@ class CountTokensRequest(Extensions, kw_only=True):
     messages: Annotated[
         Annotated[list[InputMessage], Meta(min_length=1)],
         field_doc(
-            "The conversation; contents are texts or blocks. A last one of the assistant goes on."
+            "The conversation; contents are texts or blocks. If the last message is "
+            "the assistant's, the model continues it."
         ),
     ]
     model: str | None = None
     system: Annotated[
         str | list[Block] | None,
-        field_doc("Stands before the conversation, as the system's message."),
+        field_doc("A system message before the conversation."),
     ] = None
-    max_tokens: Annotated[MaxTokens | None, field_doc("Output tokens at most.")] = None
+    max_tokens: Annotated[MaxTokens | None, field_doc("Most output tokens.")] = None
     stop_sequences: Annotated[
         Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None,
-        field_doc("Strings that end the answer, wherever they lie between tokens."),
+        field_doc("Strings that end the answer; they need not begin or end with a token."),
     ] = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -139,7 +140,7 @@ class CountTokensRequest(Extensions, kw_only=True):
         OutputConfig | None, field_doc("`effort`, for the template, and `format`, a JSON schema.")
     ] = None
     output_format: Annotated[
-        OutputFormat | None, field_doc("An older place of `output_config.format`.")
+        OutputFormat | None, field_doc("The older name of `output_config.format`.")
     ] = None
     stream: bool | None = None
     cache_control: Annotated[
@@ -150,9 +151,7 @@ class CountTokensRequest(Extensions, kw_only=True):
 class MessagesRequest(CountTokensRequest, kw_only=True):
     """The body of `POST /v1/messages`."""
 
-    max_tokens: Annotated[
-        MaxTokens, field_doc("Output tokens at most; as many as fit, if that is less.")
-    ]
+    max_tokens: Annotated[MaxTokens, field_doc("Most output tokens; fewer if fewer fit.")]
 
 
 _NO_EDITS: tuple[object, ...] = (

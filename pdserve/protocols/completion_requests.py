@@ -48,7 +48,9 @@ ThinkingBudget = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 Verbosity = Literal["low", "medium", "high"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Words = Annotated[list[Annotated[str, Meta(min_length=1, max_length=1024)]], Meta(max_length=1024)]
-Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, description="Higher is sooner.")]
+Priority = Annotated[
+    int, Meta(ge=-(2**31), le=2**31 - 1, description="Requests of higher priority start sooner.")
+]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -218,139 +220,167 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     """The fields that chat and plain completions share."""
 
     model: Annotated[
-        str | None, field_doc("A name or an alias; may be left out where one model is served.")
+        str | None,
+        field_doc(
+            "The name or an alias of the model; may be left out if only one model is served."
+        ),
     ] = None
-    stream: Annotated[bool | None, field_doc("Server-sent events, as tokens come.")] = None
+    stream: Annotated[
+        bool | None, field_doc("Streams server-sent events while tokens are generated.")
+    ] = None
     stream_options: Annotated[
         StreamOptions | None, field_doc("What a stream carries beyond its text; needs `stream`.")
     ] = None
     n: Annotated[
-        Choices | None, field_doc("Choices; prompts times `n` are bounded by --max-choices.")
+        Choices | None, field_doc("Number of choices; --max-choices limits prompts times `n`.")
     ] = None
     temperature: Annotated[
         Temperature | None,
-        field_doc("0 is greedy; without a word the model's recommendation, else 1."),
+        field_doc("0 is greedy. Default: the model's recommendation, else 1."),
     ] = None
     top_p: Annotated[
-        TopP | None, field_doc("Nucleus sampling; 1 is off. The model's recommendation, else off.")
+        TopP | None,
+        field_doc("Nucleus sampling; 1 is off. Default: the model's recommendation, else off."),
     ] = None
     top_k: Annotated[
-        TopK | None, field_doc("0 and -1 are off. The model's recommendation, else off.")
+        TopK | None,
+        field_doc(
+            "Samples from this many likeliest tokens; 0 and -1 are off. Default: the "
+            "model's recommendation, else off."
+        ),
     ] = None
-    min_p: Annotated[MinP | None, field_doc("Relative to the likeliest token; 0 is off.")] = None
-    frequency_penalty: Annotated[Penalty | None, field_doc("Per occurrence in the output.")] = None
-    presence_penalty: Annotated[Penalty | None, field_doc("Once for what is in the output.")] = None
+    min_p: Annotated[
+        MinP | None, field_doc("Least probability, relative to the likeliest token; 0 is off.")
+    ] = None
+    frequency_penalty: Annotated[
+        Penalty | None, field_doc("Penalty per occurrence of a token in the output.")
+    ] = None
+    presence_penalty: Annotated[
+        Penalty | None, field_doc("Penalty for each token that occurs in the output, once.")
+    ] = None
     repetition_penalty: Annotated[
-        RepetitionPenalty | None, field_doc("Over prompt and output; 1 is off.")
+        RepetitionPenalty | None, field_doc("Penalty for tokens of prompt and output; 1 is off.")
     ] = None
-    logit_bias: Annotated[LogitBias | None, field_doc("By token id.")] = None
+    logit_bias: Annotated[LogitBias | None, field_doc("Added to the logits, by token id.")] = None
     seed: Annotated[
-        Seed | None, field_doc("Drawn if absent; the header `x-pdserve-seed` says which.")
+        Seed | None,
+        field_doc(
+            "Seed of the sampling. If absent, one is drawn; the header `x-pdserve-seed` has it."
+        ),
     ] = None
     stop: Annotated[
-        Stop | None, field_doc("Strings that end a choice, wherever they lie between tokens.")
+        Stop | None,
+        field_doc("Strings that end a choice; they need not begin or end with a token."),
     ] = None
     stop_token_ids: Annotated[StopTokens | None, field_doc("Tokens that end a choice.")] = None
     include_stop_str_in_output: Annotated[
-        bool | None, field_doc("The stop string is part of the text.")
+        bool | None, field_doc("If true, the text includes the stop string.")
     ] = None
     ignore_eos: Annotated[
-        bool | None, field_doc("The model's own end tokens are ordinary ones.")
+        bool | None, field_doc("If true, the model's own end tokens do not end a choice.")
     ] = None
     min_tokens: Annotated[
-        TokenCount | None, field_doc("Until then nothing ends a choice but `max_tokens`.")
+        TokenCount | None,
+        field_doc("Before this many output tokens only `max_tokens` ends a choice."),
     ] = None
     skip_special_tokens: Annotated[
-        bool | None, field_doc("They are left out of the text; true unless said otherwise.")
+        bool | None, field_doc("If true (the default), special tokens are left out of the text.")
     ] = None
     spaces_between_special_tokens: Annotated[
-        bool | None, field_doc("True unless said otherwise.")
+        bool | None, field_doc("If true (the default), special tokens are separated by spaces.")
     ] = None
     add_special_tokens: Annotated[
         bool | None,
         field_doc(
-            "The tokenizer's first and last tokens; completions: true, chat: false, for templates "
-            "write them."
+            "If true, adds the tokenizer's first and last tokens. Default: true for "
+            "completions; false for chat, whose templates write them."
         ),
     ] = None
     return_token_ids: Annotated[
-        bool | None, field_doc("`token_ids` of each choice or chunk, and `prompt_token_ids`.")
+        bool | None,
+        field_doc(
+            "If true, each choice or chunk has `token_ids`, and the answer has `prompt_token_ids`."
+        ),
     ] = None
-    priority: Annotated[Priority | None, field_doc("Higher is sooner.")] = None
+    priority: Annotated[Priority | None, field_doc("Requests of higher priority start sooner.")] = (
+        None
+    )
     request_id: Annotated[
         str | None,
-        field_doc("1 to 128 printable ASCII characters, instead of the header `x-request-id`."),
+        field_doc(
+            "Id of the request, instead of the header `x-request-id`: 1 to 128 "
+            "printable ASCII characters."
+        ),
     ] = None
     cache_salt: Annotated[
         Annotated[str, Meta(min_length=1, max_length=256)] | None,
-        field_doc("KV of equal prompts is shared only under equal salts."),
+        field_doc("Requests share the KV of equal prompts only if their salts are equal."),
     ] = None
     session_id: Annotated[
         Annotated[str, Meta(max_length=256)] | None,
         field_doc(
-            "Requests of one conversation or agent; policies that keep one together go by it."
+            "Id of a conversation or agent. Some routing policies send its requests to one worker."
         ),
     ] = None
-    user: Annotated[str | None, field_doc("Who asks; nothing depends on it.")] = None
+    user: Annotated[str | None, field_doc("Id of the user.")] = None
     response_format: Annotated[
         ResponseFormat | None,
-        field_doc("What the answer has to look like: JSON, or JSON of a schema."),
+        field_doc("Format of the answer: JSON, or JSON that fits a schema."),
     ] = None
     structured_outputs: Annotated[
         StructuredOutputs | None,
         field_doc(
-            "The same in vLLM's words: `json`, `regex`, `choice`, `grammar`, `json_object` or "
-            "`structural_tag`."
+            "Format of the answer, as in vLLM: `json`, `regex`, `choice`, `grammar`, "
+            "`json_object` or `structural_tag`."
         ),
     ] = None
     prompt_logprobs: Annotated[
         TopLogprobs | None,
         field_doc(
-            "Of the prompt's tokens, by token id, with so many alternatives; not streamed. Prompt "
-            "tokens x choices x (1 + it) may be 524,288."
+            "Returns logprobs of the prompt's tokens, by token id, with this many "
+            "alternatives; not for streams. Limit: prompt tokens x choices x (1 + "
+            "this number) <= 524,288."
         ),
     ] = None
     logprob_token_ids: Annotated[
         Annotated[list[Token], Meta(max_length=128)] | None,
         field_doc(
-            "Tokens whose logprobs are told at every place, with the sampled one's and instead of "
-            "the likeliest; needs `logprobs`."
+            "Tokens whose logprobs are reported at every position, with the sampled one's and "
+            "instead of the likeliest; needs `logprobs`."
         ),
     ] = None
     allowed_token_ids: Annotated[
         Annotated[list[Token], Meta(max_length=65536)] | None,
-        field_doc("No others are sampled; not together with structured output."),
+        field_doc("The only tokens that may be sampled; not together with structured output."),
     ] = None
     bad_words: Annotated[
         Words | None,
         field_doc(
-            "Are not said, neither at a text's begin nor after a space; not together with "
-            "structured output."
+            "Words that are not generated, neither at the beginning of the text nor "
+            "after a space; not together with structured output."
         ),
     ] = None
     truncate_prompt_tokens: Annotated[
         Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None,
         field_doc(
-            "Only so many of the prompt's tokens are used; -1: as many as leave room for "
-            "`max_tokens`, or for 16."
+            "Number of prompt tokens to keep; -1: as many as leave room for "
+            "`max_tokens`, or for 16 tokens."
         ),
     ] = None
     truncation_side: Annotated[
         Literal["left", "right"] | None,
-        field_doc("Which end is cut off: `left`, unless said otherwise, keeps the last tokens."),
+        field_doc("The end that is cut off. `left` (the default) keeps the last tokens."),
     ] = None
     return_tokens_as_token_ids: Annotated[
-        bool | None, field_doc("Logprobs name tokens `token_id:N`.")
+        bool | None, field_doc("If true, logprobs name tokens as `token_id:N`.")
     ] = None
     stream_interval: Annotated[
         Annotated[int, Meta(ge=1, le=65536)] | None,
-        field_doc("A chunk per so many tokens, after the first one."),
+        field_doc("Number of tokens per chunk, after the first chunk."),
     ] = None
     repetition_detection: Annotated[
         RepetitionDetection | None,
-        field_doc(
-            "Ends a choice that says the same over and over: `finish_reason` is `repetition`."
-        ),
+        field_doc("Ends a choice that repeats the same tokens, with `finish_reason` `repetition`."),
     ] = None
 
 
@@ -363,53 +393,63 @@ class ChatRequest(GenerationRequest, kw_only=True):
     ]
     max_tokens: Annotated[
         MaxTokens | None,
-        field_doc("Output tokens at most; the older name of `max_completion_tokens`."),
+        field_doc("Most output tokens; the older name of `max_completion_tokens`."),
     ] = None
     max_completion_tokens: Annotated[
         MaxTokens | None,
-        field_doc("Output tokens at most; the model's recommendation, else what fits the context."),
+        field_doc(
+            "Most output tokens. Default: the model's recommendation, else as many as"
+            " fit the context."
+        ),
     ] = None
-    logprobs: Annotated[bool | None, field_doc("Of the output's tokens.")] = None
+    logprobs: Annotated[
+        bool | None, field_doc("If true, returns logprobs of the output tokens.")
+    ] = None
     top_logprobs: Annotated[
-        TopLogprobs | None, field_doc("Alternatives at each place; needs `logprobs`.")
+        TopLogprobs | None, field_doc("Number of alternatives at each position; needs `logprobs`.")
     ] = None
     echo: Annotated[
         bool | None,
         field_doc(
-            "The answer begins with the last message, if the model is the one who said it; see "
-            "`continue_final_message`."
+            "If true, the answer begins with the last message if it is the "
+            "assistant's; see `continue_final_message`."
         ),
     ] = None
     tools: Annotated[Tools | None, field_doc("Functions that the model may call.")] = None
     tool_choice: Annotated[
         ToolChoice | NamedTool | None,
         field_doc(
-            "Whether and what is called: `none`, `auto`, `required`, one by its name, or "
-            "`allowed_tools`."
+            "The tools that the model calls: `none`, `auto`, `required`, one by its "
+            "name, or `allowed_tools`."
         ),
     ] = None
-    parallel_tool_calls: Annotated[bool | None, field_doc("False: one call at most.")] = None
+    parallel_tool_calls: Annotated[
+        bool | None, field_doc("If false, the model makes one call at most.")
+    ] = None
     reasoning_effort: Annotated[
         ReasoningEffort | None,
-        field_doc("Handed to the template; `none` asks it for no reasoning."),
+        field_doc("Passed to the chat template; `none` asks for no reasoning."),
     ] = None
     enable_thinking: Annotated[
-        bool | None, field_doc("Whether the model is to think, for templates that know it.")
+        bool | None, field_doc("If true, the model reasons first; for templates that support it.")
     ] = None
     thinking: Annotated[
-        ThinkingSwitch | None, field_doc("The same as an object: `enabled` or `disabled`.")
+        ThinkingSwitch | None,
+        field_doc("The same as `enable_thinking`, as an object: `enabled` or `disabled`."),
     ] = None
-    include_reasoning: Annotated[bool | None, field_doc("False: reasoning is not told.")] = None
+    include_reasoning: Annotated[
+        bool | None, field_doc("If false, the answer has no reasoning.")
+    ] = None
     thinking_token_budget: Annotated[
-        ThinkingBudget | None, field_doc("Reasoning is ended after so many tokens; -1: it is not.")
+        ThinkingBudget | None, field_doc("Most tokens of reasoning, which then ends; -1: no limit.")
     ] = None
     verbosity: Annotated[
         Verbosity | None,
-        field_doc("A hint: handed to the template, most of which know no such thing."),
+        field_doc("Passed to the chat template; most templates ignore it."),
     ] = None
     documents: Annotated[
         Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None,
-        field_doc("Handed to the template."),
+        field_doc("Passed to the chat template."),
     ] = None
     chat_template: Annotated[
         str | None,
@@ -424,11 +464,12 @@ class ChatRequest(GenerationRequest, kw_only=True):
     add_generation_prompt: Annotated[
         bool | None,
         field_doc(
-            "The template opens the model's turn; true unless the last message is continued."
+            "If true, the template opens the model's turn. Default: true unless the "
+            "last message is continued."
         ),
     ] = None
     continue_final_message: Annotated[
-        bool | None, field_doc("The model goes on with the last message.")
+        bool | None, field_doc("If true, the model continues the last message.")
     ] = None
 
 
@@ -445,63 +486,75 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     max_tokens: Annotated[
         TokenCount | None,
         field_doc(
-            "16 unless said otherwise; 0 with `echo`: the prompt is scored, nothing is generated."
+            "Most output tokens; default 16. 0 with `echo` scores the prompt and generates nothing."
         ),
     ] = None
-    echo: Annotated[bool | None, field_doc("The text begins with the prompt.")] = None
+    echo: Annotated[bool | None, field_doc("If true, the text begins with the prompt.")] = None
     logprobs: Annotated[
         TopLogprobs | None,
         field_doc(
-            "Of the output's tokens, with so many alternatives; with `echo` of the prompt's, too."
+            "Returns logprobs of the output tokens with this many alternatives; with "
+            "`echo` also those of the prompt."
         ),
     ] = None
-    best_of: Annotated[Choices | None, field_doc("Has to equal `n`.")] = None
+    best_of: Annotated[Choices | None, field_doc("Must equal `n`.")] = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /tokenize`: exactly one of `prompt` and `messages`."""
 
     model: Annotated[
-        str | None, field_doc("A name or an alias; may be left out where one model is served.")
+        str | None,
+        field_doc(
+            "The name or an alias of the model; may be left out if only one model is served."
+        ),
     ] = None
-    prompt: Annotated[str | None, field_doc("A text; or `messages`.")] = None
+    prompt: Annotated[str | None, field_doc("A text; use this or `messages`.")] = None
     messages: Annotated[
         Annotated[list[Message], Meta(min_length=1)] | None,
-        field_doc("A conversation; or `prompt`."),
+        field_doc("A conversation; use this or `prompt`."),
     ] = None
     add_special_tokens: Annotated[
-        bool | None, field_doc("The tokenizer's first and last tokens; text: true, chat: false.")
+        bool | None,
+        field_doc(
+            "If true, adds the tokenizer's first and last tokens. Default: true for "
+            "text, false for chat."
+        ),
     ] = None
     return_token_strs: Annotated[
-        bool | None, field_doc("Each token as the tokenizer's vocabulary writes it, too.")
+        bool | None, field_doc("If true, also returns each token as in the tokenizer's vocabulary.")
     ] = None
-    tools: Annotated[Tools | None, field_doc("Handed to the template.")] = None
+    tools: Annotated[Tools | None, field_doc("Passed to the chat template.")] = None
     documents: Annotated[
         Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None,
-        field_doc("Handed to the template."),
+        field_doc("Passed to the chat template."),
     ] = None
     chat_template: Annotated[str | None, field_doc("As in chat completions.")] = None
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, field_doc("Variables for the template.")
     ] = None
     enable_thinking: Annotated[
-        bool | None, field_doc("Whether the model is to think, for templates that know it.")
+        bool | None, field_doc("If true, the model reasons first; for templates that support it.")
     ] = None
     thinking: Annotated[
-        ThinkingSwitch | None, field_doc("The same as an object: `enabled` or `disabled`.")
+        ThinkingSwitch | None,
+        field_doc("The same as `enable_thinking`, as an object: `enabled` or `disabled`."),
     ] = None
     add_generation_prompt: Annotated[
-        bool | None, field_doc("The template opens the model's turn.")
+        bool | None, field_doc("If true, the template opens the model's turn.")
     ] = None
-    continue_final_message: Annotated[bool | None, field_doc("The last message is left open.")] = (
-        None
-    )
+    continue_final_message: Annotated[
+        bool | None, field_doc("If true, the last message is left open.")
+    ] = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /detokenize`."""
 
     model: Annotated[
-        str | None, field_doc("A name or an alias; may be left out where one model is served.")
+        str | None,
+        field_doc(
+            "The name or an alias of the model; may be left out if only one model is served."
+        ),
     ] = None
     tokens: Annotated[list[Token], field_doc("Token ids.")]

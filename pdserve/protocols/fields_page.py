@@ -46,10 +46,11 @@ _HEAD = """\
 Every field of every request: what it takes, whether it is supported, refused or without effect,
 and what it is for. Made from the schema by `python -m pdserve.protocols.fields_page`.
 
-*Refused* fields are a 400 that says what to do instead, unless their value asks for nothing:
-`null`, or what is named here. *No effect*: accepted, and the answer is the same without. A name
-that is in no table is ignored, logged once and counted, or a 400 with `--strict-api`; that goes for
-names inside of objects, too. `null` means the same as leaving a field out.
+A *refused* field gives a 400 that says what to use instead. It is accepted with the values that ask
+for nothing: `null`, and those listed here. A field with *no effect* is accepted and does not change
+the answer. A field that is in no table is ignored, logged once and counted, or gives a 400 with
+`--strict-api`; this is also true for fields of objects. `null` means the same as leaving a field
+out.
 """
 _IDLE = frozenset({"user"})
 """Fields of records that change nothing."""
@@ -84,7 +85,7 @@ def _objects() -> Iterator[str]:
     requests = [decoder.record for decoder in ENDPOINTS.values()]
     _, components = msgspec.json.schema_components(requests, ref_template="{name}")
     yield "## Objects\n"
-    yield "Fields of the objects that stand within requests; all of them are supported.\n"
+    yield "Fields of the objects in requests; all of them are supported.\n"
     for record in sorted(components.keys() - {request.__name__ for request in requests}):
         described = components[record]
         fields = described.get("properties", {})

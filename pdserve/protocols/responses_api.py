@@ -135,12 +135,15 @@ class ResponsesRequest(Extensions, kw_only=True):
 
     input: Annotated[str | list[InputItem], field_doc("A text, or the conversation as items.")]
     model: str | None = None
-    instructions: Annotated[
-        str | None, field_doc("Stands before the conversation, as the system's message.")
-    ] = None
+    instructions: Annotated[str | None, field_doc("A system message before the conversation.")] = (
+        None
+    )
     max_output_tokens: Annotated[
         MaxTokens | None,
-        field_doc("Output tokens at most; the model's recommendation, else what fits the context."),
+        field_doc(
+            "Most output tokens. Default: the model's recommendation, else as many as"
+            " fit the context."
+        ),
     ] = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -154,33 +157,31 @@ class ResponsesRequest(Extensions, kw_only=True):
     ] = None
     tool_choice: str | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    text: Annotated[
-        TextConfig | None, field_doc("What the text has to look like, as `format`.")
-    ] = None
+    text: Annotated[TextConfig | None, field_doc("Format of the text, in `format`.")] = None
     reasoning: Annotated[
         ReasoningConfig | None,
-        field_doc("`effort` is handed to the template; the rest has no effect."),
+        field_doc("`effort` is passed to the chat template; the rest has no effect."),
     ] = None
     top_logprobs: Annotated[
-        TopLogprobs | None, field_doc("Alternatives at each place; asks for logprobs by itself.")
+        TopLogprobs | None,
+        field_doc("Number of alternatives at each position; also turns logprobs on."),
     ] = None
     include: Annotated[
         Annotated[list[str], Meta(max_length=32)] | None,
         field_doc(
-            "`message.output_text.logprobs` asks for logprobs; other known words for nothing that "
-            "there is."
+            "`message.output_text.logprobs` returns logprobs; other known values have no effect."
         ),
     ] = None
     metadata: Annotated[
         Annotated[dict[str, str], Meta(max_length=16)] | None,
-        field_doc("Told again in the answer."),
+        field_doc("Returned in the answer."),
     ] = None
     user: str | None = None
-    truncation: Annotated[str | None, field_doc("Only `disabled`.")] = None
+    truncation: Annotated[str | None, field_doc("Must be `disabled`.")] = None
     max_tool_calls: Annotated[
-        int | None, field_doc("Without effect: it limits tools that a server would call itself.")
+        int | None, field_doc("Without effect: it limits tools that the server runs.")
     ] = None
-    background: Annotated[bool | None, field_doc("Only false.")] = None
+    background: Annotated[bool | None, field_doc("Must be false.")] = None
     stop: Stop | None = None
     thinking_token_budget: ThinkingBudget | None = None
 

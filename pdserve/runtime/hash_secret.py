@@ -299,7 +299,7 @@ class HashSecrets:
         self._secret, self._claim = secret, claim
         self._tell()
         if changed:
-            # Nobody knew one that was drawn and not told: giving way is how every node starts.
+            # A drawn secret that was not published is used by no other node, so it can be replaced.
             level = logging.INFO if renamed else logging.DEBUG
             _log.log(level, "blocks are hashed with secret %s from now on", claim.id.hex())
             for listener in self._listeners:

@@ -135,7 +135,7 @@ class Registry:
 
     def _joined(self, record: MemberRecord) -> None:
         old = self._members.get(record.node)
-        if old is not None:  # its death was never told: a later life is proof enough
+        if old is not None:  # its death was never reported; a later life proves it
             del self._members[record.node]
             self._tell(MemberGone(old, "died"))
         member = Member(record.node, record.epoch, record.address, record.role)
