@@ -294,11 +294,13 @@ _Bound = ast.ClassDef | _Function | ast.ImportFrom | ast.expr
 
 
 def _definition(tree: ast.Module, name: str) -> _Bound | None:
-    """What binds a name in a module, in `if` and `try` blocks as well; the last one counts."""
-    found: _Bound | None = None
-    for node in _statements(tree.body):
-        found = _bound(node, name) or found
-    return found
+    """What binds a name in a module, in `if` and `try` blocks as well.
+
+    The last one counts, but a class does before what is made of it under its own name.
+    """
+    found = [bound for node in _statements(tree.body) if (bound := _bound(node, name))]
+    classes = [bound for bound in found if isinstance(bound, ast.ClassDef)]
+    return (classes or found or [None])[-1]
 
 
 def _bound(node: ast.stmt, name: str) -> _Bound | None:
