@@ -28,6 +28,11 @@ _BLOCKED: Seconds = 1.0
 """Extra seconds that `stop` grants to a thread that may be blocked in a call."""
 
 
+async def pause(seconds: Seconds) -> None:
+    """Let a coroutine of the loop wait, so that its file needs no asyncio."""
+    await asyncio.sleep(seconds)
+
+
 class LoopTask(Generic[T]):
     """A coroutine that was handed to a loop; all methods may be called from any thread."""
 
@@ -229,4 +234,4 @@ class LoopThread:
             self._submitted.discard(handle)
 
 
-__all__ = ["CancelledError", "LoopTask", "LoopThread"]
+__all__ = ["CancelledError", "LoopTask", "LoopThread", "pause"]

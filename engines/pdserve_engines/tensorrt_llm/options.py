@@ -1,0 +1,197 @@
+"""Turns an `EngineSpec` into the arguments of TensorRT-LLM's `LLM`. Imports no TensorRT-LLM.
+
+Its argument model refuses unknown names, and names come and go between releases. So the accepted
+set is that of the installed release: what pdserve wants and the release lacks is left out if it is
+optional, and refused if it is not. Every `--engine-option` is a field of `TorchLlmArgs`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from pdserve.messages.engine import EngineSpec
+
+__all__ = ["MINIMUM", "OURS", "LlmArguments", "Schema", "llm_arguments", "parse_value"]
+
+Schema = Mapping[str, Any]
+"""Fields of an argument model. The value is a schema for a field that is a model itself, a
+`frozenset` of the values for an enum, and None for anything else."""
+
+OURS = {
+    "model": "--model",
+    "tokenizer": "--model",
+    "skip_tokenizer_init": "nothing: grammars need the tokenizer",
+    "dtype": "--dtype",
+    "max_seq_len": "--max-model-len",
+    "max_batch_size": "--max-sequences",
+    "max_num_tokens": "--max-batch-tokens",
+    "max_beam_width": "nothing: pdserve has no beam search",
+    "guided_decoding_backend": "nothing: grammars are written for llguidance",
+    "enable_iter_perf_stats": "nothing: pdserve reads the statistics",
+    "cache_transceiver_config.backend": "--transfer-backend",
+    "backend": "nothing: the adapter drives the PyTorch backend",
+    "kv_cache_config.tokens_per_block": "--block-size",
+    "kv_cache_config.enable_block_reuse": "--no-prefix-cache",
+    "kv_cache_config.max_gpu_total_bytes": "--kv-memory",
+    "kv_cache_config.event_buffer_max_size": "nothing: KV events go to pdserve's routers",
+}
+"""Fields that pdserve sets -> what to use instead of the option."""
+
+MINIMUM = {
+    "model": True,
+    "dtype": True,
+    "max_seq_len": True,
+    "max_batch_size": True,
+    "max_num_tokens": True,
+    "kv_cache_config": True,
+    "kv_cache_config.tokens_per_block": True,
+    "kv_cache_config.enable_block_reuse": True,
+    "kv_cache_config.free_gpu_memory_fraction": False,
+    "kv_cache_config.max_gpu_total_bytes": False,
+    "kv_cache_config.event_buffer_max_size": False,
+    "enable_chunked_prefill": False,
+    "guided_decoding_backend": False,
+    "enable_iter_perf_stats": False,
+    "scheduler_config.waiting_queue_policy": False,
+    "cache_transceiver_config": True,
+    "cache_transceiver_config.backend": True,
+}
+"""Fields that pdserve sets -> True if it cannot work without; False: it loses something and says
+so."""
+
+EVENT_BUFFER = 1 << 16
+"""KV events that TensorRT-LLM keeps until they are read. More than a full pool changes at once, so
+that nothing is lost while a step takes long; an entry is small."""
+
+
+@dataclass(frozen=True, slots=True)
+class LlmArguments:
+    """The arguments, and what the installed release does not take."""
+
+    values: dict[str, Any]
+    missing: tuple[str, ...] = field(default=())
+    """Optional fields that were left out."""
+
+    def has(self, path: str) -> bool:
+        """Whether a field, or one of a nested model (`outer.inner`), is set."""
+        outer, _, inner = path.partition(".")
+        value = self.values.get(outer)
+        return outer in self.values if not inner else isinstance(value, dict) and inner in value
+
+
+def llm_arguments(spec: EngineSpec, max_model_len: int, schema: Schema) -> LlmArguments:
+    """Arguments for `LLM`, whose model has the fields of `schema`.
+
+    Raises `ConfigError` for an option that the release does not have or that a flag of pdserve
+    sets, and if the release lacks a field that pdserve cannot work without.
+    """
+    values: dict[str, Any] = {}
+    missing = []
+    for path, value in _wanted(spec, max_model_len).items():
+        if _takes(schema, path, value):
+            _set(values, path, value)
+        elif MINIMUM[path]:
+            raise ConfigError(
+                f"this release of TensorRT-LLM has no setting {path!r}, which pdserve needs; "
+                "install one that pdserve knows (docs/engines.md)"
+            )
+        else:
+            missing.append(path)
+    for name, text in spec.options.items():
+        _add_option(values, name, parse_value(text), schema)
+    return LlmArguments(values, tuple(missing))
+
+
+def _wanted(spec: EngineSpec, max_model_len: int) -> dict[str, Any]:
+    wanted: dict[str, Any] = {
+        "model": spec.model,
+        "dtype": spec.dtype,
+        "max_seq_len": max_model_len,
+        "max_batch_size": spec.max_sequences,
+        "max_num_tokens": spec.max_batch_tokens,
+        # Otherwise a prompt longer than max_num_tokens is refused.
+        "enable_chunked_prefill": True,
+        "kv_cache_config.tokens_per_block": spec.block_size,
+        "kv_cache_config.enable_block_reuse": spec.prefix_cache,
+        "guided_decoding_backend": "llguidance",
+        "enable_iter_perf_stats": True,
+        "scheduler_config.waiting_queue_policy": "priority",
+    }
+    if spec.kv_memory:
+        wanted["kv_cache_config.max_gpu_total_bytes"] = spec.kv_memory
+    else:
+        share = spec.gpu_memory_utilization * spec.kv_share
+        wanted["kv_cache_config.free_gpu_memory_fraction"] = share
+    if spec.prefix_cache:
+        wanted["kv_cache_config.event_buffer_max_size"] = EVENT_BUFFER
+    if spec.transfer is not None:
+        wanted["cache_transceiver_config.backend"] = "DEFAULT"
+    return wanted
+
+
+def parse_value(text: str) -> Any:
+    """The value of an option: JSON where it is JSON, else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {"True": True, "False": False, "None": None}.get(text, text)
+
+
+def _accepts(schema: Schema, path: str) -> bool:
+    outer, _, inner = path.partition(".")
+    if outer not in schema:
+        return False
+    return not inner or (isinstance(schema[outer], Mapping) and inner in schema[outer])
+
+
+def _takes(schema: Schema, path: str, value: Any) -> bool:
+    """Whether the release has the field, and knows the value if the field is an enum."""
+    if not _accepts(schema, path):
+        return False
+    outer, _, inner = path.partition(".")
+    kind = schema[outer][inner] if inner else schema[outer]
+    return not isinstance(kind, frozenset) or value in kind
+
+
+def _set(values: dict[str, Any], path: str, value: Any) -> None:
+    outer, _, inner = path.partition(".")
+    if inner:
+        values.setdefault(outer, {})[inner] = value
+    else:
+        values[outer] = value
+
+
+def _add_option(values: dict[str, Any], name: str, value: Any, schema: Schema) -> None:
+    """Add an option; one with an object adds to what pdserve sets in the same model."""
+    field_name = name.replace("-", "_")
+    if isinstance(value, dict) and isinstance(schema.get(field_name), Mapping):
+        for key, inner in value.items():
+            _set(values, _checked(f"{field_name}.{key}", schema), inner)
+    else:
+        _set(values, _checked(field_name, schema), value)
+
+
+def _checked(path: str, schema: Schema) -> str:
+    if path in OURS:
+        raise ConfigError(f"the tensorrt_llm engine's option {path} is set by {OURS[path]}")
+    if _accepts(schema, path):
+        return path
+    outer, _, inner = path.partition(".")
+    known: Collection[str] = schema
+    if inner:
+        known = [f"{outer}.{name}" for name in schema[outer]]
+    close = difflib.get_close_matches(path, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    raise ConfigError(
+        f"the tensorrt_llm engine has no option {path!r}{hint} Options are the fields of its "
+        'TorchLlmArgs, such as tensor_parallel_size, or kv_cache_config=\'{"dtype": "fp8"}\''
+    )
