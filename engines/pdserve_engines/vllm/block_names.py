@@ -92,9 +92,11 @@ class BlockNames:
             return
         tier = _TIERS.get(event.medium, "remote")
         names = block_hashes(event.token_ids, self._block_size, parent=parent, secret=self._secret)
+        if len(names) != len(event.block_hashes):
+            return  # blocks outside of a sliding window are left out; which ones is not said
         run: list[bytes] = []
         before: bytes = parent  # of the run
-        for key, name in zip(event.block_hashes, names, strict=False):
+        for key, name in zip(event.block_hashes, names, strict=True):
             if self._add(key, name, tier):
                 run.append(name)
                 continue

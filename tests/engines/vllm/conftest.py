@@ -1,0 +1,19 @@
+"""Ends the engines of the real vLLM after the last test of this folder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.engines.vllm import real
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines() -> Iterator[None]:
+    """Engines stay loaded for the whole run."""
+    yield
+    real.unload()

@@ -1,0 +1,212 @@
+"""The real vLLM for tests: engines that are loaded once and serve many tests.
+
+Loading takes about 12 seconds, so a test's core takes an engine that an earlier test has loaded,
+and its close only drops what it has submitted. Tests of loading and ending use the real core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import threading
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+import pdserve
+from pdserve.clock import SystemClock
+from pdserve.messages.engine import EngineSpec, LoadProgress
+from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.testing.inline_engine import InlineEngine
+from pdserve_engines.vllm import core as vllm_core
+from pdserve_engines.vllm.core import VllmCore
+from pdserve_engines.vllm.engine import load_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pdserve.messages.engine import EngineCapabilities
+    from pdserve_engines.vllm.block_names import BlockNames
+    from pdserve_engines.vllm.engine import Engine
+
+BUNDLED = Path(pdserve.__file__).parent / "bundled"
+BLOCK = 32
+"""The only block size, and its multiples, that vLLM's attention on CPUs takes."""
+EAGER = {"enforce_eager": "true"}
+"""Nothing is compiled: a compilation takes longer than all tests."""
+SECRET = b"a secret of tests"
+
+MAIN = EngineSpec(
+    engine="tests.engines.vllm.real:SharedCore",
+    model=str(BUNDLED),
+    dtype="float32",
+    block_size=BLOCK,
+    max_model_len=192,
+    max_batch_tokens=64,
+    max_sequences=12,
+    hash_secret=SECRET,
+    options=EAGER | {"num_gpu_blocks_override": "41"},
+)
+"""Prompts are computed in several chunks; 12 sequences of full length do not fit the pool."""
+
+MARKS = [pytest.mark.vllm, pytest.mark.timeout(300)]
+"""The `pytestmark` of every file with the real vLLM."""
+
+
+def require_vllm() -> None:
+    """Skip the module where there is no vLLM, unless the run asks for it."""
+    if importlib.util.find_spec("vllm") is not None:
+        return
+    if os.environ.get("PDSERVE_REQUIRE_VLLM", "") not in ("", "0"):
+        pytest.fail("PDSERVE_REQUIRE_VLLM is set, and there is no vLLM", pytrace=False)
+    pytest.skip("needs the environment of `make vllm`", allow_module_level=True)
+
+
+# ---------------------------------------------------------------- engines that stay
+
+
+class _Loaded:
+    """An engine, and the core that has it at the moment."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.owner: SharedCore | None = None
+        self.stages: list[LoadProgress] = []
+        with quiet():
+            self.engine = load_engine(spec, self.stages.append, self._on_failure)
+        _start_threads(self.engine)
+
+    def _on_failure(self) -> None:
+        if self.owner is not None:
+            self.owner._on_executor_failure()
+
+
+_LOADED: dict[bytes, _Loaded] = {}
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """vLLM's own warnings are not errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def loaded(spec: EngineSpec) -> _Loaded:
+    """The engine of a spec; the first call loads it."""
+    key = msgspec.msgpack.encode(spec)
+    if key not in _LOADED:
+        _LOADED[key] = _Loaded(spec)
+    return _LOADED[key]
+
+
+def unload() -> None:
+    """End all engines; the fixture `engines` calls it."""
+    while _LOADED:
+        _, one = _LOADED.popitem()
+        one.engine.close()
+
+
+def _start_threads(engine: Engine) -> None:
+    """vLLM's threads for grammars start when they are first used, which would look like a leak of
+    the test that does."""
+    manager = engine._core.structured_output_manager
+    for name in ("executor", "executor_for_fillmask"):
+        pool = getattr(manager, name, None)
+        if pool is None:
+            continue
+        together = threading.Barrier(pool._max_workers)
+        for waiting in [pool.submit(together.wait, 10.0) for _ in range(pool._max_workers)]:
+            waiting.result(10.0)
+
+
+class SharedCore(VllmCore):
+    """The core under test, around an engine that is already loaded."""
+
+    def __init__(self) -> None:
+        super().__init__(SystemClock())
+        self._loaded: _Loaded | None = None
+
+    def open(
+        self, spec: EngineSpec, progress: Callable[[LoadProgress], None]
+    ) -> EngineCapabilities:
+        self._loaded = one = loaded(spec)
+        one.owner = self
+        for stage in one.stages:
+            progress(stage)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(vllm_core, "load_engine", lambda *_: one.engine)
+            return super().open(spec, progress)
+
+    def shutdown(self) -> int:
+        """Leave the engine as it was loaded: no requests, no cached blocks, no events."""
+        engine, self._engine = self._engine, None
+        self._choices.clear()
+        self._submissions_here.clear()
+        if engine is None or self._loaded is None:
+            return 0
+        self._loaded.owner = None
+        settle(engine)
+        return engine.block_counts()["blocks_used"]
+
+    @property
+    def engine(self) -> Engine:
+        """What it drives."""
+        return self._vllm
+
+    @property
+    def names(self) -> BlockNames:
+        """The names of its blocks."""
+        assert self._names is not None
+        return self._names
+
+
+def settle(engine: Engine) -> None:
+    """End what an engine has, and drop what it has cached."""
+    engine.abort(list(engine._scheduler.requests))
+    while engine.has_work:
+        engine.step()
+    engine.reset_prefix_cache()
+    engine.take_kv_events()
+    assert engine.faulty() == []
+
+
+# ---------------------------------------------------------------- requests
+
+
+def request(prompt: Sequence[int] = (17, 42, 8), **changes: Any) -> GenerateRequest:
+    """A greedy request; keyword arguments go to it or to its sampling parameters."""
+    fields = SamplingParams.__struct_fields__
+    sampling = {name: changes.pop(name) for name in list(changes) if name in fields}
+    defaults: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    return GenerateRequest(
+        request_id="real",
+        model="model",
+        prompt=list(prompt),
+        sampling=SamplingParams(**(defaults | sampling)),
+        **changes,
+    )
+
+
+def inline(spec: EngineSpec = MAIN) -> InlineEngine:
+    """A core in the test's own thread."""
+    return InlineEngine(SharedCore(), spec)
+
+
+def answer(engine: InlineEngine, **changes: Any) -> list[list[int]]:
+    """The tokens of one request, alone."""
+    return engine.generate([request(**changes)])[0]
+
+
+def keeps(*specs: EngineSpec) -> Any:
+    """A fixture for a module: its engines are loaded before the first test looks for leaks."""
+
+    @pytest.fixture(scope="module", autouse=True)
+    def engines_of_this_file(engines: None) -> None:
+        for spec in specs:
+            loaded(spec)
+
+    return engines_of_this_file
