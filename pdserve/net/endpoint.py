@@ -112,7 +112,7 @@ class Endpoint:
         self._closer: asyncio.Future[None] | None = None
         self._complaints = LogThrottle()
         self.refused: dict[str, int] = {}
-        """Handshakes that this node turned away, by the name of the error."""
+        """Handshakes that this node refused, by the name of the error."""
 
     # ------------------------------------------------------------------ lookups and counts
 

@@ -378,7 +378,7 @@ class Instruments:
     )
     migration_gap: Histogram = _histogram(
         "migration_gap_seconds",
-        "From the end of a stream at one worker, as the frontend heard of it, to its next "
+        "From the end of a stream at one worker, as the frontend learnt of it, to its next "
         "token from another.",
         "frontend",
         LATENCY_BUCKETS,
@@ -498,7 +498,7 @@ class Instruments:
 
     cancel_seconds: Family[Histogram] = _histograms(
         "cancel_seconds",
-        "From the moment a worker hears that a request is cancelled until its blocks are free, "
+        "From the moment a worker gets a request's cancellation until its blocks are free, "
         "by what it was doing: queued, remote_queued and remote_filling (its prompt was to "
         "come, or was coming, from another worker), prefilling, decoding, preempted, sending "
         "(its prompt was computed for another).",

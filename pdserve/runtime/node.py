@@ -119,7 +119,7 @@ class Node:
         self.card: NodeCard | None = None
         self._names: tuple[bytes, int] = (b"", 0)
         self.lives = 0
-        """How often it has begun a life; more than once: others held it for dead."""
+        """Number of lives that the node has begun; above 1, others declared it dead."""
         self._network = network
         self._keys = keys
         self._entropy = entropy

@@ -441,7 +441,7 @@ class TransferConformance:
 
 
 async def _never_ready(self: object, path: PathBase, timeout: float) -> None:
-    """`TransportBase._say_ready` of a node that comes to nothing in between."""
+    """Replaces `TransportBase._say_ready`: the path fails before it is ready."""
     path.fail("connect", "never")
     assert path.down is not None
     raise path.down
