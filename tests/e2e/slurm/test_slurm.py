@@ -300,3 +300,33 @@ def test_a_network_that_is_not_there_is_named(slurm, program, tmp_path, tiny_mod
     job = Job(slurm, program, tmp_path, tiny_model, FABRIC="lo")
     assert job.over() == "FAILED"
     assert "interface lo has no address" in job.log()
+
+
+def test_workers_of_a_node_share_its_gpus(slurm, program, tmp_path, tiny_model):
+    """Slurm here has no GPUs; the script reads them from the variable that Slurm would set."""
+    several = {"WORKERS_PER_NODE": "2", "CUDA_VISIBLE_DEVICES": "0,1,4,5"}
+    job = Job(slurm, program, tmp_path, tiny_model, **several)
+    try:
+        job.ready()
+        name = slurm.nodes[0]
+        shown = job.until(
+            lambda: (text := job.members(program)).count("worker-") >= 2 and text, "two workers"
+        )
+        for number in (0, 1):
+            assert re.search(rf"^worker-{name}-{number} +worker +alive", shown, re.MULTILINE), shown
+        shares = {
+            process.environ()["CUDA_VISIBLE_DEVICES"]
+            for process in job.all_processes()
+            if "--role=worker" in process.cmdline() and "pdserve" in process.cmdline()
+        }
+        assert shares == {"0,1", "4,5"}
+    finally:
+        slurm.run("scancel", job.id)
+        job.over()
+
+
+def test_gpus_that_cannot_be_shared_evenly_end_the_job(slurm, program, tmp_path, tiny_model):
+    uneven = {"WORKERS_PER_NODE": "2", "CUDA_VISIBLE_DEVICES": "0,1,2"}
+    job = Job(slurm, program, tmp_path, tiny_model, **uneven)
+    assert job.over() == "FAILED"
+    assert "3 GPUs of this node cannot be shared evenly by 2 workers" in job.log()
