@@ -88,11 +88,14 @@ def wrap_core(
     """Make the core that drives what the factory returned. Raises `ConfigError` if that is neither
     an executor nor a core.
 
-    With a `mover` the core exchanges KV with other workers. A core that schedules by itself cannot:
-    it is refused, or runs without KV transfer if that is `optional`.
+    With a `mover` the core exchanges KV with other workers. A core that schedules by itself needs
+    `use_connector` for that, as `StagedCore` has. Without it, it is refused, or runs without KV
+    transfer if that is `optional`.
     """
     if hasattr(made, "step"):
-        if mover is not None and not optional:
+        if mover is not None and hasattr(made, "use_connector"):
+            made.use_connector(mover)
+        elif mover is not None and not optional:
             raise kv_transfer_unsupported(engine)
         return cast("Core", made)
     if hasattr(made, "make_core"):

@@ -466,8 +466,7 @@ class SelfSchedulingCore(ABC):
     def reject(self, handle: int, error: PdserveError) -> None:
         """End a submission with an error, in the core's thread. The engine must have dropped it
         already."""
-        if self._forget(handle):
-            self._events.append(rejected_event(handle, error))
+        self._end_rejected(rejected_event(handle, error))
 
     def post(self, delta: TokenDelta) -> None:
         """Report output from any thread. Deltas of one choice keep their order."""
@@ -579,7 +578,16 @@ class SelfSchedulingCore(ABC):
     # ------------------------------------------------------------------ inside
 
     def _submit(self, command: Submit) -> None:
-        handle, request, limits = command.handle, command.request, self._capabilities
+        handle, request = command.handle, command.request
+        self._register(handle, request, len(request.live), counted=command.counted)
+        self.add(handle, request)
+        self._prompt_tokens += len(request.prompt) if command.counted else 0
+
+    def _register(
+        self, handle: int, request: GenerateRequest, choices: int, *, counted: bool
+    ) -> None:
+        """Check a request and count it until it ends; `choices` end with a `finish`."""
+        limits = self._capabilities
         check_request(
             request,
             max_model_len=limits.max_model_len,
@@ -587,13 +595,10 @@ class SelfSchedulingCore(ABC):
             embeds=limits.embedding_size > 0,
         )
         deadline = None if request.deadline is None else self.clock.now() + request.deadline
-        choices = len(request.live)
-        self._submissions[handle] = _Submission(deadline, choices, command.counted)
+        self._submissions[handle] = _Submission(deadline, choices, counted)
         self._sequences += choices
         if deadline is not None:
             self._deadlines.add(deadline, handle)
-        self.add(handle, request)
-        self._prompt_tokens += len(request.prompt) if command.counted else 0
         self._changed = True
 
     def _abort(self, handle: int) -> None:
@@ -612,14 +617,20 @@ class SelfSchedulingCore(ABC):
         if deadline is None or deadline > now:
             return
         for handle in self._deadlines.passed(now):
-            submission = self._forget(handle)
-            assert submission is not None
+            submission = self._submissions[handle]
             self._aborted += submission.counted
+            stage = self._stage(handle, submission.produced)
             self.drop(handle)
-            made = submission.produced
-            stage = f"decoding, {made} tokens done" if made else "waiting for its turn"
-            error = DeadlineExceeded(f"the deadline passed while {stage}")
-            self._events.append(rejected_event(handle, error))
+            self.reject(handle, DeadlineExceeded(f"the deadline passed while {stage}"))
+
+    def _stage(self, handle: int, produced: int) -> str:
+        """What a submission is doing, as text that follows "while"."""
+        return f"decoding, {produced} tokens done" if produced else "waiting for its turn"
+
+    def _end_rejected(self, event: Rejected) -> None:
+        """End a submission with this event; nothing happens if it has ended."""
+        if self._forget(event.handle):
+            self._events.append(event)
 
     def _forget(self, handle: int) -> _Submission | None:
         """Remove a submission; None if it has ended or was never taken."""
@@ -640,8 +651,7 @@ class SelfSchedulingCore(ABC):
                 case Rejected() as event:
                     if self.deltas:
                         self._report_output()
-                    if self._forget(event.handle):
-                        self._events.append(event)
+                    self._end_rejected(event)
                 case CoreFailed() as event:
                     self._failure = event
 

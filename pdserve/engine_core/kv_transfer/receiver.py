@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Literal
 
+    from pdserve.engine_core.kv_transfer.admission_port import RemoteAdmissionPort
     from pdserve.engine_core.kv_transfer.connector import KvConnector
-    from pdserve.engine_core.scheduler.scheduler import Scheduler
     from pdserve.ids import Seconds
     from pdserve.kv.block_pool import BlockPool
     from pdserve.messages.engine import Activate, Event, OpenAttemptBlocks
@@ -54,7 +54,7 @@ class KvReceiver:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: RemoteAdmissionPort,
         pool: BlockPool,
         mover: KvConnector,
         region: Region,
@@ -226,7 +226,7 @@ class KvReceiver:
         if attempt.fresh:
             self.failed += 1
             self._pool.quarantine(attempt.fresh)
-            self._pool.release(attempt.shared)
+            self._scheduler.release_shared(attempt.shared)
             self._closing[attempt.key] = attempt.fresh
             self._fencing[handle] += 1
             self._mover.revoke(attempt.key)

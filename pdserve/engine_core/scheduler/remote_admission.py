@@ -17,6 +17,8 @@ from pdserve.engine_core.scheduler.submission import Submission, end_reason
 from pdserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
     from pdserve.ids import Seconds
     from pdserve.messages.handoff import FirstToken, Handoff
     from pdserve.messages.request import FirstTokenStats, GenerateRequest, TokenDelta
@@ -112,6 +114,10 @@ class RemoteAdmission(SchedulerState):
     def unbind(self, handle: int) -> None:
         """The caller has released the blocks of `bind`: reserve the room again."""
         self.reservations.unbind(handle)
+
+    def release_shared(self, blocks: Seq[int]) -> None:
+        """Release the cached blocks that `bind` has returned."""
+        self._pool.release(blocks)
 
     def postpone(self, handle: int) -> None:
         """End a reservation that found no blocks; it is made again when the pool has them."""

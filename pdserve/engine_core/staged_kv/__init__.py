@@ -1,0 +1,1 @@
+"""KV in and out of engines that schedule themselves, by way of staging blocks."""

@@ -1,0 +1,61 @@
+"""Staging memory: mapped by other processes, and only while it is what was meant."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from pdserve.engine_core.staged_kv.pool import StagingPool, open_staging
+from pdserve.errors import EngineError
+from pdserve.messages.transfer import RankKvLayout
+
+LAYOUT = RankKvLayout(content="c", layers=2, heads=4, tokens=4, dim=8, itemsize=2)
+
+CHILD = """
+import pickle, sys
+from pdserve.engine_core.staged_kv.pool import open_staging
+handle = pickle.loads(bytes.fromhex(sys.argv[1]))
+memory = open_staging(handle)
+assert memory[:4] == b"here"
+memory[-4:] = b"back"
+"""
+
+
+@pytest.fixture
+def staging():
+    pool = StagingPool(LAYOUT, 6)
+    yield pool
+    pool.close()
+
+
+def test_a_child_process_maps_the_same_bytes(staging: StagingPool):
+    assert staging.region.view is not None
+    staging.region.view[:4] = b"here"
+    words = pickle.dumps(staging.handle()).hex()
+    subprocess.run([sys.executable, "-c", CHILD, words], check=True)
+    assert bytes(staging.region.view[-4:]) == b"back"
+
+
+def test_blocks_hold_all_heads_of_all_layers(staging: StagingPool):
+    assert staging.block_bytes == 2 * 2 * 4 * 4 * 8 * 2
+    assert staging.region.size == 6 * staging.block_bytes
+    assert staging.region.fd is not None
+    assert staging.blocks.counts().free == 6
+
+
+def test_other_memory_is_not_taken_for_it(staging: StagingPool):
+    other = StagingPool(LAYOUT, 6)
+    wrong = dataclasses.replace(staging.handle(), fd=other.handle().fd)
+    with pytest.raises(EngineError, match="not the staging memory"):
+        open_staging(wrong)
+    other.close()
+    with pytest.raises(EngineError, match="cannot be opened"):
+        open_staging(wrong)
+
+
+def test_closing_twice_is_allowed(staging: StagingPool):
+    staging.close()
