@@ -24,7 +24,6 @@ from pdserve_engines.vllm.grammar import Constraints, make_backend
 from pdserve_engines.vllm.options import engine_arguments
 from pdserve_engines.vllm.versions import untested
 from pdserve_engines.vllm.worker_processes import follow_engine
-from pdserve_engines.vllm.worker_processes import follow_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -41,8 +40,6 @@ _HOST_SHARE = 0.25
 """Share of a host's free memory for KV without --kv-memory; other programs run there, too."""
 _IDENTITY_BYTES: Bytes = 1 << 16
 """Bytes at each end of a weights file that tell checkpoints apart."""
-_WORKER_ANSWER: Seconds = 60.0
-"""Seconds for vLLM's workers to answer a short call."""
 _WORKER_ANSWER: Seconds = 60.0
 """Seconds for vLLM's workers to answer a short call."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
@@ -89,10 +86,9 @@ def _start(config: Any, on_failure: Callable[[], None]) -> Any:
             log_stats=True,
             executor_fail_callback=on_failure,
         )
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
+        # An error of a worker process arrives as a RuntimeError, whatever it was there.
         raise ConfigError(f"vLLM cannot load this model: {_first_lines(error)}") from error
-    client.collective_rpc(follow_engine, _WORKER_ANSWER, (os.getpid(),))
-    return client
     client.collective_rpc(follow_engine, _WORKER_ANSWER, (os.getpid(),))
     return client
 
