@@ -132,7 +132,9 @@ class VllmChoice:
 
     def _begin(self, now: Seconds) -> FirstTokenStats:
         self.first = now
-        scheduled = self._submitted if self._scheduled is None else self._scheduled
+        if self._scheduled is None:
+            self._scheduled = self._submitted
+        scheduled = self._scheduled
         return FirstTokenStats(self.cached, scheduled - self._submitted, now - scheduled, self.work)
 
     @property
