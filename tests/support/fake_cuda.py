@@ -51,7 +51,7 @@ class FakeCuda:
         """Devices of peers that this one has access to."""
         self.broken = ""
         self.breaks_after: int | None = None
-        """So many runs are still copied."""
+        """Number of runs that are still copied before the device fails; None: no limit."""
         self.copied = 0
         self._lock = threading.RLock()
         self._memories: dict[int, _Memory] = {}

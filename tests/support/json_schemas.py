@@ -226,5 +226,5 @@ REFUSED: dict[str, Schema] = {
 
 
 def valid(schema: Schema, text: str) -> bool:
-    """By another reading of the standard than the one that made the text."""
+    """Checks a text with another implementation of the standard than the one that made it."""
     return Draft202012Validator(schema, validate_formats=True).is_valid(json.loads(text))

@@ -103,7 +103,7 @@ class RecordingHandler:
         self.downs: list[tuple[Link, LinkDownReason]] = []
         self.tells: list[tuple[int, bytes]] = []
         self.calls: list[IncomingCall] = []
-        """Those that were not answered at once."""
+        """Calls that were not answered at once."""
         self.cancelled = 0
         self.refusal: PdserveError | Exception = ValueError("no reason was set")
         self.streams: list[tuple[IncomingStream, RecordingStreamSink]] = []

@@ -22,7 +22,7 @@ def belongs(part: str, alone: bool) -> bool:
 
 
 def worker_number() -> int:
-    """Of this process among those that run tests together."""
+    """The number of this process among those that run tests together."""
     name = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
     return int(name.removeprefix("gw"))
 

@@ -76,7 +76,8 @@ def _plan(options: argparse.Namespace) -> WorldPlan:
 
 
 def _sum_up(block: BatchResult) -> int:
-    """As JSON; the exit status does not judge coverage, which some seeds alone need not have."""
+    """Writes the sums as JSON. The exit status does not depend on coverage, since few seeds need
+    not have it."""
     words = {**msgspec.to_builtins(block), "missing": block.missing, "too_few": block.too_few}
     print(msgspec.json.format(msgspec.json.encode(words)).decode())
     return 1 if block.failures or block.too_few else 0

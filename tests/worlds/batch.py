@@ -68,7 +68,7 @@ class BatchResult(msgspec.Struct):
 
     @property
     def missing(self) -> list[str]:
-        """Cells that no world has visited, faults that nobody has felt."""
+        """Cells that no world visited, and faults without an effect."""
         cells: Cells = Counter({_cell(words): n for words, n in self.cells.items()})
         return unvisited_cells(cells) + sorted(
             f"fault {kind}" for kind in KINDS.keys() - self.felt.keys()
@@ -91,7 +91,7 @@ def draw_mixed(seed: int) -> WorldPlan:
 
 
 def run_block(first: int, count: int) -> BatchResult:
-    """Some worlds; failures are noted, not raised."""
+    """Runs some worlds; notes failures and raises none."""
     began = time.process_time()
     cells: Cells = Counter()
     faults: Counter[str] = Counter()
@@ -137,7 +137,7 @@ def run_blocks(first: int, end: int, file: Path | None) -> list[BatchResult]:
 
 
 def read(files: Iterable[Path]) -> list[BatchResult]:
-    """Of runs before."""
+    """Reads the results of earlier runs."""
     return [
         b for file in files for b in msgspec.json.decode(file.read_bytes(), type=list[BatchResult])
     ]

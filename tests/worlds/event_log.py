@@ -20,7 +20,7 @@ class EventLog:
     def __init__(self, clock: Callable[[], Seconds]) -> None:
         self.lines: list[str] = []
         self.counts: Counter[str] = Counter()
-        """By the first word of what happened."""
+        """Number of events by their first word."""
         self.on_line: Callable[[str], None] | None = None
         self._clock = clock
         self._hash = blake2b(digest_size=16)
@@ -36,5 +36,5 @@ class EventLog:
 
     @property
     def digest(self) -> str:
-        """Of everything noted so far."""
+        """The digest of all events so far."""
         return self._hash.hexdigest()

@@ -29,9 +29,9 @@ __all__ = ["GENTLE", "KINDS", "Fault", "draw_fault", "draw_faults", "inject", "w
 
 
 _TIME_ENOUGH: Final[Seconds] = 8.0
-"""For a worker to hand all it has over, if there is another."""
+"""Time that suffices for a worker to hand over everything, if there is another worker."""
 _NOTICED: Final[Seconds] = 14.0
-"""So long a core may stand still although it has work; most of that is `--stall-timeout`."""
+"""Longest stall of a core with work before it is detected; most of it is `--stall-timeout`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ async def _reset(world: World, fault: Fault) -> bool:
 
 
 async def _reset_inside(world: World, fault: Fault) -> bool:
-    """In the middle of a frame, most of the time."""
+    """Resets a link, mostly in the middle of a frame."""
     before = world.net.faults["reset inside a stream"]
     world.net.reset_after(fault.a, fault.b, 1 + int(fault.amount))
     await asyncio.sleep(fault.lasts)
@@ -205,7 +205,7 @@ def _break_engine(world: World, fault: Fault) -> bool:
 
 
 async def _stall(world: World, fault: Fault) -> bool:
-    """An engine core stands still, unless somebody ends it before."""
+    """Stalls an engine core until the time is over or its node kills it."""
     host = world.hosts[fault.a]
     engine = _engine_of(world, fault)
     if engine is None or engine.stuck:  # who frees it frees it from both
@@ -224,7 +224,7 @@ async def _stall(world: World, fault: Fault) -> bool:
 
 
 async def _step(world: World, fault: Fault) -> bool:
-    """Some steps of an engine fail, one after the other."""
+    """Lets some steps of an engine fail, one after the other."""
     engine = _engine_of(world, fault)
     if engine is None:
         return False
@@ -275,7 +275,7 @@ async def _drain(world: World, fault: Fault) -> bool:
 
 
 def _has_room(world: World, drained: VirtualHost) -> bool:
-    """Some other worker of the model could run one more."""
+    """True if another worker of the model could run one more request."""
     others = (h for h in world.of_role("worker") if h is not drained and h.up)
     return any(
         other.settings.model == drained.settings.model
@@ -369,7 +369,8 @@ class FaultKind:
     """One of these times a number around 1."""
     amounts: tuple[float, ...] = (0.0,)
     roles: tuple[str, ...] = ("router", "worker", "frontend")
-    """Whom it happens to; nobody: only where it is made on purpose, it needs another fault."""
+    """Roles that it happens to. Empty: it is only made on purpose, because it needs another
+    fault."""
 
 
 KINDS: Final = {
@@ -408,7 +409,7 @@ GENTLE: Final = frozenset(
         *("kv-late", "kv-lost", "kv-slow", "kv-wrong"),
     )
 )
-"""Under these alone nobody is silent for long, so nobody may be held for dead."""
+"""Faults that make no node silent for long, so that no node may be declared dead."""
 
 
 HARMLESS: Final = frozenset(
@@ -418,11 +419,11 @@ HARMLESS: Final = frozenset(
         *("kv-late", "kv-lost", "kv-slow", "kv-wrong"),
     )
 )
-"""Under these, what is said arrives at once, or the link ends, which says as much."""
+"""Faults under which messages arrive at once, or the link ends, which both sides notice."""
 
 
 _PEACE: Final[Seconds] = 12.0
-"""After all other faults: everybody has found everybody again, and serves."""
+"""Time after all other faults in which all nodes find each other again and serve."""
 
 
 def with_finale(faults: list[Fault], *finale: Fault) -> tuple[Fault, ...]:

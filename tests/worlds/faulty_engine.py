@@ -1,4 +1,4 @@
-"""An engine that fails on demand: it dies, fails a step, stands still, or runs slowly.
+"""An engine that fails on demand: it dies, fails a step, stalls, or runs slowly.
 
 Poison is a token that only some prompts have. Every engine that computes it dies, or fails the step
 with it, on any worker.
@@ -51,24 +51,24 @@ class FaultyEngine(VirtualTimeEngine):
         fabric: FakeFabric | None = None,
         on_death: Callable[[str], None] = lambda why: None,
     ) -> None:
-        """`on_death` hears why a core has ended that nobody asked to."""
+        """`on_death` gets the reason why a core ended that was not asked to."""
         super().__init__(spec, pace=pace, load_time=load_time, fabric=fabric)
         self.failing = 0
         """Steps that are going to fail."""
         self.failed = 0
         """Steps that have."""
         self.stuck = False
-        """The core stands still; it goes on when somebody lets it, a new one does at once."""
+        """True while the core is stalled. A new core is not."""
         self.poisoned = 0
-        """Times that poison did what it does."""
+        """Number of times that poison had its effect."""
         self._ticks = 0
         self._stall: StallWatchdog | None = None
-        """Of the present core; see `engine.core_run`."""
+        """The watchdog of the present core; see `engine.core_run`."""
         self._stalled = False
         self._watcher: asyncio.TimerHandle | None = None
         self._stall_timeout = stall_timeout
         self._doomed = False
-        """It does not survive the present step."""
+        """True if the core dies in the present step."""
         self._usual_pace = pace
         self._restart_time = restart_time
         self._on_death = on_death
@@ -78,7 +78,7 @@ class FaultyEngine(VirtualTimeEngine):
         self._pace = self._usual_pace * factor
 
     def go_on(self) -> bool:
-        """After having been stuck; False: it was not, or somebody has got rid of that core."""
+        """Ends the stall; False if the core was not stalled, or was replaced."""
         was, self.stuck = self.stuck, False
         if was:
             self._arm()

@@ -26,11 +26,11 @@ __all__ = ["TROUBLES", "HostsByRole", "draw_handoffs"]
 _BEGIN: Final[Seconds] = 3.0
 _LASTS: Final[Seconds] = 20.0
 _LONG: Final = 1_500.0
-"""Times the usual duration of a write: longer than a lease that is not renewed."""
+"""Factor of a KV write's usual duration: longer than a lease that is not renewed."""
 
 
 class HostsByRole:
-    """Who is what."""
+    """The hosts of each role."""
 
     def __init__(self, routers: int, prefills: int, decodes: int, frontends: int) -> None:
         self.routers = [f"r{i}" for i in range(routers)]
@@ -84,7 +84,7 @@ def draw_handoffs(seed: int) -> WorldPlan:
 
 
 def _faults(random: Random, places: HostsByRole) -> list[Fault]:
-    """Some kinds of trouble, each as often as drawn, and single faults between them."""
+    """Draws some kinds of trouble, each as often as drawn, and single faults between them."""
     kinds = random.sample(sorted(TROUBLES), random.choice((1, 3, len(TROUBLES))))
     singly = random.sample(sorted(_SINGLY), random.choice((0, 1, 3)))
     rate = random.choice((0.3, 0.6, 1.2))
@@ -114,8 +114,8 @@ def _asks_again(random: Random, places: HostsByRole, now: Seconds) -> list[Fault
 
 
 def _passed_over(random: Random, places: HostsByRole, now: Seconds) -> list[Fault]:
-    """The queue loses a prefill worker, which the decode worker does not hear of either: the next
-    one has a claim, too."""
+    """Makes the queue lose a prefill worker without telling the decode worker; the next prefill
+    worker then has a claim too."""
     p, d = random.choice(places.prefills), random.choice(places.decodes)
     lost = [
         Fault("reset", now + at, 0.0, router, p) for router in places.routers for at in (2.7, 3.5)
@@ -136,13 +136,14 @@ def _owner_lost(random: Random, places: HostsByRole, now: Seconds) -> list[Fault
 
 
 def _frozen(random: Random, places: HostsByRole, now: Seconds) -> list[Fault]:
-    """A worker stands still, for as long as a lease or longer, and comes back."""
+    """Pauses a worker for as long as a lease or longer."""
     who = random.choice(places.prefills + places.decodes)
     return [Fault("pause", now, random.choice((3.0, 6.5, 8.0, 14.0)), who)]
 
 
 def _disowned(random: Random, places: HostsByRole, now: Seconds) -> list[Fault]:
-    """Nobody hears a worker that hears everybody: it learns that it is dead, with all it has."""
+    """Cuts off what a worker sends, but not what it receives: it learns that it was declared dead,
+    with all its requests."""
     who = random.choice(places.prefills + 2 * places.decodes)
     return [Fault("one-way", now, random.uniform(8.0, 16.0), who, places.routers[0], 0.8)]
 
@@ -153,7 +154,7 @@ def _goes(random: Random, places: HostsByRole, now: Seconds) -> list[Fault]:
 
 
 def _unheard(random: Random, places: HostsByRole, now: Seconds) -> list[Fault]:
-    """One of the two does not hear the other, or neither does."""
+    """Cuts the link of the two, in one or both directions."""
     a, b = random.choice(places.prefills), random.choice(places.decodes)
     if random.random() < 0.5:
         a, b = b, a

@@ -1,10 +1,9 @@
-"""Those who ask: the clients of one frontend, and an account of each request.
+"""The clients of one frontend, and an account of each request.
 
-A caller is what the frontend's HTTP side is to the backend: it opens a request with a sink, may
-turn away before or after, and must hear of exactly one end. What it hears is checked as it comes:
-the tokens are those of the engine, in order, none twice, none missing, whoever it was that computed
-them. What its end may be is `oracle.outcomes`' business.
-"""
+A client is to the backend what the frontend's HTTP side is: it opens a request with a sink, may
+cancel it before or after, and must get exactly one end. Each token is checked as it comes: the
+tokens are those of the engine, in order, none twice, none missing, whichever workers computed them.
+`oracle.outcomes` judges the end."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ __all__ = [
 
 _MAX_LEN = 200
 _GRACE: Final[Seconds] = 1.0
-"""After a deadline the frontend ends the request itself, if nobody else has."""
+"""Time after a deadline in which the frontend ends the request itself, if no other process has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +49,7 @@ class ClientProfile:
     """What clients ask, and how patient they are."""
 
     lengths: tuple[int, ...] = (1, 7, 8, 9, 30, 60)
-    """Of prompts."""
+    """Lengths of the prompts."""
     answers: tuple[int, ...] = (1, 2, 10, 40, 90)
     """Their greatest lengths."""
     choices: tuple[int, ...] = (1, 1, 1, 2, 3)
@@ -154,9 +153,9 @@ class TrackedRequest:
         self.error: PdserveError | None = None
         """With which it ended."""
         self.placed: list[Placed] = []
-        """In order."""
+        """Placements of the request, in order."""
         self.overdue = False
-        """Nobody but the frontend has ended it when its time was over."""
+        """True if only the frontend ended it when its deadline had passed."""
         self.left_at = ""
         """Where it was when its client turned away."""
         self.stage = "opening"
@@ -165,7 +164,7 @@ class TrackedRequest:
         self.timer: asyncio.TimerHandle | None = None
         """The end of its patience."""
         self.alarm: asyncio.TimerHandle | None = None
-        """When the frontend ends it."""
+        """The timer with which the frontend ends it."""
         self.on_end: Callable[[TrackedRequest], None] = lambda account: None
         self._ledger = OutputChecker(request)
         self._complain = complain
@@ -177,13 +176,14 @@ class TrackedRequest:
 
     @property
     def steps(self) -> int:
-        """Of an engine that has nothing else to do, about: its prompt, then token by token."""
+        """About the number of steps of an otherwise idle engine: its prompt, then token by
+        token."""
         choices = range(self.request.n)
         longest = max(len(reference_tokens(self.request, n, max_len=_MAX_LEN)) for n in choices)
         return 2 + longest
 
     def end(self, outcome: str) -> None:
-        """It ends so; a second end is a violation."""
+        """Notes the request's end; a second end is a violation."""
         if self.outcome:
             self._complain(f"{self.name} ended twice: {self.outcome}, then {outcome}")
             return
@@ -234,7 +234,7 @@ class TrackedRequest:
 
     @property
     def _has_enough(self) -> bool:
-        """Of every choice, as far as each goes."""
+        """True if each choice has all tokens that it needs."""
         choices = range(self.request.n)
         return self.enough is not None and all(map(self._enough_of, choices))
 
@@ -270,8 +270,8 @@ class LoadClients:
         leaves: Callable[[TrackedRequest], None] = lambda account: None,
         complain: Callable[[str], None],
     ) -> None:
-        """`rate`: requests per second; `begin` hears of each account, `leaves` of each client that
-        is about to turn away."""
+        """`rate`: requests per second; `begin` is called with each request, `leaves` before each
+        cancellation."""
         self.rate = rate
         self.habits = habits
         self._leaves = leaves
@@ -340,7 +340,7 @@ class LoadClients:
         return account
 
     async def close(self) -> None:
-        """The process ends: whoever still asks is cut off."""
+        """Cuts off all open requests, since the process ends."""
         self.rate = 0.0
         for task in tuple(self._tasks):
             task.cancel()
@@ -383,7 +383,7 @@ class LoadClients:
             account.stream.cancel()
 
     def _expire(self, account: TrackedRequest) -> None:
-        """See `frontend.generation`: nothing goes on past its deadline, whoever forgets it."""
+        """Ends the request after its deadline; see `frontend.generation`."""
         if account.outcome:
             return
         account.overdue = True

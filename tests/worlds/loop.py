@@ -31,9 +31,10 @@ __all__ = ["Livelock", "VirtualProcess", "WorldLoop"]
 _OVERTAKE: Final = 0.25
 """How often the callback that is next in turn is not the one that runs."""
 _REACH: Final = 8
-"""How far down the queue one may be picked: nobody is overtaken by many more than this."""
+"""Longest distance in the queue of a callback that is run first, so that no callback is
+overtaken by many more."""
 _TURNS: Final = 20_000
-"""Turns of the loop within one moment: more means that somebody runs in circles."""
+"""Turns of the loop within one moment; more means an endless loop."""
 _RESOLUTION: Final[Seconds] = 1e-9
 """Timers so close to each other are due together; far above the rounding of a clock's readings."""
 
@@ -43,7 +44,7 @@ _process: contextvars.ContextVar[VirtualProcess | None] = contextvars.ContextVar
 
 
 class Livelock(RuntimeError):
-    """Callbacks wake each other and time stands still."""
+    """Callbacks wake each other, and the virtual time does not advance."""
 
 
 class VirtualProcess:
@@ -56,7 +57,7 @@ class VirtualProcess:
         self.dead = False
         self.paused = False
         self.held: list[asyncio.Handle] = []
-        """Callbacks that are due while it stands still, in order."""
+        """Callbacks that became due during the pause, in order."""
         self.dropped = 0
         """Callbacks that never ran, because it is dead."""
         self.remains: list[asyncio.Task[Any]] = []
@@ -79,7 +80,7 @@ class WorldLoop(VirtualTimeLoop):
         )
         self._turns = 0
         self.problems: list[str] = []
-        """What nobody caught."""
+        """Exceptions that were not caught."""
         self.set_exception_handler(self._note_problem)
 
     # ------------------------------------------------------------------ processes
@@ -89,7 +90,7 @@ class WorldLoop(VirtualTimeLoop):
         return self.create_task(work, name=name, context=process.context.copy())
 
     def kill(self, process: VirtualProcess) -> None:
-        """It runs no more."""
+        """Ends the process at once: its callbacks run no more."""
         process.dead = True
         process.paused = False
         process.dropped += len(process.held)
@@ -100,22 +101,22 @@ class WorldLoop(VirtualTimeLoop):
                 process.remains.append(task)
 
     def pause(self, process: VirtualProcess) -> None:
-        """It stands still."""
+        """Pauses the process."""
         process.paused = True
 
     def resume(self, process: VirtualProcess) -> int:
-        """It goes on with all that has become due; returns how many callbacks that is."""
+        """Resumes the process with all callbacks that have become due; returns their number."""
         process.paused = False
         held, process.held = process.held, []
         self._ready.extend(held)
         return len(held)
 
     def tasks_of(self, process: VirtualProcess) -> list[asyncio.Task[Any]]:
-        """Those that have not ended."""
+        """Tasks of the process that have not ended."""
         return [t for t, owner in tuple(self._owners.items()) if owner is process and not t.done()]
 
     def timers_of(self, process: VirtualProcess) -> list[asyncio.TimerHandle]:
-        """Those that are set."""
+        """Timers of the process that are set."""
         scheduled: list[asyncio.TimerHandle] = vars(self)["_scheduled"]
         return [h for h in scheduled if not h.cancelled() and _owner(h) is process]
 
@@ -185,7 +186,7 @@ class _Ready(deque[asyncio.Handle]):
         return _NOTHING
 
     def _first_of_its_own(self, index: int) -> int:
-        """Nobody overtakes what belongs to the same process."""
+        """Returns the first callback of the same process, so that no other overtakes it."""
         process = _owner(self[index])
         return next(at for at in range(index + 1) if _owner(self[at]) is process)
 

@@ -56,12 +56,12 @@ def planted(name: str) -> Iterator[PlantedBug]:
 
 
 def _never(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Not done at all."""
+    """Replaces a call by nothing."""
     return lambda *args, **kwargs: None
 
 
 def _each(number: int, instead: Callable[..., Any]) -> Callable[..., Any]:
-    """Every so many calls something else is done."""
+    """Replaces every n-th call by `instead`."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         calls = 0
@@ -249,7 +249,7 @@ def _first_checksum_counts(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _closes_without_fence(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`LoopKvConnector._fence`, but nobody is asked."""
+    """`LoopKvConnector._fence` without asking the peer."""
 
     async def fence(self: Any, attempt: Any) -> None:
         del self._closing[attempt.key]
@@ -597,7 +597,7 @@ HANDOFF_BUGS: Final[dict[str, PlantedBug]] = {
         "pdserve.worker.disagg.queue.client", "PrefillQueueClient.opened", _never, "items leak"
     ),
 }
-"""Of handing prompts over; among `BUGS`."""
+"""Bugs of the handoff; also in `BUGS`."""
 
 MIGRATION_BUGS: Final[dict[str, PlantedBug]] = {
     "output is not carried": PlantedBug(
@@ -676,7 +676,7 @@ MIGRATION_BUGS: Final[dict[str, PlantedBug]] = {
         "pdserve.engine.watchdog", "StallWatchdog.look", _never, "requests hang"
     ),
 }
-"""Of going on with a request at another worker; among `BUGS`."""
+"""Bugs of migration; also in `BUGS`."""
 
 BUGS.update(HANDOFF_BUGS)
 BUGS.update(MIGRATION_BUGS)

@@ -69,9 +69,9 @@ class NodeSettings:
     router: RouterConfig | None = None
     """None: the defaults, with `policy`."""
     mode: WorkerMode = "aggregated"
-    """Of a worker."""
+    """The mode of a worker."""
     disagg: Disagg = "always"
-    """Of a decode worker."""
+    """The disaggregation setting of a decode worker."""
     moves_kv: bool = True
     """An aggregated worker hands over and fetches the KV of requests that move."""
 

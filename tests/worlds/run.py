@@ -61,7 +61,7 @@ class WorldPlan:
 
     seed: int
     roles: dict[str, str]
-    """Hosts, in the order of their names; the first two are everybody's seeds."""
+    """Roles of the hosts, in the order of their names; the first two are the seeds of all."""
     settings: dict[str, NodeSettings]
     models: tuple[str, ...]
     starts: dict[str, Seconds]
@@ -70,16 +70,16 @@ class WorldPlan:
     faults: tuple[Fault, ...]
     faults_end: Seconds
     patience: float = 1.0
-    """Times the usual waits: less where a rule is expected to be broken."""
+    """Factor of the usual timeouts; below 1 where a rule is expected to be broken."""
     habits: ClientProfile = DEFAULT_PROFILE
-    """Of clients."""
+    """The profile of the clients."""
     kv_time: float = 1.0
-    """Times the usual duration of a write of KV, until all is calm."""
+    """Factor of a KV write's usual duration, until all is calm."""
     options: str = ""
-    """Of the command that draws this plan."""
+    """Options of the command that draws this plan."""
     least: float = 0.05
-    """Share of requests that must complete, clients that turn away left out. Little: in some worlds
-    most of the time nobody could be served, and what each end needs for a cause is the judge's."""
+    """Least share of requests that must complete, without those that clients cancel. It is small,
+    because in some worlds no worker could serve most of the time; the oracle judges each end."""
     left_dead: tuple[str, ...] = ()
     """Hosts that stay off once the faults are over."""
 
@@ -100,7 +100,7 @@ class WorldReport:
     felt: Counter[tuple[str, str]]
     """(fault, what happened while it lasted)."""
     converged: Seconds
-    """After the last fault."""
+    """Seconds from the last fault until all nodes agreed."""
     virtual: Seconds
 
 
@@ -173,7 +173,7 @@ def _finale(random: Random, names: list[str]) -> list[Fault]:
 
 
 def _give_modes(random: Random, settings: dict[str, NodeSettings], roles: dict[str, str]) -> None:
-    """In two worlds of three, each model that several workers serve is prefilled by some of them
+    """In two of three worlds, each model that several workers serve is prefilled by some of them
     and decoded by the others."""
     if random.random() < 0.33:
         return
@@ -198,7 +198,7 @@ def run(seed: int, nodes: int | None = None) -> WorldReport:
 
 
 def run_plan(plan: WorldPlan, on_line: Callable[[str], None] | None = None) -> WorldReport:
-    """The same, of a plan that somebody made."""
+    """Runs a given plan."""
     world = World(plan.seed)
     world.trace.on_line = on_line
     errors = _Errors(world)
@@ -305,7 +305,7 @@ class _Run:
         yield from ready(self.world)
 
     async def _serve(self) -> None:
-        """Every frontend is served again."""
+        """Waits until every frontend is served again."""
         world = self.world
         world.happened("-", "SERVE")
         frontends = [host for host in world.of_role("frontend") if host.process is not None]
@@ -372,7 +372,7 @@ class _Run:
             self._look()
 
     async def _end(self) -> None:
-        """In an order that the seed draws; the last ones have nobody left to say goodbye to."""
+        """Ends the processes in an order that the seed draws; the last ones have no peer left."""
         world = self.world
         world.happened("-", "END")
         hosts = [host for host in world.hosts.values() if host.up]

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from pdserve.messages.handoff import WorkerMode
 
 SEEDS = 20
-"""At most so many worlds until a bug is caught; nearly all are caught by the first. Always the same
-ones: what a bug costs to find is a property of the suite, not of luck."""
+"""Most worlds until a bug is caught; nearly all are caught by the first. The seeds are always the
+same, since the cost of finding a bug is a property of the suite."""
 
 
 PATIENCE = 0.4
-"""Times the usual waits, for a bug that makes everybody busy with each other; enough for a world
-without a bug, as is tested."""
+"""Factor of the usual timeouts, for a bug that keeps all nodes busy with each other; enough for a
+world without a bug, as is tested."""
 
 
 RESETS = [Fault("reset", 0.0, 0.0, f, w) for f in ("f0", "f1") for w in ("w0", "w1")]
@@ -71,7 +71,7 @@ HANDOFF_FAULTS = {
     "a lease never lapses": [Fault("cut", 0.0, 9.0, w, "w0") for w in ("w2", "w3")],
 }
 SLOW = {"leases are not renewed": 1_500.0}
-"""Times the usual duration of a write of KV; the others have enough with some."""
+"""Factors of a KV write's usual duration; 100 suffices for the others."""
 
 
 def made_for_handoffs(name: str, seed: int) -> WorldPlan:
@@ -116,7 +116,7 @@ PACES = {
     "a draining worker asks for one request of each channel": 0.15,
     "a deadline begins anew": 0.15,
 }
-"""Of a step: so slow that requests do not end before anybody does something."""
+"""Seconds of a step: so slow that requests do not end before something happens."""
 
 
 def made_for_migrations(name: str, seed: int) -> WorldPlan:
@@ -186,7 +186,7 @@ SLOWEST = {
 
 
 def parameters() -> list[ParameterSet]:
-    """Every bug that shows without handoffs."""
+    """Parameters of every bug that shows without handoffs."""
     names = sorted(BUGS.keys() - HANDOFF_BUGS.keys() - MIGRATION_BUGS.keys())
     return [pytest.param(n, marks=[pytest.mark.long] if n in SLOWEST else []) for n in names]
 
@@ -222,7 +222,7 @@ def test_worlds_of_handoffs_without_a_bug_pass(seed: int, part: int, long: bool)
 
 
 def some_of_migrations(seed: int, part: int, *, long: bool) -> list[str]:
-    """As of handoffs."""
+    """Two bugs for each part, others with every commit; all in long mode."""
     mine = list(MIGRATION_BUGS)[part::PARTS]
     return mine if long else [mine[(seed + i) % len(mine)] for i in range(2)]
 

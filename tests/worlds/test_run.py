@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SEEDS = 12
-"""Of the short slice, over all its parts."""
+"""Number of seeds of the short slice, over all its parts."""
 PARTS = 4
 LOADED = 4.0
-"""Seconds after which nobody is refused in a world in which nothing goes wrong."""
+"""Seconds after which no request is refused in a world without faults."""
 LONG_SEEDS = 2_000
 """Half of them worlds of handoffs or of migrations."""
 
@@ -157,7 +157,7 @@ def test_nothing_goes_wrong_without_faults(seed: int) -> None:
 
 
 def seconds(line: str) -> float:
-    """Of a trace's line."""
+    """The seconds of a line of the trace."""
     return float(line.split()[0])
 
 

@@ -59,19 +59,19 @@ class VirtualHost:
         self.role = role
         self.settings = settings
         self.ahead = ahead
-        """Of its wall clock."""
+        """Seconds by which its wall clock is ahead."""
         self.process: VirtualProcess | None = None
         self.part: VirtualRole | None = None
         self.callers: LoadClients | None = None
         self.members: dict[str, int] = {}
-        """Whom its process has been told of, with their lives."""
+        """Members that its process has reported, with their lives."""
         self.ready = False
         """Its role has started."""
         self.lives = 0
         self.wanted = True
-        """Somebody starts it again when it ends."""
+        """True if it is started again when it ends."""
         self.busy = False
-        """It is being stopped, or lost: no fault touches it."""
+        """True while it is being stopped or lost, so that no fault touches it."""
 
     @property
     def up(self) -> bool:
@@ -101,14 +101,14 @@ class World:
         self.rate = 1.0
         """Requests per second and frontend."""
         self.habits = DEFAULT_PROFILE
-        """Of those who ask."""
+        """The profile of the clients."""
         self.options = ""
-        """Of the command that makes such a world."""
+        """Options of the command that makes such a world."""
         self.violations: list[str] = []
         self.faults: Counter[str] = Counter()
         """How often each fault happened."""
         self.effects: Counter[str] = Counter()
-        """How often each of them was felt by somebody."""
+        """Number of times that each fault had an effect."""
         self.active: dict[Fault, None] = {}
         """Faults that last."""
         self.felt: Counter[tuple[str, str]] = Counter()
@@ -249,7 +249,7 @@ class World:
         return before - self.net.connections
 
     def _ended(self, host: VirtualHost) -> None:
-        """Whatever the process owned is gone."""
+        """Notes the end of a process: everything that it owned is gone."""
         if isinstance(host.part, Worker):
             host.part.engine.free()
         host.process = host.part = host.callers = None
@@ -383,8 +383,8 @@ class World:
                 self.happened(host.name, "card", who)
 
     def _keeps_order(self, host: VirtualHost, event: MemberEvent, who: str) -> None:
-        """Of each life one hears `MemberAppeared`, changes, `MemberGone`: nothing before, nothing
-        after, and of one node one life at a time."""
+        """For each life, a node reports `MemberAppeared`, changes and `MemberGone`: nothing before,
+        nothing after, and one life of a node at a time."""
         node, epoch = event.member.node, event.member.epoch
         present = host.members.get(node)
         if isinstance(event, MemberAppeared):
@@ -414,7 +414,7 @@ class World:
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """After the run: nothing of the world is left."""
+        """Checks, after the run, that nothing of the world is left."""
         for host in self.hosts.values():
             if host.process is not None:
                 _ = self.kill(host)

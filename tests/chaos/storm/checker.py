@@ -22,7 +22,7 @@ COMPLETED = "completed"
 CANCELLED = "cancelled by its client"
 REJECTED = "rejected early"
 DEADLINE = "deadline"
-"""Of a request with a near one."""
+"""A request with a near deadline reached it."""
 CUT = "connection lost with its frontend"
 AWAY = "given up by a frontend that was away"
 ALLOWED = (COMPLETED, CANCELLED, REJECTED, DEADLINE, CUT, AWAY)
@@ -31,7 +31,7 @@ LOST = "tokens lost"
 REPEATED = "tokens repeated"
 WRONG = "wrong answer"
 FAILED = "failed"
-"""It ended with an error that is none of the other words."""
+"""The request ended with an error of no other kind."""
 GIVEN_UP = "taken, then refused"
 REFUSED_LATE = "refused late"
 UNCAUSED = "refused without a cause"
@@ -78,7 +78,8 @@ class Absence:
     since: float
     until: float
     leaving: bool = False
-    """It was asked to go: it takes nothing new, and owes an answer to what it has taken."""
+    """True if the node was told to leave: it takes nothing new, and must answer what it has
+    accepted."""
 
 
 @dataclass
@@ -86,9 +87,9 @@ class Circumstances:
     """What the storm has done that excuses an end. Times are the monotonic clock's."""
 
     deaths: dict[str, list[float]] = field(default_factory=dict)
-    """When each frontend was killed."""
+    """Times at which each frontend was killed."""
     away: dict[str, list[Absence]] = field(default_factory=dict)
-    """Of every node."""
+    """Absences of every node."""
     parts: dict[str, str] = field(default_factory=dict)
     """Router, worker, prefill or frontend, by node."""
     patience: float = 85.0
@@ -115,7 +116,7 @@ class Circumstances:
         return any(_meet(life, absence) and not absence.leaving for absence in absences)
 
     def somebody_away(self, life: ClientRequest, part: str) -> bool:
-        """A node of this part was."""
+        """True if a node of this role was away."""
         return any(of == part and self.was_away(life, node) for node, of in self.parts.items())
 
 
@@ -237,8 +238,9 @@ def _refusal(life: ClientRequest, circumstances: Circumstances, why: str) -> Ver
 
 
 def _has_cause(life: ClientRequest, circumstances: Circumstances) -> bool:
-    """For a refusal of what was not taken: its frontend was away or going; for want of a router,
-    one of them was away; for want of room, a worker was, or there was no time to wait for it."""
+    """True if a refusal before acceptance has a cause. Its frontend was away or leaving; for a lack
+    of routers, a router was away; for a lack of room, a worker was away, or there was no time to
+    wait for it."""
     if circumstances.was_away(life):
         return True
     if life.code == "no_router":
@@ -279,11 +281,11 @@ HELD = (
     "pdserve_node_suspects",
     "pdserve_node_unreachable",
 )
-"""Gauges that are 0 in every node when nobody asks for anything."""
+"""Gauges that are 0 in every node while no request runs."""
 
 
 def held(page: str) -> dict[str, float]:
-    """Of those the ones that are not, on one page of `/metrics`."""
+    """These gauges that are not 0 on a page of `/metrics`."""
     found: dict[str, float] = {}
     for line in page.splitlines():
         name, _, value = line.rpartition(" ")
@@ -293,7 +295,7 @@ def held(page: str) -> dict[str, float]:
 
 
 def most_grown(now: Mapping[str, int], before: Mapping[str, int]) -> int:
-    """By how much the node that has grown most has grown; 0: none has."""
+    """The growth of the node that has grown most; 0: none has."""
     return max([0, *(count - before[name] for name, count in now.items() if name in before)])
 
 

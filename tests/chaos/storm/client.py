@@ -108,7 +108,7 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]
 
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Of a chunked body; one that is cut off raises."""
+    """Reads a chunked body; raises if it is cut off."""
     while size := int(await reader.readline() or b"cut off", 16):
         piece = await reader.readexactly(size + 2)
         yield piece[:-2]

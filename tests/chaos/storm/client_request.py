@@ -56,18 +56,18 @@ class ClientRequest:
     usage: dict[str, Any] = field(default_factory=dict)
     error: dict[str, Any] | None = None
     done: bool = False
-    """It ended as answers should."""
+    """True if the request ended normally."""
     hung_up: bool = False
-    """By the client, of its own will."""
+    """True if the client disconnected by itself."""
     broken: str = ""
     """How its connection ended before it was done."""
     first: float = 0.0
-    """When the first token came; 0: never."""
+    """Time of the first token; 0: none came."""
     last: float = 0.0
-    """When anything came."""
+    """Time of the last byte."""
     ended: float = 0.0
     times: list[float] = field(default_factory=list)
-    """When each chunk with tokens came."""
+    """Times of the chunks with tokens."""
 
     def __post_init__(self) -> None:
         self.choices = [Choice() for _ in range(self.question.choices)]
@@ -147,19 +147,19 @@ class ClientRequest:
 
     @property
     def code(self) -> str:
-        """Of the error it ended with."""
+        """The code of the error that ended it."""
         return "" if self.error is None else str(self.error.get("code"))
 
     @property
     def workers(self) -> set[str]:
-        """Those that are known to have had it."""
+        """Workers that are known to have had it."""
         own = self.usage.get("pdserve") or {}
         names = {self.headers.get("x-pdserve-worker", ""), own.get("worker") or ""}
         return {name for one in names for name in one.split(",") if name}
 
     @property
     def migrations(self) -> int:
-        """As its usage tells."""
+        """Number of migrations in its usage."""
         return int((self.usage.get("pdserve") or {}).get("migrations") or 0)
 
     def story(self, zero: float = 0.0) -> str:

@@ -33,7 +33,7 @@ FILL = 1 << 20
 SETTLE = 1.0
 """Seconds after a fault before its node is asked whether it is well: it may not know yet."""
 FINDING = 5.0
-"""Seconds after that in which a frontend may hear that it was held for dead, and begin anew."""
+"""Seconds after that in which a frontend may learn that it was declared dead, and rejoin."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Done:
     """Something that no fault excuses."""
 
     def line(self, zero: float) -> str:
-        """For people."""
+        """The fault as a line of text."""
         if self.skipped:
             return f"{self.fault}: left out, {self.skipped}"
         healed = f"well again {self.healed - self.began:.1f} s later" if self.healed else "not over"
@@ -235,7 +235,7 @@ class Faults:
         way.piece = whole
 
     async def _fill_disk(self, fault: Fault) -> None:
-        """Until nothing more fits; logs are what is written there."""
+        """Fills the disk on which the logs are written."""
         filler = self.site.disk / "filler"
         try:
             _fill(filler)

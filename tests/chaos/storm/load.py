@@ -1,4 +1,4 @@
-"""So many requests at once, all the time: who asks what, where, and how patiently."""
+"""Sends a constant number of concurrent requests, of several kinds, to all frontends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Habits:
 
     streamed: float = 0.75
     hang_up: float = 0.08
-    """At a piece that is drawn; of those that are not streamed, soon."""
+    """Share of clients that disconnect, at a random piece; of requests without a stream, soon."""
     hurried: float = 0.06
 
 
@@ -55,10 +55,10 @@ class Crowd:
     most_open: int = 0
     numbers: int = 0
     _avoided: dict[str, float] = field(default_factory=dict)
-    """Frontends that took nothing, and until when nobody asks them."""
+    """Times until which frontends that accepted nothing get no requests."""
 
     async def run(self, size: int) -> None:
-        """Until `stopping`; what is under way then comes to its end."""
+        """Runs until `stopping`, and then waits for the open requests."""
         tasks = [asyncio.create_task(self._client(number)) for number in range(size)]
         try:
             for task in tasks:
@@ -99,7 +99,8 @@ class Crowd:
                 await asyncio.sleep(PAUSE)
 
     def _frontend(self, rng: random.Random, *, hurried: bool) -> Node:
-        """Not one that has lately taken nothing, if there is another: as a balancer before them."""
+        """Chooses a frontend, like a load balancer: one that accepted nothing lately only if
+        there is no other."""
         if hurried:
             return rng.choice(self.hurried)
         now = time.monotonic()

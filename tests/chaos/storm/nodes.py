@@ -86,7 +86,7 @@ class Node:
             )
 
     async def wait_ready(self, patience: float = READY) -> None:
-        """Until it says of itself that it can work. Raises `TimeoutError`, with the reason."""
+        """Waits until the node says that it is ready. Raises `TimeoutError`, with the reason."""
         end = time.monotonic() + patience
         said = "nothing"
         while time.monotonic() < end:
@@ -102,7 +102,7 @@ class Node:
         raise TimeoutError(f"{self.name} is not ready: {said}\n{self.last_words()}")
 
     def kill(self) -> None:
-        """As `kill -9`; its engine goes down with it."""
+        """Sends SIGKILL to the node; its engine ends with it."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
@@ -142,7 +142,8 @@ class Node:
         return sum(process.num_fds() for process in self.processes())
 
     def threads(self) -> int:
-        """Of the node alone: an engine's differ with what it has loaded."""
+        """Number of threads of the node without its engine, whose threads depend on what it has
+        loaded."""
         return self.processes()[0].num_threads()
 
     # ------------------------------------------------------------------ looking

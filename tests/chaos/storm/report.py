@@ -33,7 +33,7 @@ GROUPS = ("patient, taken", "patient, not taken", "hurried, taken", "hurried, no
 
 
 def group_of(life: ClientRequest) -> str:
-    """By whom it was asked, and whether it is known to have been taken."""
+    """The group of a request: its kind, and whether it is known to have been accepted."""
     clients = "hurried" if life.hurried else "patient"
     return f"{clients}, {'taken' if life.taken else 'not taken'}"
 
@@ -57,8 +57,9 @@ class _Gap:
     moved: bool
 
     def holds(self, done: Done) -> bool:
-        """A fault came within it and may be its cause: that of its frontend, of a worker that
-        had it or, once it has moved, of any; disk, ways and routers are everybody's."""
+        """True if a fault happened within the request and may have caused its end: a fault of its
+        frontend, of a worker that had it or, once it has migrated, of any worker. Faults of disk,
+        network and routers count for all requests."""
         if not self.at - EARLY <= done.began <= self.at + self.length:
             return False
         name = done.fault.target
@@ -79,16 +80,17 @@ class Storm:
     streams: int
     seconds: float
     zero: float
-    """When it began; the monotonic clock's."""
+    """The beginning on the monotonic clock."""
     lasted: float = 0.0
     """Seconds until the last request had ended."""
     outcomes: Counter[str] = field(default_factory=Counter)
     split: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """The same by (outcome, group): see `group_of`."""
+    """Requests by (outcome, group); see `group_of`."""
     by_frontend: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """The same by (outcome, frontend)."""
+    """Requests by (outcome, frontend)."""
     refusals: dict[tuple[str, str], list[float]] = field(default_factory=dict)
-    """By (code, frontend): seconds from asking to the refusal of requests that were not taken."""
+    """Seconds from sending to the refusal of requests that were not accepted, by (code,
+    frontend)."""
     wrong: list[Outcome] = field(default_factory=list)
     tokens: int = 0
     tokens_lost: int = 0
@@ -101,7 +103,7 @@ class Storm:
     first_tokens: list[float] = field(default_factory=list)
     """Seconds from asking."""
     gaps: dict[str, list[float]] = field(default_factory=dict)
-    """By kind of fault; seconds."""
+    """Gaps in seconds, by kind of fault."""
     _long: list[_Gap] = field(default_factory=list)
     done: list[Done] = field(default_factory=list)
     growth: dict[str, int] = field(default_factory=dict)
@@ -111,7 +113,7 @@ class Storm:
     missing: list[str] = field(default_factory=list)
     """What this machine could not do."""
     last_words: list[str] = field(default_factory=list)
-    """Of the nodes; only of a failure."""
+    """Last log lines of the nodes; only after a failure."""
 
     # ------------------------------------------------------------------ gathering
 
@@ -262,7 +264,8 @@ def _about(storm: Storm) -> str:
 
 
 def _outcomes(storm: Storm) -> str:
-    """What is "not taken" is so as far as its client knows: who hangs up early never hears."""
+    """The table of outcomes. "not taken" is what the client knows: one that disconnects early
+    never learns it."""
     head = ["| outcome | requests |" + "".join(f" {group} |" for group in GROUPS) + " |"]
     head.append("|---|---:|" + "---:|" * len(GROUPS) + "---|")
     rows = [_outcome(storm, word, "") for word in checker.ALLOWED]
@@ -350,7 +353,7 @@ def _bullets(head: str, lines: Iterable[str]) -> str:
 
 
 def as_json(storm: Storm) -> dict[str, Any]:
-    """The same for programs."""
+    """The report as JSON."""
     return {
         "seed": storm.seed,
         "engine": storm.engine,

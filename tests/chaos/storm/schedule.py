@@ -25,7 +25,7 @@ class Kind:
 
     name: str
     parts: tuple[Part, ...]
-    """Whom it may befall; empty: nobody in particular."""
+    """Roles that it may happen to; empty: no role in particular."""
     lasting: tuple[float, float] = (0.0, 0.0)
     """Seconds, between which its length is drawn; 0 for what is over at once."""
     needs: str = ""
@@ -65,12 +65,13 @@ BY_NAME = {kind.name: kind for kind in KINDS}
 FIRST = 2.0
 """Seconds of peace at the beginning."""
 ENGINE_ENDS, ENGINE_WINDOW = 3, 60.0
-"""So many engines of a worker may end within so many seconds: its supervisor bears five."""
+"""At most this many engines of a worker may end within this many seconds; its supervisor allows
+five."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """Somebody whom faults may befall."""
+    """A node that faults may happen to."""
 
     name: str
     part: Part
@@ -92,7 +93,7 @@ class Fault:
     peer: str = ""
     """The other side of a partition."""
     draw: int = 0
-    """For whatever is left to chance when it happens."""
+    """A random number for choices that are made when the fault happens."""
 
     def __str__(self) -> str:
         whom = self.target + (f" and {self.peer}" if self.peer else "")
@@ -163,7 +164,7 @@ def _fault(rng: random.Random, number: int, at: float, kind: Kind, nodes: Sequen
 
 @dataclass
 class Standing:
-    """Who is up, and what has happened to whom; the storm keeps it, `refusal` reads it."""
+    """The nodes that are up and the faults of each. The storm updates it, `refusal` reads it."""
 
     nodes: dict[str, Node]
     up: set[str]
@@ -180,11 +181,11 @@ class Standing:
             ends.popleft()
 
     def recent_engine_ends(self, name: str, now: float) -> int:
-        """Of the last minute."""
+        """Ends of engines in the last minute."""
         return sum(at >= now - ENGINE_WINDOW for at in self.engine_ends.get(name, ()))
 
     def others_up(self, name: str) -> int:
-        """Of the same part, besides this one."""
+        """Number of other nodes of the same role that are up."""
         part = self.nodes[name].part
         return sum(self.nodes[one].part == part for one in self.up - {name})
 

@@ -30,25 +30,25 @@ it up for fifteen. Less than what its frontend allows."""
 QUIET = 45.0
 """Seconds after the last request in which everything has to be let go of."""
 SLACK_DESCRIPTORS, SLACK_TASKS, SLACK_THREADS = 12, 8, 4
-"""By so many a node may have more than at the beginning: links to others come and go. The report
-says how many they were."""
+"""Descriptors, tasks and threads that a node may have more than at the beginning, because links to
+others come and go. The report has the actual numbers."""
 ENOUGH = 100
 """Requests gone wrong, after which a storm is not worth going on."""
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What somebody wants to see."""
+    """The options of a storm."""
 
     seed: str
     seconds: float
-    """Of faults and load together, without start and quiet."""
+    """Seconds of faults and load together, without start and quiet time."""
     engine: Engine = "sim"
     streams: int = 220
     every: float = 2.5
     """Seconds between two faults, on the average."""
     kinds: Collection[str] = ()
-    """Of faults; empty: all."""
+    """Kinds of faults; empty: all."""
     sizes: storm_requests.Sizes = field(default_factory=storm_requests.Sizes)
     say: Callable[[str], None] = print
 
@@ -106,7 +106,7 @@ class _Run:
             await node.wait_ready()
 
     async def _learn(self) -> None:
-        """The right answers, of a cluster that nobody disturbs."""
+        """Gets the right answers from an undisturbed cluster."""
         wishes, sizes = self.filters, self.filters.sizes
         plain = storm_requests.draw(wishes.seed, sizes)
         self.pool.answers += await self._answers(plain)
@@ -178,7 +178,7 @@ class _Run:
     # ------------------------------------------------------------------ after
 
     async def _counts(self) -> dict[str, dict[str, int]]:
-        """What nobody may have more of later: of each node that lives."""
+        """Counts of each live node that may not grow."""
         found: dict[str, dict[str, int]] = {"descriptors": {}, "threads": {}, "tasks": {}}
         for name, node in self.site.nodes.items():
             if not node.alive:
@@ -261,7 +261,8 @@ class _Run:
 
 
 def _wanted(traceback: str) -> bool:
-    """It is of a step that we had fail, though its end may not have reached the log."""
+    """True if the log line is about a step that the storm made fail, even if the fault's end is
+    not in the log."""
     torn = "pieces of log were dropped" in traceback
     return ".trouble was there" in traceback or (torn and "a step of " in traceback)
 

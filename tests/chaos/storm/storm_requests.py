@@ -29,7 +29,7 @@ STOP_LENGTH = 5
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a pool; tokens."""
+    """Sizes of the pool of requests, in tokens."""
 
     count: int = 200
     """Without those with stop strings."""
@@ -69,7 +69,7 @@ class Expected:
 
 
 def draw(seed: int | str, sizes: Sizes) -> list[StormRequest]:
-    """Those without stop strings."""
+    """Draws the requests without stop strings."""
     rng = random.Random(f"questions {seed}")
     stems = [rng.choices(IDS, k=rng.randint(64, sizes.longest_prompt // 2)) for _ in range(6)]
     talks = [" ".join(rng.choices(WORDS, k=rng.randint(20, 60))) for _ in range(4)]
@@ -111,7 +111,7 @@ def _question(
 def with_stops(
     seed: int | str, answers: Sequence[tuple[StormRequest, Expected]], sizes: Sizes
 ) -> list[StormRequest]:
-    """The same questions once more, each with a stop string that is somewhere in its answer."""
+    """Returns the requests again, each with a stop string that is in its answer."""
     rng = random.Random(f"stops {seed}")
     found: list[StormRequest] = []
     for question, expected in rng.sample(answers, min(len(answers), 3 * sizes.stops)):

@@ -80,12 +80,12 @@ STALL_TIMEOUT = 3.0
 VERIFY = "all"
 """`--verify-kv` of workers with the sim engine: more than the default compares."""
 PACE = {"base": 0.08, "sequence": 0.0, "weights": 0.0, "token": 2e-5, "pair": 0.0, "kv": 0.0}
-"""The sim engine's: a dozen tokens a second for each stream, whoever else there is, and 17,000 of
-prompts, so that what a worker leaves is soon computed anew by the others."""
+"""The sim engine's step times: twelve tokens a second for each stream at any load, and 17,000
+prompt tokens a second, so that other workers soon recompute what a lost worker had."""
 
 
 def engine_flags(engine: Engine, trouble: Path, timing: Path) -> tuple[str, ...]:
-    """Of every worker."""
+    """Engine flags of every worker."""
     stall = ("--stall-timeout", f"{STALL_TIMEOUT:g}s")
     if engine == "torch":
         own = ("--dtype", "float32", "--threads", "1", "--kv-memory", "64MiB")

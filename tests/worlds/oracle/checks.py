@@ -30,7 +30,7 @@ __all__ = ["at_rest", "membership", "pool_chains", "ready", "undisturbed_handoff
 
 
 def membership(world: World) -> Iterator[str]:
-    """Every node knows those that live, in their present life, and nobody else."""
+    """Every node knows exactly the live nodes, in their present life."""
     truth = {h.part.node.id: h.part.node.epoch for h in _up(world) if h.part is not None}
     for host in _up(world):
         assert host.part is not None
@@ -46,7 +46,7 @@ def membership(world: World) -> Iterator[str]:
 
 
 def ready(world: World) -> Iterator[str]:
-    """Everybody serves, and everybody else knows it."""
+    """Every node serves, and all other nodes know it."""
     cards = {h.part.node.id: h.part.node.card for h in _up(world) if h.part is not None}
     for host in _up(world):
         assert host.part is not None
@@ -75,7 +75,7 @@ def unfinished(world: World) -> Iterator[str]:
 
 
 def at_rest(world: World) -> Iterator[str]:
-    """Nobody asks any more: everything that belonged to requests is back."""
+    """No request runs, and everything that belonged to requests is released."""
     yield from unfinished(world)
     for host in _up(world):
         if not host.ready:
@@ -122,7 +122,7 @@ def _router(world: World, host: VirtualHost, router: Router) -> Iterator[str]:
 
 
 def _index(world: World, host: VirtualHost, index: PrefixIndex) -> Iterator[str]:
-    """It knows the workers that live, and everything in it belongs to one of them."""
+    """The index knows the live workers, and all its blocks belong to one of them."""
     nodes = [h.part.node for h in _up(world) if isinstance(h.part, Worker)]
     lives = {NodeLife(node.id, node.epoch) for node in nodes}
     if index.lives != lives:
@@ -208,7 +208,7 @@ def _worker(host: VirtualHost, worker: Worker) -> Iterator[str]:
 
 
 def _engine(world: World, host: VirtualHost, worker: Worker) -> Iterator[str]:
-    """What an engine has set aside or linked for transfers belongs to somebody."""
+    """All reservations and paths of an engine belong to a request or a live node."""
     core = worker.engine.core
     if isinstance(core, EngineCore):
         reservations = core.scheduler.reservations

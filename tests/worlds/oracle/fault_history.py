@@ -1,9 +1,7 @@
-"""What has gone wrong in a world, where and when, and how many requests there were: what may excuse
-an end.
+"""Records the faults of a world, with place and time, and the requests: what may excuse an end.
 
-Nothing here is asked of the product: faults are noted by whoever makes them, requests by their
-clients.
-"""
+It asks the product nothing: faults are noted by the code that makes them, requests by their
+clients."""
 
 from __future__ import annotations
 
@@ -36,12 +34,12 @@ class _Span:
 
 
 class FaultHistory:
-    """Of one world."""
+    """The faults and requests of one world."""
 
     def __init__(self) -> None:
         self._spans: list[_Span] = []
         self._ends: deque[tuple[Seconds, int]] = deque()
-        """When requests ended, in order, and an engine's steps that each takes."""
+        """Times when requests ended, in order, with the engine steps that each takes."""
 
     # ------------------------------------------------------------------ what happens
 
@@ -51,13 +49,13 @@ class FaultHistory:
         self._spans.append(_Span(fault, now))
 
     def ends(self, fault: Fault, now: Seconds) -> None:
-        """It is over."""
+        """Notes the end of a fault."""
         for span in self._spans:
             if span.fault is fault:
                 span.until = now
 
     def request_ended(self, now: Seconds, steps: int = 0) -> None:
-        """In any way, also with its frontend."""
+        """Notes the end of a request, in any way, also with its frontend."""
         self._ends.append((now, steps))
         while self._ends[0][0] < now - _KEEPS:
             self._ends.popleft()
@@ -78,8 +76,8 @@ class FaultHistory:
         )
 
     def longest_silence(self, since: Seconds, now: Seconds) -> Seconds:
-        """For how long somebody may not have been heard at a stretch, by faults since then; those
-        that follow each other count as one."""
+        """Longest time without a break in which a node may have been silent because of faults since
+        then. Faults that follow each other count as one."""
         longest, begin, end = 0.0, -inf, -inf
         for span in sorted(self._since(since), key=lambda span: span.since):
             if span.fault.kind in GENTLE or not span.fault.disturbs:
@@ -95,7 +93,7 @@ class FaultHistory:
         return sum(at >= since for at, _ in self._ends)
 
     def steps_since(self, since: Seconds) -> int:
-        """Of the requests that have ended since then."""
+        """Number of steps of the requests that have ended since then."""
         return sum(steps for at, steps in self._ends if at >= since)
 
     def _since(self, since: Seconds) -> Iterator[_Span]:

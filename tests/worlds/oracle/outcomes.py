@@ -1,14 +1,14 @@
-"""How a request may end: in exactly one of the ways that were promised, and for that reason.
+"""Judges how a request ends: in exactly one of the promised ways, and for a valid reason.
 
     completed exactly · client cancelled · rejected early · deadline, with reason · connection lost
     with its frontend · poison, after so many workers · no worker left, with reason
 
-That a worker dies, is asked to go, stands still or has no room is no reason: another has to go on
-with the request. Who could have is known here from outside: a worker is *fit* for a frontend while
-both are up and hear of each other, it serves and is not full, and a router that both hear of can
+A worker that dies, leaves, stalls or has no room is no valid reason: another worker must continue
+the request. This module knows from outside which workers could: a worker is *fit* for a frontend
+while both are up and know each other, it serves and is not full, and a router that both know can
 name it.
 
-What has ended is gone everywhere within a second, unless something is the matter with the network.
+A second after its end, nothing of a request is left anywhere, unless the network has a fault.
 """
 
 from __future__ import annotations
@@ -43,26 +43,27 @@ if TYPE_CHECKING:
 __all__ = ["OutcomeOracle", "completed_of", "too_few"]
 
 _FREE_WITHIN: Final[Seconds] = 1.0
-"""Of a request's end: nobody keeps anything of it after that."""
+"""Time after a request's end within which no process keeps anything of it."""
 _HANDS_OVER: Final = ("drain",)
-"""Under these a request goes on elsewhere, and its deadline goes on: somebody ends it in time."""
+"""Faults under which a request continues elsewhere with its deadline, which another process than
+the frontend must enforce."""
 _SETTLES: Final[Seconds] = 3.0
-"""Until what a fault has held up has arrived."""
+"""Time after which everything that a fault has delayed has arrived."""
 _FIT: Final[Seconds] = 5.0
-"""Who has been fit for so long should have been found."""
+"""A worker that was fit for this long should have been found."""
 _MOVES: Final = 3
-"""As often a request leaves a worker that would rather not have it, unless that has to go."""
+"""Most migrations of a request for the sake of others; a drain is not counted."""
 _LOOKS: Final[Seconds] = 0.25
 _ALONE: Final = 3
-"""So few others are served at the same time as one is, each without waiting for another."""
+"""Most other requests with which a request counts as undisturbed."""
 _AT_LEISURE: Final = 3.0
-"""Times what its steps take, and a second, a request that nothing disturbs has to end within."""
+"""An undisturbed request must end within this factor of its steps' time, and a second."""
 _HANDED_OVER: Final[Seconds] = 2.0
-"""More than that, if its prompt may be computed elsewhere."""
+"""More time that a request may take if its prompt may be computed elsewhere."""
 _SPEAKS_UP: Final[Seconds] = 3.0
-"""Who was silent for no longer than this is not held for dead."""
+"""A node that was silent for at most this time may not be declared dead."""
 _BURIED_WITHIN: Final[Seconds] = 30.0
-"""So long after a silence somebody may still be held for dead for it."""
+"""Time after a silence in which a node may still be declared dead because of it."""
 
 
 _EXCUSED: Final = ("cancelled", "connection lost", "taken for poison", "failed Poisoned")
@@ -85,14 +86,14 @@ def too_few(outcomes: Mapping[str, int], least: float) -> str:
 
 
 class OutcomeOracle:
-    """Of one world."""
+    """Judges the ends of all requests of one world."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._fit: dict[tuple[str, str], Seconds] = {}
         """(frontend, worker), since when."""
         self._deaths: dict[str, list[Seconds]] = {}
-        """Of workers and of their engines, and steps that failed."""
+        """Times of deaths of workers and their engines, and of failed steps."""
         self.causes = FaultHistory()
 
     def watch(self) -> None:
@@ -103,7 +104,8 @@ class OutcomeOracle:
     # ------------------------------------------------------------------ what happens
 
     def died(self, worker: str) -> None:
-        """It, its engine, or a step of it; or somebody takes it for dead."""
+        """Notes the death of a worker or its engine, a failed step, or that a node declared it
+        dead."""
         self._deaths.setdefault(worker, []).append(self._world.loop.time())
 
     def held_for_dead(self, host: VirtualHost, name: str, epoch: int) -> None:
@@ -135,7 +137,7 @@ class OutcomeOracle:
         self.forgotten(account)
 
     def forgotten(self, account: TrackedRequest) -> None:
-        """Nobody waits for it any more."""
+        """Notes a request that no client waits for any more."""
         end = self._world.loop.time()
         self.causes.request_ended(end, account.steps)
         self._world.call_later(_FREE_WITHIN, partial(self._is_free, account, end))
@@ -151,7 +153,7 @@ class OutcomeOracle:
             )
 
     def others_fit(self, host: VirtualHost) -> bool:
-        """Whatever a worker has could be served by another, in everybody's eyes."""
+        """True if all frontends know another worker that could serve the requests of this one."""
         frontends = [f.name for f in self._world.of_role("frontend") if _runs(f)]
         model = host.settings.model
         others = [w for w in self._world.of_role("worker") if w.settings.model == model]
@@ -192,8 +194,9 @@ class OutcomeOracle:
         return "that is no reason"
 
     def _wrongly_late(self, host: VirtualHost, account: TrackedRequest) -> str:
-        """It has to be ended in time by somebody else than the frontend, and served, if it could
-        be: neither was anything the matter where it may have been, nor many others there."""
+        """Returns why a deadline is wrong; empty: it is right. Another process than the frontend
+        must end the request in time. The request must be served if it could be: no fault concerned
+        its hosts, and few other requests were there."""
         workers = self._workers_of(account)
         but = _HANDS_OVER if account.overdue else ()
         if self._disturbed(host, account, but):
@@ -224,8 +227,8 @@ class OutcomeOracle:
         return "" if crowd >= bound else f"{crowd} others are not the {bound} that there may be"
 
     def _may_wait(self, host: VirtualHost, account: TrackedRequest) -> bool:
-        """Whether what was before it, one after the other and at leisure, may take so much of its
-        deadline that it is refused; with faults nobody can say how long that takes."""
+        """True if the work of the requests before it, one after the other, may take so much of its
+        deadline that it is refused. With faults nothing is known about that time."""
         deadline = account.request.deadline
         if deadline is None or self._disturbed(host, account):
             return deadline is not None
@@ -243,7 +246,7 @@ class OutcomeOracle:
         return self.causes.touched(names, account.began - _SETTLES, but=but)
 
     def _workers_of(self, account: TrackedRequest) -> list[VirtualHost]:
-        """Those of its model."""
+        """Workers of the request's model."""
         return [w for w in self._world.of_role("worker") if self._serves_model(w, account)]
 
     def _crowd(self, since: Seconds) -> int:
@@ -254,8 +257,8 @@ class OutcomeOracle:
         return worker.settings.model == account.request.model
 
     def _wrongly_poison(self, account: TrackedRequest, error: Poisoned) -> str:
-        """By whom it was computed when they died, as far as a world can tell: one after another,
-        and no token came."""
+        """Returns why poison is wrong; empty: it is right. Counts workers that died while they ran
+        it, one after another and without a token, as far as a world can tell."""
         deaths = 0
         ends = [(placed.at, placed.tokens) for placed in account.placed[1:]]
         ends.append((self._world.loop.time(), account.tokens))
@@ -270,7 +273,7 @@ class OutcomeOracle:
         return "" if named else "it does not say of whom it knows that"
 
     def _wrongly_nobody(self, host: VirtualHost, account: TrackedRequest) -> str:
-        """There has to be none."""
+        """Returns a worker that could have served the request; empty: there was none."""
         self._look()
         since = self._world.loop.time() - _FIT
         refused = () if account.accepted else {placed.worker for placed in account.placed}

@@ -23,14 +23,14 @@ STAGES: Final = (
     *("opening", "held", "queued", "prefilling", "transferring", "decoding"),
     *("between", "warming"),
 )
-"""Of a request: on its way; held by a router; waiting in an engine; its prompt is computed, or is
-to come from elsewhere; its tokens come; on its way from one worker to another; one worker decodes
-it and another prepares to."""
+"""Stages of a request: on its way; held by a router; waiting in an engine; its prompt is computed
+here, or elsewhere; it decodes; on its way between two workers; one worker decodes it and another
+prepares to."""
 
 
 def locate_request(world: World, name: str) -> Iterator[tuple[str, str]]:
-    """(host, stage) of everybody who keeps something of a request. What is done for it under
-    another name, such as to prepare a move, has a name that begins with its own."""
+    """(host, stage) of every process that keeps something of a request. Work for it under another
+    name, such as a prewarm, has a name that begins with the request's."""
     for host in world.hosts.values():
         if not host.up:
             continue
