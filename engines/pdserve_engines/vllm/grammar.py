@@ -87,9 +87,11 @@ class ConstrainedChoice:
             self._owner.faults[self._text.key] = fault
             return None
         sampling = self._text.sampling
-        if mask is not None and self._made < sampling.min_tokens and not self._state.forced:
-            return _without(mask, (*sampling.eos_token_ids, *sampling.stop_token_ids))
-        return mask
+        if self._made >= sampling.min_tokens or self._state.forced:
+            return mask
+        if mask is None:
+            mask = self._owner.everything
+        return _without(mask, (*sampling.eos_token_ids, *sampling.stop_token_ids))
 
     def is_terminated(self) -> bool:
         """Never: after the end only an end token is allowed."""
@@ -115,6 +117,8 @@ class Constraints:
     ) -> None:
         self.faults: dict[str, GrammarError] = {}
         """Request id -> why it cannot be continued; the core takes entries out."""
+        self.everything = ((1 << vocab_size) - 1).to_bytes(-(-vocab_size // 8), "little")
+        """A mask of all tokens."""
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self._ends = [token for token in eos_token_ids if token < vocab_size]
