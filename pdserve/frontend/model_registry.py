@@ -226,6 +226,8 @@ class ModelRegistry:
     async def prepare(self) -> None:
         """Prepares new models and drops those that are no longer served."""
         cards = {id(card): card for card in self._backend.cards().values()}
+        for card in cards.values():
+            self.get_nowait(card)  # takes over what a card that is dropped now has prepared
         for known in (self._ready, self._failed):
             for key in [key for key in known if key not in cards]:
                 del known[key]

@@ -94,6 +94,10 @@ class NodeCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     transfers: tuple[str, ...] = ()
     """Backends by which a worker can move KV."""
 
+    def has_lora(self, lora: str) -> bool:
+        """True if the worker has the LoRA adapter with this id."""
+        return any(one.id == lora for model in self.models for one in model.loras)
+
 
 def part_hash(data: bytes) -> bytes:
     """Returns the hash that names a part."""

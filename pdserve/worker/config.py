@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from pdserve.errors import ConfigError
-from pdserve.worker.lora import check_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,6 +27,10 @@ TOOL_PARSERS = ("auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythoni
 REASONING_PARSERS = ("auto", "none", "think", "mistral")
 
 Verify = Literal["all", "sample", "off"]
+
+MAX_LORAS = 64
+"""Most adapters of a worker: with the longest names they fill most of a node's card."""
+_LORA_NAME = re.compile(r"[^\s=,@]{1,64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +153,7 @@ class WorkerConfig:
                 f"gpu-memory-utilization {self.gpu_memory_utilization:g} must be greater than 0 "
                 "and 1 at most: a share of the GPU's memory, such as 0.45 for each of two workers"
             )
-        check_adapters(self.loras)
+        self._check_loras()
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is unknown: use one of {', '.join(DTYPES)}")
         if self.block_size & (self.block_size - 1) or not 1 <= self.block_size <= 1024:
@@ -165,3 +169,18 @@ class WorkerConfig:
                 f"{self.max_sequences}: every running sequence takes one token per step; raise "
                 "the one or lower the other"
             )
+
+    def _check_loras(self) -> None:
+        """Checks the number and names of the adapters; their files are read at the start."""
+        if len(self.loras) > MAX_LORAS:
+            raise ConfigError(
+                f"lora: {len(self.loras)} adapters are named, a worker serves {MAX_LORAS} at most"
+            )
+        for name, path in self.loras.items():
+            if not _LORA_NAME.fullmatch(name):
+                raise ConfigError(
+                    f"lora {name!r}: a name has 1 to 64 characters, none of them a space, '=', ',' "
+                    "or '@'"
+                )
+            if not path:
+                raise ConfigError(f"lora {name!r}: the directory is missing, write {name}=DIR")

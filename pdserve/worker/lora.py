@@ -8,7 +8,6 @@ the weights take to read: call it in a thread. It does not interpret weights; en
 from __future__ import annotations
 
 import hashlib
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -20,12 +19,8 @@ from pdserve.messages.lora import LoraAdapter
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-__all__ = ["MAX_ADAPTERS", "check_adapters", "check_names", "read_adapters"]
+__all__ = ["check_names", "read_adapters"]
 
-MAX_ADAPTERS: Final = 64
-"""Most adapters of a worker: with the longest names they fill most of a node's card."""
-
-_NAME: Final = re.compile(r"[^\s=,@]{1,64}")
 _CONFIG: Final = "adapter_config.json"
 _WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 _REST: Final = ("new_embeddings.safetensors", "new_embeddings.bin")
@@ -40,20 +35,6 @@ class _Config(msgspec.Struct):
     peft_type: str = "LORA"
     r: int = 0
     rank_pattern: dict[str, int] = {}
-
-
-def check_adapters(loras: Mapping[str, str]) -> None:
-    """Raises `ConfigError` for names and numbers of adapters that cannot work."""
-    if len(loras) > MAX_ADAPTERS:
-        raise ConfigError(f"lora: {len(loras)} adapters are named, a worker serves {MAX_ADAPTERS}")
-    for name, path in loras.items():
-        if not _NAME.fullmatch(name):
-            raise ConfigError(
-                f"lora {name!r}: a name has 1 to 64 characters, none of them a space, '=', ',' "
-                "or '@'"
-            )
-        if not path:
-            raise ConfigError(f"lora {name!r}: the directory is missing, write {name}=DIR")
 
 
 def check_names(loras: Mapping[str, str], served: Collection[str]) -> None:

@@ -15,6 +15,7 @@ from pdserve.errors import (
 )
 from pdserve.frontend.access.api_keys import ApiKey
 from pdserve.frontend.model_registry import ModelRegistry, PreparedModel, fingerprint
+from pdserve.messages.lora import LoraSummary
 from pdserve.text.text_pool import TextPool
 from tests.frontend.support import card
 from tests.support.fake_backend import FakeBackend
@@ -191,3 +192,81 @@ def test_the_fingerprint_changes_with_what_decides_answers():
     assert fingerprint(card()) == fingerprint(card(created=5))
     prints = {fingerprint(card(**change)) for change in ({}, {"dtype": "x"}, {"engine": "y"})}
     assert len(prints) == 3
+
+
+# ---------------------------------------------------------------------- adapters
+
+
+def adapted(**changes):
+    loras = (LoraSummary(name="clerk", revision="2"), LoraSummary(name="poet", revision="1"))
+    return card(loras=loras, **changes)
+
+
+def served(pool, model):
+    """A backend with the model under every name, as discovery gives it."""
+    backend, models = directory(pool, model)
+    names = (*model.aliases, *(lora.name for lora in model.loras))
+    backend.models = {model.name: model} | dict.fromkeys(names, model)
+    return backend, models
+
+
+async def test_adapters_are_listed_behind_their_model(pool):
+    _, models = served(pool, adapted(aliases=("default",)))
+    assert [(one.id, one.root, one.parent) for one in models.listing()] == [
+        ("tiny", "tiny", None),
+        ("default", "tiny", None),
+        ("clerk", "clerk@2", "tiny"),
+        ("poet", "poet@1", "tiny"),
+    ]
+
+
+async def test_an_adapter_has_its_models_tokenizer_and_a_fingerprint_of_its_own(pool):
+    tiny = adapted()
+    _, models = served(pool, tiny)
+    model = await models.get(models.card("poet"))
+    poet, clerk = model.adapted("poet"), model.adapted("clerk")
+    assert poet.tokenizer is clerk.tokenizer is model.tokenizer
+    assert [one.lora for one in (model, poet, clerk)] == ["", "poet@1", "clerk@2"]
+    assert len({one.fingerprint for one in (model, poet, clerk)}) == 3
+    assert model.adapted("tiny") is model.adapted(None) is model
+
+
+async def test_a_request_without_a_model_is_for_the_model_itself(pool):
+    tiny = adapted()
+    backend, models = served(pool, tiny)
+    assert models.card(None) is tiny
+    only_poet = ApiKey(digest=b"", tenant="t", models=frozenset({"poet"}))
+    assert models.card("poet", only_poet) is tiny
+    with pytest.raises(InvalidRequest, match="'model' is required; served: poet"):
+        models.card(None, only_poet)
+    only_tiny = ApiKey(digest=b"", tenant="t", models=frozenset({"tiny"}))
+    assert models.card(None, only_tiny) is tiny
+    with pytest.raises(Forbidden, match="may not use the model 'poet'"):
+        models.card("poet", only_tiny)
+    assert [one.id for one in models.listing(only_tiny)] == ["tiny"]
+    backend.unready = "no worker"
+    assert models.card(None) is tiny
+
+
+async def test_an_unknown_name_is_refused_with_the_nearest_known_one(pool):
+    _, models = served(pool, adapted())
+    with pytest.raises(ModelNotFound, match="'poem' is not served here, did you mean 'poet'"):
+        models.card("poem")
+    for name in ("gpt-4", "poet" * 1000):
+        with pytest.raises(ModelNotFound, match="is not served here; served: clerk, poet, tiny"):
+            models.card(name)
+
+
+async def test_adapters_come_and_go_without_making_the_model_again(pool, monkeypatch):
+    backend, models = served(pool, adapted())
+    await models.prepare()
+    before = models.get_nowait(models.card("tiny"))
+    monkeypatch.setattr(PreparedModel, "from_card", None)
+    later = card(features=("lora",))
+    backend.models = {"tiny": later}
+    await models.prepare()
+    after = models.get_nowait(later)
+    assert after is not None
+    assert after.card is later
+    assert after.tokenizer is before.tokenizer
+    assert models.get_nowait(before.card) is not None, "a request that has begun may still ask"

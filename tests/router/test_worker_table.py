@@ -8,6 +8,7 @@ import pytest
 
 from pdserve.ids import NodeId
 from pdserve.messages.card import ModelCard
+from pdserve.messages.lora import LoraSummary
 from pdserve.messages.node import NodeCard, summarize_card
 from pdserve.messages.routing import WorkerLoad
 from pdserve.router.bookings import Bookings
@@ -144,10 +145,13 @@ def test_a_member_becomes_a_worker_with_its_card():
         vocab_size=1,
         block_size=1,
         tokenizer_json=b"",
+        loras=(LoraSummary(name="poet", revision="1"),),
     )
     card = NodeCard(models=(summarize_card(model)[0],), draining=True, max_sequences=4)
     member = Member(NodeId("w1"), 7, "h:1", "worker", card, suspect=True, reachable=False)
-    assert WorkerFacts.of(member) == WorkerFacts(life("w1", 7), ("m", "a"), True, True, False, 4)
+    assert WorkerFacts.of(member) == WorkerFacts(
+        life("w1", 7), ("m", "a"), True, True, False, 4, frozenset({"poet@1"})
+    )
 
 
 # ------------------------------------------------------------------ how busy

@@ -4,6 +4,7 @@ from random import Random
 from typing import Any
 
 from pdserve.ids import NodeId
+from pdserve.messages.lora import LoraSummary
 from pdserve.messages.node import ModelSummary, NodeCard
 from pdserve.runtime.model_catalog import build_catalog
 from pdserve.runtime.registry import Member
@@ -146,3 +147,76 @@ def test_a_name_has_the_features_that_all_have_who_take_part_in_it() -> None:
     assert build_catalog([first, first_tokens]).names["tiny"].offer.features == ("bans",)
     stranger = worker("d", offered(compat_hash="y"), started=3)
     assert build_catalog([first, stranger]).names["tiny"].offer.features == ("bans", "grammar")
+
+
+# ---------------------------------------------------------------------- adapters
+
+
+def adapted(*names: str, revision: str = "1", **changes: Any) -> ModelSummary:
+    loras = tuple(LoraSummary(name=name, revision=revision) for name in names)
+    return offered(loras=loras, **changes)
+
+
+def test_an_adapter_is_a_name_of_the_workers_that_have_it() -> None:
+    found = build_catalog(
+        [worker("a", adapted("poet")), worker("b", adapted("clerk", "poet"), started=2)]
+    )
+    assert found.conflicts == {}
+    assert found.names["tiny"].workers == found.names["poet"].workers == ("a", "b")
+    assert found.names["clerk"].workers == ("b",)
+    for entry in found.names.values():
+        assert [lora.name for lora in entry.offer.loras] == ["clerk", "poet"]
+        assert entry.offer.name == "tiny"
+
+
+def test_workers_without_adapters_share_the_model() -> None:
+    found = build_catalog([worker("a", offered()), worker("b", adapted("poet"), started=2)])
+    assert found.names["tiny"].workers == ("a", "b")
+    assert found.names["poet"].workers == ("b",)
+    assert found.conflicts == {}
+
+
+def test_other_files_under_one_adapters_name_are_refused_by_name() -> None:
+    first, second = adapted("poet", revision="1f"), adapted("clerk", "poet", revision="2e")
+    for members in ([("a", first, 1), ("b", second, 2)], [("b", second, 2), ("a", first, 1)]):
+        found = build_catalog([worker(n, offer, started=at) for n, offer, at in members])
+        assert found.conflicts == {
+            "b": "its adapter 'poet' has other files (revision 2e) than the one served before it "
+            "(revision 1f)"
+        }
+        assert found.names["poet"].workers == found.names["tiny"].workers == ("a",)
+        assert "clerk" not in found.names
+
+
+def test_an_adapter_and_a_model_cannot_share_a_name() -> None:
+    model = worker("a", offered("poet", compat_hash="y"))
+    found = build_catalog([model, worker("b", adapted("poet"), started=2)])
+    assert list(found.conflicts) == ["b"]
+    assert "another model" in found.conflicts[NodeId("b")]
+    alias = worker("a", offered(aliases=("poet",)))
+    found = build_catalog([alias, worker("b", adapted("poet"), started=2)])
+    assert found.conflicts[NodeId("b")].startswith(
+        "its 'poet' is an adapter, and the model is served"
+    )
+    found = build_catalog([worker("b", adapted("poet")), replace_start(alias, 2)])
+    assert found.conflicts[NodeId("a")].startswith(
+        "its 'poet' is the model, and an adapter is served"
+    )
+
+
+def replace_start(member: Member, started: int) -> Member:
+    assert member.card is not None
+    return worker(member.node, *member.card.models, started=started)
+
+
+def test_an_adapter_that_only_prefill_workers_have_is_not_served() -> None:
+    found = build_catalog([prefiller("p", adapted("poet")), worker("d", offered(), started=2)])
+    assert set(found.names) == {"tiny"}
+    assert found.names["tiny"].offer.loras == ()
+
+
+def test_a_prefill_worker_with_other_files_is_refused_and_one_without_is_not() -> None:
+    serves = worker("d", adapted("poet"))
+    other = prefiller("p", adapted("poet", revision="2"), started=2)
+    assert list(build_catalog([serves, other]).conflicts) == ["p"]
+    assert build_catalog([serves, prefiller("p", offered(), started=2)]).conflicts == {}

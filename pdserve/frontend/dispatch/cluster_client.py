@@ -322,7 +322,7 @@ class ClusterClient:
         """Handles a router that knows no worker: returns if the router may have just joined, else
         raises."""
         model = dispatched.request.model
-        takes = self._takes(model, dispatched.hints)
+        takes = self._takes(dispatched.request, dispatched.hints)
         if isinstance(error, NoWorker) and (dispatched.excluded() or not takes):
             raise error
         # If this node knows a worker that takes the request, the router may have just joined.
@@ -423,11 +423,16 @@ class ClusterClient:
             await self.wait_news(timeout=min(again, _PAUSE) if search.behind else again)
             search.behind.clear()
 
-    def _takes(self, model: str, hints: RoutingHints = NO_HINTS) -> bool:
-        """True if a worker serves the model, does not drain, and is allowed by the client's
-        hints."""
-        members = map(self._node.registry.get, filter(hints.takes, self._offers.workers(model)))
-        return any(m is not None and m.card is not None and not m.card.draining for m in members)
+    def _takes(self, request: GenerateRequest, hints: RoutingHints) -> bool:
+        """True if a worker serves the model, has the adapter if the request names one, does not
+        drain, and is allowed by the client's hints."""
+        lora, workers = request.lora, self._offers.workers(request.model)
+        members = map(self._node.registry.get, filter(hints.takes, workers))
+        cards = [member.card for member in members if member is not None]
+        return any(
+            card is not None and not card.draining and (not lora or card.has_lora(lora))
+            for card in cards
+        )
 
     def _order_routers(self) -> None:
         """Orders the routers. Each frontend has its own favourite, so that routers share the work

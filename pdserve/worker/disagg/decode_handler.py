@@ -328,6 +328,7 @@ class DecodeHandler:
         why = "there is no such request, or it has ended"
         if remote is not None and not self._peer_has(remote.request.lora, call):
             why = f"it has no adapter {remote.request.lora!r}"
+            remote.claimed_in_vain("no_worker")
         elif remote is not None and self._fits(message):
             remote.asked(message, _life(call), call)
             return None
@@ -419,8 +420,7 @@ _WAYS: Final = tuple(
 
 def _has_lora(card: NodeCard | None, lora: str) -> bool:
     """True if the node has published that it has this adapter."""
-    offers = () if card is None else card.models
-    return any(one.id == lora for offer in offers for one in offer.loras)
+    return card is not None and card.has_lora(lora)
 
 
 def _may_prefill(card: NodeCard | None, model: ModelCard, lora: str = "") -> bool:

@@ -267,6 +267,13 @@ class RemotePrefillRequest:
 
     # ------------------------------------------------------------------ from prefill workers
 
+    def claimed_in_vain(self, reason: str) -> None:
+        """Prefills the prompt here: a worker that cannot prefill it has the item, and the queue
+        gives it to no other one."""
+        if self.state is DecodeState.QUEUE:
+            self._reason = reason
+            self.feed(DecodeEvent.IMPATIENT)
+
     def asked(self, message: OpenAttempt, by: NodeLife, call: IncomingCall) -> None:
         """Handles a prefill worker's request for an attempt."""
         holder = self.fence.holder

@@ -27,11 +27,12 @@ def test_names_agree_with_a_direct_computation():
     assert names.of(subject, 2) == expected  # what is known stays known
 
 
-def test_models_tenants_and_secrets_have_different_roots():
+def test_models_tenants_adapters_and_secrets_have_different_roots():
     one, other = (BlockHasher(HASH_SECRET_TEST, 4, model) for model in ("a", "b"))
     secret = BlockHasher(b"another secret", 4, "a")
     roots = {one.root(""), one.root("t"), other.root(""), secret.root("")}
-    assert len(roots) == 4
+    roots |= {one.root("", "t"), one.root("t", "t"), one.root("", "t@2")}
+    assert len(roots) == 7
 
 
 def test_only_full_blocks_have_names():

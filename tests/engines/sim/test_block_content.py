@@ -6,8 +6,10 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
 
 from pdserve.engine_core.executor import ScheduledChunk
+from pdserve.engine_core.scheduler.block_hasher import BlockHasher
 from pdserve.engine_core.scheduler.scheduler import Scheduler
 from pdserve.engine_core.scheduler.sequence import Sequence
 from pdserve.kv.block_pool import BlockPool
@@ -20,6 +22,7 @@ from pdserve_engines.sim.tokens import EMBEDDING_SIZE, reference_tokens
 from tests.engines.sim.driver import Driver, request, spec
 
 if TYPE_CHECKING:
+    from pdserve.messages.engine import EngineSpec
     from pdserve.messages.request import Pooling
 
 SPEC = spec(content="on")
@@ -95,6 +98,57 @@ def test_prompt_and_noise_key_matter_where_they_should():
         assert tokens(content, temperature=1.0) != tokens(content, temperature=1.0, seed=1)
 
 
+# ------------------------------------------------------------------ adapters
+
+
+def adapted(requests: list[GenerateRequest]) -> list[GenerateRequest]:
+    """Every request three times: for the model, and for two of its adapters."""
+    return [replace(one, lora=lora) for one in requests for lora in ("", "poet@1", "clerk@1")]
+
+
+@pytest.mark.parametrize("content", [True, False])
+def test_an_adapter_answers_in_its_own_way(content: bool):
+    loras = ("", "poet@1", "poet@2", "clerk@1")
+    answers = {
+        tuple(reference_tokens(request(lora=lora), VOCABULARY, content=content)) for lora in loras
+    }
+    assert len(answers) == len(loras)
+
+
+@pytest.mark.parametrize("content", [False, True])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_scheduling_never_shows_in_the_tokens_of_adapters(
+    scenario: Scenario, content: bool, seed: int
+):
+    requests = adapted(mixed_requests(random.Random(seed), range(4, 97), count=6))
+    outputs = scenario.outputs(SimExecutor, SPEC if content else PLAIN, requests)
+    assert outputs == reference(requests, content=content)
+
+
+def test_a_prefix_is_reused_within_an_adapter_and_never_across():
+    cached: dict[str, list[int]] = {}
+    with Driver(SPEC) as driver:
+        for _ in range(2):
+            for lora in ("", "poet@1", "poet@2"):
+                handle = driver.submit(request(range(4, 30), lora=lora))
+                (end,) = driver.run().ledgers[handle].finishes
+                assert end is not None
+                cached.setdefault(lora, []).append(end.cached_tokens)
+    assert list(cached.values()) == [[0, 24]] * 3
+
+
+def test_a_vector_is_the_adapters_own():
+    def vector(spec: EngineSpec, lora: str) -> bytes:
+        with Driver(spec) as driver:
+            handle = driver.submit(request(lora=lora, pooling="last", max_tokens=1))
+            (end,) = driver.run().ledgers[handle].finishes
+            assert end is not None
+            return end.embedding
+
+    for wanted in (SPEC, PLAIN):
+        assert len({vector(wanted, lora) for lora in ("", "poet@1", "clerk@1")}) == 3
+
+
 # ------------------------------------------------------------------ planted mistakes
 
 
@@ -115,6 +169,12 @@ def a_stale_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockPool, "check", lambda self: None)
 
 
+def adapters_under_one_block_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hashes of a prompt's blocks do not depend on the adapter."""
+    root = BlockHasher.root
+    monkeypatch.setattr(BlockHasher, "root", lambda self, salt, lora="": root(self, salt))
+
+
 def a_resumed_sequence_that_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a preemption its new blocks count as filled."""
     place = Scheduler._place
@@ -130,14 +190,19 @@ def a_resumed_sequence_that_computes_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     "mistake",
-    [a_missed_copy, a_stale_prefix, a_resumed_sequence_that_computes_nothing],
+    [
+        a_missed_copy,
+        a_stale_prefix,
+        adapters_under_one_block_name,
+        a_resumed_sequence_that_computes_nothing,
+    ],
     ids=lambda mistake: mistake.__name__,
 )
 def test_a_mistake_in_a_block_table_changes_the_output(mistake, monkeypatch, seed: int):
     mistake(monkeypatch)
     for attempt in range(20):
         rng = random.Random(f"{seed} {attempt}")
-        requests = mixed_requests(rng, range(4, 97))
+        requests = adapted(mixed_requests(rng, range(4, 97)))
         for scenario in SCENARIOS:
             try:
                 outputs = scenario.outputs(SimExecutor, SPEC, requests)

@@ -22,7 +22,7 @@ from pdserve.errors import (
     Unavailable,
     WorkerLost,
 )
-from pdserve.frontend.routing_hints import RoutingHints
+from pdserve.frontend.routing_hints import NO_HINTS, RoutingHints
 from pdserve.ids import NodeId
 from pdserve.messages.node import NodeCard, summarize_card
 from pdserve.messages.routing import RoutingPreview
@@ -428,7 +428,7 @@ async def test_a_router_that_begins_anew_is_asked_again_unless_it_is_right() -> 
         (await opening).cancel()
         router.refusal = NoWorker("all are shutting down", retry_after=4.0)
         worker.serve(draining=True)
-        await w.nodes.until(lambda: not w.backend._takes("tiny"))
+        await w.nodes.until(lambda: not w.backend._takes(request(), NO_HINTS))
         before = w.nodes.loop.time()
         assert (await refused(w, NoWorker)).message == "all are shutting down"
         assert w.nodes.loop.time() - before < 0.01

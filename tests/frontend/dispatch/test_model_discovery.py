@@ -11,6 +11,7 @@ from pdserve.frontend.dispatch import model_discovery
 from pdserve.frontend.dispatch.model_discovery import ModelDiscovery
 from pdserve.ids import NodeId
 from pdserve.messages.card import ModelCard
+from pdserve.messages.lora import LoraSummary
 from pdserve.messages.node import NodeCard, summarize_card
 from tests.net.world import virtually
 from tests.runtime.cluster import cluster
@@ -241,3 +242,61 @@ async def test_a_worker_that_lacks_a_feature_takes_it_from_the_card_at_once() ->
         publish(nodes.nodes["b"], started=2)
         await nodes.until(lambda: len(reader.offers.workers("tiny")) == 1)
         assert reader.offers.cards()["tiny"].features == ("bans", "grammar")
+
+
+# ---------------------------------------------------------------------- adapters
+
+
+def adapted(*names: str, **changes: Any) -> ModelCard:
+    loras = tuple(LoraSummary(name=name, revision="1") for name in names)
+    return model(loras=loras, **changes)
+
+
+@virtually
+async def test_an_adapter_is_served_by_its_models_card() -> None:
+    async with cluster() as nodes:
+        reader = await start(nodes, "a", "b")
+        publish(nodes.nodes["a"], adapted("poet"))
+        await nodes.until(lambda: reader.serves("poet"))
+        publish(nodes.nodes["b"], adapted("clerk"), started=2)
+        await nodes.until(lambda: reader.serves("clerk"))
+        assert reader.names() == {"tiny": "tiny", "poet": "tiny", "clerk": "tiny"}
+        assert [lora.name for lora in reader.offers.cards()["tiny"].loras] == ["clerk", "poet"]
+        assert reader.offers.workers("poet") == ("a",)
+        assert reader.offers.workers("tiny") == ("a", "b")
+        assert reader.changes == 1, "nothing was fetched again"
+
+
+@virtually
+async def test_an_adapter_without_workers_is_remembered_for_a_while() -> None:
+    """Its model has workers all the time."""
+    async with cluster() as nodes:
+        reader = await start(nodes, "a", "b", remember=10.0)
+        publish(nodes.nodes["a"], adapted("poet"))
+        publish(nodes.nodes["b"], model(), started=2)
+        await nodes.until(lambda: reader.offers.workers("tiny") == ("a", "b"))
+        await nodes.crash("a")
+        await nodes.until(lambda: reader.offers.workers("tiny") == ("b",))
+        assert reader.offers.workers("poet") == ()
+        assert reader.names() == {"tiny": "tiny", "poet": "tiny"}
+        assert reader.offers.cards()["poet"].lora("poet") is not None
+        await asyncio.sleep(11.0)
+        reader.offers.refresh()
+        assert reader.names() == {"tiny": "tiny"}
+        assert reader.offers.cards()["tiny"].loras == ()
+
+
+@virtually
+async def test_only_so_many_adapters_are_remembered() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_discovery, "_MOST_REMEMBERED", 2)
+        await remember_adapters()
+
+
+async def remember_adapters() -> None:
+    async with cluster() as nodes:
+        reader = await start(nodes, "a")
+        for number in range(4):
+            publish(nodes.nodes["a"], adapted(f"a{number}"))
+            await nodes.until(partial(reader.serves, f"a{number}"))
+        assert set(reader.names()) == {"tiny", "a2", "a3"}

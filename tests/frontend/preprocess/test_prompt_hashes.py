@@ -15,6 +15,7 @@ from pdserve.frontend.config import FrontendConfig
 from pdserve.frontend.model_registry import PreparedModel
 from pdserve.frontend.preprocess.input_processor import PlanContext, plan_chat, plan_completion
 from pdserve.frontend.preprocess.prompt_hashes import NO_HASHING, PromptHasher, PromptHashes
+from pdserve.messages.lora import LoraSummary
 from pdserve.protocols.request_decoder import CHAT, COMPLETION
 from pdserve.text.text_pool import TextPool
 from tests.frontend.support import card
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from pdserve.messages.request import GenerateRequest
 
 SIZE = 4
-MODEL = card(block_size=SIZE, compat_hash="compat")
+LORAS = (LoraSummary(name="poet", revision="1"), LoraSummary(name="clerk", revision="2"))
+MODEL = card(block_size=SIZE, compat_hash="compat", loras=LORAS)
 NAMING = PromptHasher(lambda: HASH_SECRET_TEST)
 ENGINE = BlockHasher(HASH_SECRET_TEST, SIZE, "compat")
 
@@ -37,9 +39,11 @@ async def pool() -> AsyncIterator[TextPool]:
     await made.close()
 
 
-def context(pool: TextPool, naming: PromptHasher, key: ApiKey | None = None) -> PlanContext:
+def context(
+    pool: TextPool, naming: PromptHasher, key: ApiKey | None = None, name: str | None = None
+) -> PlanContext:
     return PlanContext(
-        model=PreparedModel.from_card(MODEL),
+        model=PreparedModel.from_card(MODEL).adapted(name),
         config=FrontendConfig(),
         pool=pool,
         request_id="r",
@@ -56,7 +60,7 @@ async def completion(context: PlanContext, **fields: Any) -> list[GenerateReques
 
 def engines_names(request: GenerateRequest) -> list[bytes]:
     """What the engine would make itself of the prompt."""
-    root = ENGINE.root(request.cache_salt)
+    root = ENGINE.root(request.cache_salt, request.lora)
     prompt = request.prompt
     sequence = Sequence(1, 0, request, prompt, len(prompt), 0.0, root=root)
     return ENGINE.of(sequence, len(prompt) // SIZE)
@@ -80,6 +84,17 @@ async def test_salts_and_tenants_have_names_of_their_own(pool: TextPool) -> None
         assert ENGINE.given(request, ENGINE.root(request.cache_salt)) == engines_names(request)
         made.append(request.block_names)
     assert len(set(made)) == 3
+
+
+async def test_adapters_have_names_of_their_own(pool: TextPool) -> None:
+    made = {}
+    for name in (None, "poet", "clerk"):
+        (request,) = await completion(context(pool, NAMING, name=name), prompt=[5] * 8)
+        root = ENGINE.root(request.cache_salt, request.lora)
+        assert ENGINE.given(request, root) == engines_names(request)
+        made[request.lora] = request.block_names
+    assert list(made) == ["", "poet@1", "clerk@2"]
+    assert len(set(made.values())) == 3
 
 
 async def test_a_chat_is_named_too(pool: TextPool) -> None:

@@ -90,6 +90,7 @@ def sample(option):
         "log-level": "debug",
         "engine-option": {"a": "b"},
         "policy-option": {"gamma": "1"},
+        "lora": {"poet": "/adapters/poet"},
         "queue-order": "fifo",
         "served-model-name": ("one", "two"),
         "cors-origins": ("https://example.org",),
@@ -116,7 +117,8 @@ def sample(option):
 def test_toml_takes_native_values_tables_and_lists(compose):
     config = compose(
         'port = 9000\nstrict_api = true\nrequest-timeout = 2.5\nserved-model-name = ["a", "b"]\n'
-        '[engine-option]\ndelay = 3\nname = "x,y"\n[policy-option]\ngamma = 0.5'
+        '[engine-option]\ndelay = 3\nname = "x,y"\n[policy-option]\ngamma = 0.5\n'
+        '[lora]\npoet = "/adapters/poet"'
     )
     assert config.frontend.port == 9000
     assert config.frontend.strict_api is True
@@ -124,6 +126,7 @@ def test_toml_takes_native_values_tables_and_lists(compose):
     assert config.worker.served_model_name == ("a", "b")
     assert config.worker.engine_options == {"delay": "3", "name": "x,y"}
     assert config.router.policy_options == {"gamma": "0.5"}
+    assert config.worker.loras == {"poet": "/adapters/poet"}
 
 
 def test_the_file_in_the_home_directory_is_the_second_choice(compose, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,10 +12,13 @@ from msgspec.structs import replace
 from pdserve.errors import PayloadTooLarge
 from pdserve.messages.engine import PathState
 from pdserve.messages.handoff import LEASE_SECONDS, AttemptOpened
-from pdserve.messages.node import ModelSummary, NodeCard
+from pdserve.messages.lora import LoraSummary
+from pdserve.messages.node import ModelSummary, NodeCard, summarize_card
 from pdserve.net.link import PeerLink
 from pdserve.net.link_call import LinkCall
 from pdserve.runtime.rpc_methods import NOTIFY
+from pdserve.worker.disagg import decode_handler
+from pdserve.worker.disagg.decode_handler import DecodeHandler
 from pdserve.worker.disagg.policy import DisaggPolicy
 from pdserve.worker.disagg.remote_prefill import MAX_PREFILL_ATTEMPTS
 from tests.worker.disagg.cluster import (
@@ -28,6 +32,7 @@ from tests.worker.disagg.cluster import (
 )
 
 if TYPE_CHECKING:
+    from pdserve.ids import NodeId
     from pdserve.messages.transfer import TransferTicket
 
 ON_THE_WAY = ["admit", "queue", "attempt", "fill", "verify", "local"]
@@ -138,6 +143,57 @@ async def test_nobody_waits_for_prefill_workers_that_mean_another_model(
 
     assert await where("other") == "local; node=d; reason=no_worker"
     assert await where(CARD.compat_hash) == "remote; node=p1; reason=always"
+
+
+async def say_adapters(site: DisaggCluster, **revisions: str) -> None:
+    """Each prefill worker offers the model, some with the adapter `poet` in this revision."""
+    for host in site.prefills:
+        node = host.node.id
+        loras = (LoraSummary(name="poet", revision=revisions[node]),) if node in revisions else ()
+        offered, _ = summarize_card(replace(CARD, loras=loras))
+        card = NodeCard(role="worker", mode="prefill", models=(offered,))
+        host.node.publish_card(card, {})
+        await site.until(partial(knows, site, host.node.id, card))
+
+
+def knows(site: DisaggCluster, node: NodeId, card: NodeCard) -> bool:
+    """The decode worker has the newest card of a node."""
+    member = site.d.node.registry.get(node)
+    return member is not None and member.card == card
+
+
+@on_site(prefills=2)
+async def test_a_prompt_of_an_adapter_is_for_prefill_workers_that_have_it(
+    site: DisaggCluster,
+) -> None:
+    async def where(lora: str) -> str:
+        client = site.ask(request(lora=lora))
+        await site.until(lambda: client.over)
+        return client.where.removesuffix("; reason=always")
+
+    await say_adapters(site, p2="1")
+    assert await where("") == "remote; node=p1"
+    assert await where("poet@1") == "remote; node=p2"
+    assert await where("poet@2") == "local; node=d; reason=no_worker"
+    await say_adapters(site)
+    assert await where("poet@1") == "local; node=d; reason=no_worker"
+
+
+@on_site(prefills=1)
+async def test_a_claim_of_a_worker_without_the_adapter_opens_no_attempt(
+    site: DisaggCluster,
+) -> None:
+    """An older router does not read whom the item excludes, or the worker has come later."""
+    await say_adapters(site)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_handler, "_may_prefill", lambda *of: True)
+        patch.setattr(DecodeHandler, "lacking", lambda self, lora: [])
+        client = site.ask(request(lora="poet@1"))
+        await site.until(lambda: client.over)
+    assert client.where == "local; node=d; reason=no_worker"
+    assert client.started[0].received_tokens == 0
+    assert site.queue.outcomes == {"refused": 1}
+    await site.quiet()
 
 
 def cut_off(*nodes: str) -> list[PathState]:
