@@ -118,13 +118,15 @@ def _why(member: MemberStatus) -> str:
 
 
 def _models(status: ClusterStatus) -> _Rows:
-    rows: _Rows = [("MODEL", "WORKERS", "ENGINE", "CONTEXT", "TOKENS", "ALIASES")]
+    rows: _Rows = [("MODEL", "WORKERS", "ENGINE", "CONTEXT", "TOKENS", "ALIASES", "ADAPTERS")]
     for model in status.models:
         engine = " ".join(word for word in (model.engine, model.dtype) if word not in ("", "none"))
         workers, context = str(len(model.workers)), str(model.max_model_len)
         aliases = ", ".join(model.aliases)
-        rows.append((model.name, workers, engine, context, model.tokens or "-", aliases))
-    return rows
+        adapters = ", ".join(model.adapters)
+        rows.append((model.name, workers, engine, context, model.tokens or "-", aliases, adapters))
+    # Few clusters have adapters: without any the column is left out.
+    return rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows]
 
 
 def _workers(status: ClusterStatus) -> _Rows:

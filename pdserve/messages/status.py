@@ -169,6 +169,8 @@ class ModelStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Whether tokens depend on the worker and the batch: `exact`, with the kernels that all workers
     have, or `near ties may differ`.
     """
+    adapters: tuple[str, ...] = ()
+    """Ids of the LoRA adapters that any of its workers has."""
 
 
 class ClusterStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -51,6 +51,7 @@ def build_cluster_view(
             max_model_len=one.offer.max_model_len,
             workers=one.workers,
             tokens=_tokens(one.offer.features),
+            adapters=tuple(lora.id for lora in one.offer.loras),
         )
         for name, one in sorted(served.names.items())
         if name == one.offer.name

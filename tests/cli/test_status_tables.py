@@ -93,6 +93,15 @@ def test_numbers_of_each_role():
     assert "tiny   1        instant  0        exact (sim)" in text
 
 
+def test_adapters_have_a_column_if_there_are_any():
+    bare = ModelStatus(name="tiny", workers=(NodeId("w1"),), engine="sim", aliases=("t",))
+    assert "ADAPTERS" not in render(status(router(), models=(bare,)))
+    adapted = msgspec.structs.replace(bare, name="large", adapters=("clerk@2", "poet@1"))
+    text = render(status(router(), models=(bare, adapted)))
+    assert row(text, "large")[-3:] == ["t", "clerk@2,", "poet@1"]
+    assert row(text, "tiny")[-1] == "t"
+
+
 def test_where_prompts_were_prefilled_and_how_their_kv_came():
     paths = (PathState(node="p1", epoch=7, backend="shm", received_bytes=3 << 20, why="same host"),)
     decode = HandoffStats(
