@@ -281,6 +281,10 @@ class Handoff(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     checksums: tuple[tuple[int, int], ...] = ()
     """(index into the ticket's blocks, CRC-32 of the block's valid bytes at the source): a sample,
     or all."""
+    opaque: Annotated[bytes, Meta(max_length=1 << 20)] = b""
+    """From engines that move KV by themselves, such as TensorRT-LLM: a record of the engine, which
+    the same engine at the decode worker reads. Then there are no parts. Empty: pdserve moves the
+    KV."""
 
 
 class NotifyHandoff(msgspec.Struct, frozen=True, array_like=True):

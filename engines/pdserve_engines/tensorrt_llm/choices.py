@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pdserve.ids import Seconds, TokenId
+    from pdserve.messages.handoff import FirstToken
     from pdserve.messages.request import FinishReason, GenerateRequest, TokenLogprob
     from pdserve_engines.tensorrt_llm.outputs import End
 
@@ -51,7 +52,10 @@ class Choice:
         self.cancelled_at: Seconds | None = None
         self.received = 0
         """Prompt tokens whose KV a peer has computed."""
+        self.handed: FirstToken | None = None
+        """The first token, which that peer has sampled; the engine repeats it without logprobs."""
         self._cached = 0
+        self._limit = limit
         self._output = ChoiceOutput(handle, number, request, now, limit)
         self._submitted = now
         self._begun = now
@@ -98,6 +102,12 @@ class Choice:
             if delta.finish is not None:
                 return True
         return False
+
+    def ends_with(self, token: TokenId) -> bool:
+        """Whether the choice would end with this token next. Changes nothing."""
+        request = self.request
+        probe = ChoiceOutput(self.handle, self.number, request, 0.0, self._limit)
+        return probe.take(token, 0.0).finish is not None
 
     def _completed(self, delta: TokenDelta) -> TokenDelta:
         """Add what only the engine knows."""

@@ -13,6 +13,7 @@ import logging
 import secrets
 import threading
 from collections import Counter, deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -38,9 +39,11 @@ if TYPE_CHECKING:
 
     from pdserve.clock import Clock
     from pdserve.engine_core.kit import ModelLimits
+    from pdserve.errors import PdserveError
     from pdserve.ids import Seconds
     from pdserve.messages.engine import EngineCapabilities, EngineSpec, EngineStats
-    from pdserve.messages.request import GenerateRequest
+    from pdserve.messages.request import GenerateRequest, TokenDelta
+    from pdserve_engines.tensorrt_llm.choices import Choice
     from pdserve_engines.tensorrt_llm.options import LlmArguments
     from pdserve_engines.tensorrt_llm.package import Package
 
@@ -80,6 +83,7 @@ class TensorRtLlmCore(SelfSchedulingCore):
         """`load`: imports TensorRT-LLM."""
         super().__init__(clock)
         self._load_package = load
+        self._package_used: Package | None = None
         self._llm: Any = None
         self._loop: LoopThread | None = None
         self._requests: Requests | None = None
@@ -122,7 +126,10 @@ class TensorRtLlmCore(SelfSchedulingCore):
         arguments: LlmArguments,
     ) -> None:
         self._loop = loop = LoopThread("tensorrt-llm", self._broke)
-        reports = Reports(self.post, self.post_error, self._failed)
+        reports = Reports(
+            self._report_delta, self._report_error, self._failed, self._report_prefilled
+        )
+        self._package_used = package
         self._requests = Requests(loop, package, self._llm, self._support, self.clock, reports)
         loop.start()
         if capabilities.kv_events:
@@ -168,8 +175,24 @@ class TensorRtLlmCore(SelfSchedulingCore):
         """Hand a request to TensorRT-LLM. Raises `Overloaded` and, for what this release cannot do,
         `InvalidRequest`."""
         self._check(request)
-        assert self._requests is not None
-        self._call(self._requests.begin, handle, request, self.clock.now())
+        self._begin(handle, request)
+
+    def _begin(
+        self,
+        handle: int,
+        request: GenerateRequest,
+        disaggregated: Mapping[str, Any] | None = None,
+        **hand_over: Any,
+    ) -> None:
+        """Hand a checked request to the loop's thread; see `Requests.begin`."""
+        if self._loop is not None and self._requests is not None:
+            begin = partial(self._requests.begin, **hand_over)
+            self._loop.call_soon(begin, handle, request, self.clock.now(), disaggregated)
+
+    @property
+    def _package(self) -> Package:
+        assert self._package_used is not None, "the engine is not loaded"
+        return self._package_used
 
     def _check(self, request: GenerateRequest) -> None:
         if self.sequences > self._limit:
@@ -186,12 +209,8 @@ class TensorRtLlmCore(SelfSchedulingCore):
 
     def drop(self, handle: int) -> None:
         """Cancel a request; its output is discarded at once, TensorRT-LLM frees it soon."""
-        if self._requests is not None:
-            self._call(self._requests.drop, handle)
-
-    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        if self._loop is not None:
-            self._loop.call_soon(function, *arguments)
+        if self._loop is not None and self._requests is not None:
+            self._loop.call_soon(self._requests.drop, handle)
 
     # ------------------------------------------------------------------ steps
 
@@ -239,6 +258,15 @@ class TensorRtLlmCore(SelfSchedulingCore):
         )
 
     # ------------------------------------------------------------------ in the loop's thread
+
+    def _report_delta(self, delta: TokenDelta) -> None:
+        self.post(delta)
+
+    def _report_error(self, handle: int, error: PdserveError) -> None:
+        self.post_error(handle, error)
+
+    def _report_prefilled(self, choice: Choice) -> None:
+        """Only a core that hands prompts over asks for one."""
 
     async def _watch_events(self) -> None:
         while True:

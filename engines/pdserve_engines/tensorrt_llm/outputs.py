@@ -41,10 +41,13 @@ def new_tokens(output: Any, seen: int) -> list[TokenId]:
 def new_logprobs(output: Any, seen: int, count: int, top: int) -> list[TokenLogprob]:
     """The logprobs of `count` tokens after the first `seen` ones, with `top` alternatives each.
 
-    A token whose entry is missing gets none, and the list ends there.
+    A request that was handed over may have none for its first token, so positions count from the
+    end. A token whose entry is missing gets none, and the list ends there.
     """
     tokens = output.token_ids[seen : seen + count]
-    entries = list(output.logprobs or [])[seen : seen + count]
+    entries = list(output.logprobs or [])
+    start = max(seen - max(len(output.token_ids) - len(entries), 0), 0)
+    entries = entries[start : start + count]
     return [_logprob(int(token), entry, top) for token, entry in zip(tokens, entries, strict=False)]
 
 

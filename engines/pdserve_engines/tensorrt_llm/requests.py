@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from pdserve.clock import Clock
     from pdserve.errors import PdserveError
     from pdserve.ids import Seconds
-    from pdserve.messages.request import GenerateRequest, TokenDelta
+    from pdserve.messages.handoff import FirstToken
+    from pdserve.messages.request import GenerateRequest, TokenDelta, TokenLogprob
     from pdserve_engines.loop_thread import LoopThread
     from pdserve_engines.tensorrt_llm.outputs import End
     from pdserve_engines.tensorrt_llm.package import Package
@@ -96,14 +97,17 @@ class Requests:
         disaggregated: Mapping[str, Any] | None = None,
         *,
         received: int = 0,
+        first: FirstToken | None = None,
         for_peer: bool = False,
     ) -> None:
         """Run a request. `disaggregated`: arguments of `DisaggregatedParams` for its first part;
-        `received`: prompt tokens that come from a peer; `for_peer`: end with the prompt."""
+        `received` and `first`: prompt tokens and first token that come from a peer; `for_peer`: end
+        with the prompt."""
         submission = self._submissions[handle] = _Submission([], [])
         for number in request.live:
             choice = Choice(handle, number, request, submitted, self._support.max_model_len)
             choice.received = received
+            choice.handed = first
             choice.for_peer = for_peer
             ended = choice.begin(self._clock.now())
             if ended is not None:
@@ -114,6 +118,8 @@ class Requests:
             submission.later.append(choice)
         if not submission.choices:
             del self._submissions[handle]
+        elif first is not None and submission.choices[0].ends_with(first.token):
+            self._end_at_once(submission, first)
         elif request.diverged:
             self._start_later(handle)
         else:
@@ -145,6 +151,15 @@ class Requests:
         name = f"request {choice.handle}.{choice.number}"
         self._loop.submit(self._run(choice, disaggregated), name)
 
+    def _end_at_once(self, submission: _Submission, first: FirstToken) -> None:
+        """The first token of a peer is the last one: there is nothing to compute here."""
+        (choice,) = submission.choices
+        choice.take(
+            [first.token], [] if first.logprob is None else [first.logprob], self._clock.now()
+        )
+        self._fire(choice, RequestEvent.ADMITTED)
+        self._fire(choice, RequestEvent.FINISH)
+
     def _start_later(self, handle: int) -> None:
         submission = self._submissions.get(handle)
         if submission is None:
@@ -159,7 +174,7 @@ class Requests:
             while not choice.life.over and not self._dead:
                 part = next_part(choice.request, choice.tokens, self._support)
                 await self._run_part(choice, part, disaggregated)
-                disaggregated = None
+                disaggregated = choice.handed = None
                 if not begun:
                     begun = True
                     self._start_later(choice.handle)
@@ -217,8 +232,7 @@ class Requests:
         if (failure := failure_of(end)) is not None and not choice.for_peer:
             self._fire(choice, RequestEvent.ERROR, failure)
             return
-        top = choice.request.sampling.logprobs
-        logprobs = [] if top is None else new_logprobs(output, seen, len(tokens), top)
+        logprobs = _logprobs_of(choice, output, seen, len(tokens))
         stopped = choice.take(tokens, logprobs, now)
         if choice.for_peer:
             self._take_prefill(choice, end)
@@ -301,6 +315,17 @@ class Requests:
         submission.choices = [other for other in submission.choices if other is not choice]
         if not submission.choices:
             del self._submissions[choice.handle]
+
+
+def _logprobs_of(choice: Choice, output: Any, seen: int, count: int) -> list[TokenLogprob]:
+    """The logprobs of new tokens, as far as the request asks for them."""
+    top = choice.request.sampling.logprobs
+    if top is None or not count:
+        return []
+    handed = choice.handed
+    if seen or handed is None or handed.logprob is None:
+        return new_logprobs(output, seen, count, top)
+    return [handed.logprob, *new_logprobs(output, 1, count - 1, top)]
 
 
 def _goes_on(choice: Choice, part: Part, made: int, end: End) -> bool:

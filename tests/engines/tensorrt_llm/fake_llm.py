@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 BEHAVIOURS = {
     entry["name"]: entry
@@ -316,6 +316,8 @@ class FakeLlm:
     """`LLM`; tests reach into it."""
 
     release = "1.2.1"
+    made: ClassVar[list[FakeLlm]] = []
+    """The newest ones, for tests whose core is behind a client."""
     old_diff = False
     penalties = False
     per_answer = 1
@@ -330,6 +332,8 @@ class FakeLlm:
         config = json.loads((Path(model) / "config.json").read_bytes())
         self.vocab_size: int = config["vocab_size"]
         self.arguments = arguments
+        self.made.append(self)
+        del self.made[:-4]
         self.max_seq_len: int = arguments["max_seq_len"]
         self.slots: int = arguments["max_batch_size"]
         cache = arguments["kv_cache_config"]
