@@ -60,6 +60,8 @@ class VllmChoice:
         self._submitted = now
         self.cached = 0
         """Prompt tokens that were not computed."""
+        self.loaded = 0
+        """Those of them whose KV another worker has sent."""
         self._scheduled: Seconds | None = None
         self._preemptions = 0
         self._prompt_logprobs: list[TokenLogprob] | None = None
@@ -150,7 +152,9 @@ class VllmChoice:
     def note_cached(self, output: Any) -> None:
         """Read how much of the prompt was cached, from the output of its last chunk."""
         if output.prefill_stats is not None and self.first is None:
-            self.cached = min(output.prefill_stats.num_cached_tokens, len(self.request.prompt))
+            stats = output.prefill_stats
+            self.cached = min(stats.num_cached_tokens, len(self.request.prompt))
+            self.loaded = min(getattr(stats, "num_external_cached_tokens", 0), self.cached)
 
     def _finish(self, output: Any, now: Seconds) -> Finish:
         reason = finish_reason(int(output.finish_reason))

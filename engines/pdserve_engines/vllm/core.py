@@ -18,19 +18,30 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pdserve.engine_core.kit import SelfSchedulingCore
-from pdserve.errors import EngineDied, InvalidRequest, Overloaded, PdserveError, StepFailed
+from pdserve.engine_core.staged_kv.core import StagedCore
+from pdserve.errors import (
+    ConfigError,
+    EngineDied,
+    InvalidRequest,
+    Overloaded,
+    PdserveError,
+    StepFailed,
+)
 from pdserve_engines.vllm.block_names import BlockNames
-from pdserve_engines.vllm.choices import VllmChoice
+from pdserve_engines.vllm.choices import VllmChoice, request_id
+from pdserve_engines.vllm.copy_planner import Copied
+from pdserve_engines.vllm.disagg import VllmStaging
 from pdserve_engines.vllm.engine import Engine, load_engine
 from pdserve_engines.vllm.grammar import grammar_text
 from pdserve_engines.vllm.params import given_output, inexact, sampling_arguments
 from pdserve_engines.vllm.step_counts import StepCounts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pdserve.clock import Clock
+    from pdserve.engine_core.staged_kv.pool import StagingPool
+    from pdserve.engine_core.staged_kv.port import StagedBlocks
     from pdserve.ids import Seconds
     from pdserve.messages.engine import EngineCapabilities, EngineSpec, EngineStats, LoadProgress
     from pdserve.messages.request import GenerateRequest
@@ -55,7 +66,7 @@ class _Submission:
     computed once and found in the prefix cache by the others."""
 
 
-class VllmCore(SelfSchedulingCore):
+class VllmCore(StagedCore):
     """A core around vLLM's `EngineCore`."""
 
     def __init__(self, clock: Clock) -> None:
@@ -67,6 +78,8 @@ class VllmCore(SelfSchedulingCore):
         self._choices: dict[str, VllmChoice] = {}
         """By id inside of vLLM: those that vLLM has."""
         self._counts = StepCounts()
+        self._staged: VllmStaging | None = None
+        """Set while KV is exchanged with other workers."""
         self._resume_at: Seconds | None = None
         """When the next step is due after one that computed nothing."""
 
@@ -76,13 +89,20 @@ class VllmCore(SelfSchedulingCore):
         self, spec: EngineSpec, progress: Callable[[LoadProgress], None]
     ) -> EngineCapabilities:
         """Load the model. Raises `ConfigError` for what vLLM refuses of the configuration."""
-        self._engine = engine = load_engine(spec, progress, self._on_executor_failure)
+        self._engine = engine = load_engine(
+            spec, progress, self._on_executor_failure, self._exchanges(spec)
+        )
         self._limit = spec.max_sequences + spec.max_waiting
         if engine.names_blocks:
             secret = spec.hash_secret or secrets.token_bytes(32)
             capabilities = engine.capabilities
             self._names = BlockNames(secret, capabilities.block_size, capabilities.compat_hash)
         return engine.capabilities
+
+    def _exchanges(self, spec: EngineSpec) -> bool:
+        """An aggregated worker computes a moved request again: only workers that must exchange KV
+        pay for staging blocks and give up what the connector rules out."""
+        return self.wants_kv(spec) and not spec.moves_optionally
 
     def _on_executor_failure(self) -> None:
         self.post_failure(EngineDied("a worker process of vLLM has died"))
@@ -94,6 +114,7 @@ class VllmCore(SelfSchedulingCore):
             engine.close()
         self._choices.clear()
         self._submissions_here.clear()
+        self._staged = None
         return 0
 
     @property
@@ -151,9 +172,7 @@ class VllmCore(SelfSchedulingCore):
 
     def _submit_choice(self, submission: _Submission, choice: VllmChoice) -> None:
         request = submission.request
-        salt = None
-        if self._names is not None:
-            salt = self._names.salt(request.cache_salt, request.lora)
+        salt = self._salt(request)
         constrained = self._vllm.constrains(request.sampling)
         given = given_output(request, choice.number)
         text = grammar_text(choice.id, request.sampling, given) if constrained else ""
@@ -168,6 +187,10 @@ class VllmCore(SelfSchedulingCore):
         self._choices[choice.id] = choice
         self._resume_at = None
 
+    def _salt(self, request: GenerateRequest) -> str | None:
+        names = self._names
+        return None if names is None else names.salt(request.cache_salt, request.lora)
+
     def drop(self, handle: int) -> None:
         """Abort the request's choices in vLLM, which frees their blocks at once."""
         submission = self._submissions_here.pop(handle, None)
@@ -176,6 +199,7 @@ class VllmCore(SelfSchedulingCore):
         for choice in submission.choices.values():
             self._choices.pop(choice.id, None)
         self._vllm.abort([choice.id for choice in submission.choices.values()])
+        self._report_copies()
 
     # ------------------------------------------------------------------ steps
 
@@ -210,6 +234,7 @@ class VllmCore(SelfSchedulingCore):
             self._counts.note_step(done - now, self._choices.values(), self._vllm.progress)
         if self._names is not None:
             self.kv_events += self._names.translate(self._vllm.take_kv_events())
+        self._report_copies()
         for output in outputs:
             self._take(output, done)
         self._end_faulty()
@@ -271,11 +296,80 @@ class VllmCore(SelfSchedulingCore):
             else:
                 self._vllm.take_fault(key)
 
+    # ------------------------------------------------------------------ staged KV
+
+    def make_staging(self, spec: EngineSpec) -> StagingPool:
+        """Allocate the staging blocks. Raises `ConfigError` if KV is not to be exchanged, or cannot
+        be."""
+        if not self._exchanges(spec) or spec.transfer is None:
+            raise ConfigError("aggregated workers with vLLM compute moved requests again")
+        vllm = self._vllm
+        self._staged = VllmStaging(vllm.core, vllm.capabilities, spec.transfer.unfilled)
+        return self._staged.pool
+
+    @property
+    def _staging(self) -> VllmStaging:
+        assert self._staged is not None, "KV is not exchanged"
+        return self._staged
+
+    def _cached(self, request: GenerateRequest) -> list[int]:
+        lora = self._vllm.lora(request.lora)
+        return self._staging.holds.find(request, self._salt(request), lora)
+
+    def cached_blocks(self, request: GenerateRequest) -> int:
+        """Leading blocks of the request that vLLM has cached."""
+        return len(self._cached(request))
+
+    def hold_prefix(self, request: GenerateRequest) -> list[int]:
+        """Keep those blocks from being evicted."""
+        return self._staging.holds.hold(self._cached(request))
+
+    def release_prefix(self, blocks: Sequence[int]) -> None:
+        """Give them back."""
+        if self._staged is not None:
+            self._staged.holds.release(blocks)
+
+    def load_staged(self, handle: int, request: GenerateRequest, blocks: StagedBlocks) -> None:
+        """Submit a request whose first live choice vLLM loads from staging blocks."""
+        self._staging.planner.expect_load(self._stem(handle, request), blocks)
+        self._add_staged(handle, request)
+
+    def prefill_staged(self, handle: int, request: GenerateRequest, blocks: StagedBlocks) -> None:
+        """Submit a request whose blocks are copied to staging blocks as they are computed."""
+        self._staging.planner.expect_save(self._stem(handle, request), blocks)
+        self._add_staged(handle, request)
+
+    @staticmethod
+    def _stem(handle: int, request: GenerateRequest) -> str:
+        return request_id(handle, next(iter(request.live)))
+
+    def _add_staged(self, handle: int, request: GenerateRequest) -> None:
+        key = self._stem(handle, request)
+        try:
+            self.add(handle, request)
+            if key not in self._choices:
+                raise InvalidRequest("the given output is already complete")
+        except PdserveError:
+            self._staging.planner.forget(key)
+            raise
+
+    def _report_copies(self) -> None:
+        """Tell what has happened to staging blocks."""
+        if self._staged is None:
+            return
+        for handle, event in self._staged.events():
+            if isinstance(event, Copied):
+                self.copied(handle, event.tokens)
+            else:
+                self.let_go(handle, event.failed)
+
     # ------------------------------------------------------------------ cache and statistics
 
     def clear_cache(self) -> None:
-        """Drop cached blocks; vLLM does it only while no request holds any."""
-        self._vllm.reset_prefix_cache()
+        """Drop cached blocks; vLLM does it only while no request holds any. Its own event comes
+        with the next step, which an engine at rest does not make."""
+        if self._vllm.reset_prefix_cache() and self._names is not None:
+            self.kv_events += self._names.clear()
 
     def rekey(self, hash_secret: bytes) -> None:
         """Name blocks by another secret; what vLLM has cached is not found any more."""

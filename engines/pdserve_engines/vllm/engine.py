@@ -20,6 +20,7 @@ from pdserve.errors import ConfigError, InvalidRequest
 from pdserve.limits.memory import available
 from pdserve.messages.card import NEARLY
 from pdserve.messages.engine import EngineCapabilities, LoadProgress
+from pdserve_engines.vllm.disagg import check_exchangeable, transfer_config
 from pdserve_engines.vllm.grammar import Constraints, make_backend
 from pdserve_engines.vllm.options import engine_arguments
 from pdserve_engines.vllm.versions import untested
@@ -46,10 +47,14 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 def load_engine(
-    spec: EngineSpec, progress: Callable[[LoadProgress], None], on_failure: Callable[[], None]
+    spec: EngineSpec,
+    progress: Callable[[LoadProgress], None],
+    on_failure: Callable[[], None],
+    kv_transfer: bool = False,
 ) -> Engine:
     """Load the model into vLLM. `on_failure` is called, in any thread, when a worker process of
-    vLLM dies. Raises `ConfigError` for what vLLM refuses of the configuration."""
+    vLLM dies. With `kv_transfer` vLLM gets our KV connector. Raises `ConfigError` for what vLLM
+    refuses of the configuration."""
     progress(LoadProgress(stage="importing vLLM"))
     _set_environment(spec)
     try:
@@ -64,10 +69,14 @@ def load_engine(
     fields = [field.name for field in dataclasses.fields(EngineArgs)]
     arguments = engine_arguments(spec, fields, _kv_memory(spec, current_platform.is_cpu()))
     arguments["kv_events_config"] = _kv_events_config(spec)
+    if kv_transfer:
+        arguments["kv_transfer_config"] = transfer_config()
     try:
         config = EngineArgs(**arguments).create_engine_config()
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError(f"vLLM refuses this configuration: {_first_lines(error)}") from error
+    if kv_transfer:
+        check_exchangeable(config)
     progress(LoadProgress(stage="loading the model into vLLM"))
     begun = time.monotonic()
     client = _start(config, on_failure)
@@ -238,6 +247,7 @@ class Engine:
             str(cache.cache_dtype),
             block_size,
             str(model.quantization),
+            int(model.get_total_num_kv_heads()),
             [_group_facts(group) for group in self._scheduler.kv_cache_config.kv_cache_groups],
         )
         digest = hashlib.sha256(repr(facts).encode())
@@ -245,6 +255,11 @@ class Engine:
         return digest.hexdigest()[:32]
 
     # ------------------------------------------------------------------ requests
+
+    @property
+    def core(self) -> Any:
+        """vLLM's `EngineCore`, for the files beside this one."""
+        return self._core
 
     def constrains(self, sampling: SamplingParams) -> bool:
         """Return whether the tokens of such a request are masked by a grammar state."""
@@ -277,7 +292,7 @@ class Engine:
                     sampling_params=sampling,
                     pooling_params=pooling,
                     arrival_time=time.time(),
-                    lora_request=self._lora(request.lora),
+                    lora_request=self.lora(request.lora),
                     cache_salt=salt,
                     data_parallel_rank=None,
                     # vLLM takes the lowest first, pdserve the highest.
@@ -317,7 +332,8 @@ class Engine:
         self._input._validate_params(params, self._tasks)
         return params
 
-    def _lora(self, wanted: str) -> Any:
+    def lora(self, wanted: str) -> Any:
+        """vLLM's record of an adapter; None without one. Raises `InvalidRequest`."""
         if not wanted:
             return None
         if wanted not in self._loras:
@@ -379,9 +395,9 @@ class Engine:
 
     # ------------------------------------------------------------------ the pool
 
-    def reset_prefix_cache(self) -> None:
-        """Drop all cached blocks, if no request holds any."""
-        self._client.reset_prefix_cache()
+    def reset_prefix_cache(self) -> bool:
+        """Drop all cached blocks, if no request holds any; False if one does."""
+        return bool(self._client.reset_prefix_cache())
 
     def block_counts(self) -> dict[str, int]:
         """The block fields of `EngineStats`."""

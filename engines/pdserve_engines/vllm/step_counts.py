@@ -65,7 +65,7 @@ class StepCounts:
 
     def note_start(self, choice: VllmChoice) -> None:
         """Count a choice that has its first token."""
-        self._cached += choice.cached
+        self._cached += choice.cached - choice.loaded
 
     def fields(self) -> dict[str, Any]:
         """Fields of `EngineStats`."""

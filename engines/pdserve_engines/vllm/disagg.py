@@ -1,0 +1,134 @@
+"""Prefill and decode apart with vLLM: what the core needs besides a plain vLLM engine.
+
+The configuration that makes vLLM load our connector, the models whose KV can be exchanged, and
+`VllmStaging`, which joins staging blocks, the connector's planner and held prefixes. It knows no
+transports.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from pdserve.engine_core.staged_kv.pool import StagingPool
+from pdserve.errors import ConfigError
+from pdserve.limits.memory import available
+from pdserve.messages.transfer import RankKvLayout
+from pdserve.transfer.copy_plan import block_bytes, blocks_for
+from pdserve_engines.vllm.prefix_holds import PrefixHolds
+
+if TYPE_CHECKING:
+    from pdserve.messages.engine import EngineCapabilities
+    from pdserve_engines.vllm.copy_planner import Copied, CopyPlanner, LetGo
+    from pdserve_engines.vllm.kv_copy import CacheForm
+
+__all__ = ["VllmStaging", "check_exchangeable", "transfer_config"]
+
+_LOG = logging.getLogger("pdserve.engines.vllm")
+
+_HOST_SHARE = 0.25
+"""Most of the host's free memory that staging blocks may take."""
+
+
+def transfer_config() -> Any:
+    """The `KVTransferConfig` that makes vLLM load our connector."""
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(
+        kv_connector="PdserveConnector",
+        kv_connector_module_path="pdserve_engines.vllm.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+    )
+
+
+def check_exchangeable(config: Any) -> None:
+    """Raise `ConfigError` for a configuration of vLLM whose KV cannot be exchanged, before the
+    model is loaded. Some models show it only when they are loaded: `VllmStaging` refuses those."""
+    model, parallel = config.model_config, config.parallel_config
+    refusals = {
+        "its attention is latent (MLA)": model.use_mla,
+        "it has state-space or linear-attention layers": model.is_hybrid,
+        "it has no attention": model.is_attention_free,
+        "it has an encoder": model.is_encoder_decoder,
+        "pipeline_parallel_size is over 1": parallel.pipeline_parallel_size > 1,
+        "decode_context_parallel_size is over 1": parallel.decode_context_parallel_size > 1,
+        "prefill_context_parallel_size is over 1": parallel.prefill_context_parallel_size > 1,
+        "it decodes speculatively": config.speculative_config is not None,
+    }
+    for refusal, holds in refusals.items():
+        if holds:
+            raise _refused(refusal)
+
+
+def _refused(reason: str) -> ConfigError:
+    return ConfigError(
+        f"the vllm engine cannot exchange the KV of this model: {reason}; run it with "
+        "--mode=aggregated"
+    )
+
+
+class VllmStaging:
+    """The staging blocks of one vLLM engine, and the copies from and to them."""
+
+    def __init__(self, core: Any, capabilities: EngineCapabilities, unfilled: float) -> None:
+        """`core`: vLLM's `EngineCore`. `unfilled`: staging blocks, as a share of vLLM's blocks.
+        Raises `ConfigError` if this model's KV cannot be exchanged."""
+        connector = core.scheduler.connector
+        form = _common_form(connector.forms)
+        model = core.vllm_config.model_config
+        layout = _layout(form, int(model.get_total_num_kv_heads()), capabilities)
+        self.pool = StagingPool(layout, _count(layout, capabilities, unfilled))
+        connector.staging = self.pool.handle()
+        self.planner: CopyPlanner = connector.planner
+        self.holds = PrefixHolds(core)
+        _LOG.info(
+            "KV is exchanged by %d staging blocks of %d bytes, packed as %s",
+            self.pool.blocks.num_blocks,
+            self.pool.block_bytes,
+            form.packing,
+        )
+
+    def events(self) -> list[tuple[int, Copied | LetGo]]:
+        """What has happened to staging blocks since the last call, each with its handle."""
+        return [(int(each.key.partition(".")[0]), each) for each in self.planner.take_events()]
+
+
+def _common_form(forms: list[Any]) -> CacheForm:
+    """The form of the cache on all ranks. Raises `ConfigError`."""
+    refusals = [each.refusal for each in forms if each.form is None]
+    if refusals or not forms:
+        raise _refused(refusals[0] if refusals else "its ranks have not described their caches")
+    first: CacheForm = forms[0].form
+    if any(each.form != first for each in forms):
+        raise _refused("its ranks keep KV in different forms")
+    return first
+
+
+def _layout(form: CacheForm, heads: int, capabilities: EngineCapabilities) -> RankKvLayout:
+    """What a block means to peers. Processors may pack the same model's KV in different ways, and
+    only equal ones may exchange it."""
+    return RankKvLayout(
+        content=f"{capabilities.compat_hash} {form.packing}",
+        layers=form.layers,
+        heads=heads,
+        tokens=form.tokens,
+        dim=form.dim,
+        itemsize=form.itemsize,
+    )
+
+
+def _count(layout: RankKvLayout, capabilities: EngineCapabilities, unfilled: float) -> int:
+    """How many staging blocks: a share of vLLM's, at least two whole sequences, and no more than a
+    share of the host's memory holds."""
+    whole = blocks_for(capabilities.max_model_len, layout.tokens)
+    wanted = max(2 * whole, int(unfilled * capabilities.num_blocks))
+    most = int(_HOST_SHARE * available().free) // block_bytes(layout)
+    if most < 1:
+        raise ConfigError("there is no memory for staging blocks of KV")
+    if most < min(wanted, whole):
+        _LOG.warning(
+            "staging holds %d tokens: longer prompts are prefilled where they are decoded",
+            most * layout.tokens,
+        )
+    return min(wanted, most)

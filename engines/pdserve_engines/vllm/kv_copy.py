@@ -1,0 +1,179 @@
+"""Copies one rank's KV between vLLM's cache and staging blocks. Needs torch, imports no vLLM.
+
+vLLM gives every layer a tensor `[block][head][token][content]`, in any strides. Staging blocks are
+`[layer][k|v][head][token][dim]` with the heads of all ranks. How a head's content divides into k
+and v depends on the attention back end:
+
+    rows      each token has a row of k and then a row of v
+    planes    the k of all tokens come first, then the v, packed for the processor
+
+vLLM may divide its blocks for its kernels; a staging block is always a whole block of its manager.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pdserve.engine_core.staged_kv.pool import open_staging
+from pdserve.transfer.copy_plan import heads_of
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Sequence
+
+    from pdserve.engine_core.staged_kv.pool import StagingHandle
+    from pdserve.messages.transfer import RankKvLayout
+
+__all__ = ["CacheForm", "RankCopier", "layer_view", "staged_views"]
+
+_CHUNK = 64
+"""Most blocks copied at once: what is gathered on a device for a copy needs memory there."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheForm:
+    """How one rank keeps its KV. All ranks of an engine have the same."""
+
+    packing: str
+    """`rows`, or `planes` and what the packing depends on."""
+    layers: int
+    heads: int
+    """KV heads on this rank."""
+    tokens: int
+    """Tokens of a block of vLLM's manager."""
+    dim: int
+    itemsize: int
+    blocks: int
+
+
+def layer_view(cache: Any, form: CacheForm) -> Any:
+    """A layer's cache as integers, `[block][k|v][head][part][token][dim]`: a block consists of
+    `part`s, the blocks of vLLM's kernels. Shares the memory."""
+    import torch
+
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    cache = cache.view(integers[form.itemsize])
+    parts = cache.shape[0] // form.blocks
+    if form.packing == "rows":
+        split = cache.unflatten(-1, (2, form.dim)).unflatten(0, (form.blocks, parts))
+        return split.permute(0, 4, 2, 1, 3, 5)
+    # A head's tokens are one run of memory here, whose halves are k and v.
+    count, heads, tokens, _ = cache.shape
+    split = cache.view(count, heads, 2, tokens, form.dim).unflatten(0, (form.blocks, parts))
+    return split.permute(0, 3, 2, 1, 4, 5)
+
+
+def staged_views(memory: Any, handle: StagingHandle, heads: range, parts: int) -> list[Any]:
+    """This rank's heads of the staging blocks, for each layer, in the axes of `layer_view`."""
+    import torch
+
+    layout = handle.layout
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    shape = (handle.blocks, layout.layers, 2, layout.heads, layout.tokens, layout.dim)
+    whole: Any = torch.frombuffer(memory, dtype=integers[layout.itemsize]).view(shape)
+    ours = whole[:, :, :, heads.start : heads.stop].unflatten(4, (parts, layout.tokens // parts))
+    return [ours[:, layer] for layer in range(layout.layers)]
+
+
+class RankCopier:
+    """Copies blocks of one rank. `map` comes first."""
+
+    def __init__(self, caches: Sequence[Any], form: CacheForm, tp: int, rank: int) -> None:
+        """`caches`: vLLM's tensors, one per layer, in the model's order."""
+        self.form = form
+        self._tp = tp
+        self._rank = rank
+        self._device = caches[0].device
+        self._parts = caches[0].shape[0] // form.blocks
+        self._caches = [layer_view(cache, form) for cache in caches]
+        self._staged: list[Any] = []
+        self._map: mmap.mmap | None = None
+        self._handle: StagingHandle | None = None
+        self._writes = True
+        self._pinned: Any = None
+        """The staging memory as the device's driver knows it; None: on a CPU, or refused."""
+
+    def map(self, handle: StagingHandle) -> None:
+        """Map the staging memory of the engine process, once. Raises `EngineError`, and `PlanError`
+        if the heads cannot be divided."""
+        if handle == self._handle:
+            return
+        self.close()
+        layout = _rank_layout(handle.layout, self._tp, self._rank)
+        heads = heads_of(layout)
+        # If ranks hold the same head, one of them writes it.
+        self._writes = self._tp <= layout.heads or self._rank % (self._tp // layout.heads) == 0
+        self._map = open_staging(handle)
+        self._pin()
+        self._staged = staged_views(self._map, handle, heads, self._parts)
+        self._handle = handle
+
+    def _pin(self) -> None:
+        """Let a device copy to and from the staging memory directly."""
+        if self._device.type != "cuda":
+            return
+        import torch
+
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        status = _driver().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0)
+        self._pinned = whole if int(status) == 0 else None
+
+    def save(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks of the cache to staging blocks: (block, staging block). Returns when the
+        bytes are there."""
+        if not self._writes:
+            return
+        for some in _chunks(pairs):
+            blocks, slots = self._indices(some)
+            # Gathered on the device first, so that the device's wait is one for all layers.
+            picked = [cache.index_select(0, blocks) for cache in self._caches]
+            for staged, content in zip(self._staged, picked, strict=True):
+                staged.index_copy_(0, slots, content.cpu())
+
+    def load(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy staging blocks to blocks of the cache: (block, staging block)."""
+        for some in _chunks(pairs):
+            blocks, slots = self._indices(some)
+            for cache, staged in zip(self._caches, self._staged, strict=True):
+                content = staged.index_select(0, slots)
+                cache.index_copy_(0, blocks, content.to(self._device))
+
+    def _indices(self, pairs: Sequence[tuple[int, int]]) -> tuple[Any, Any]:
+        """Raises IndexError for a block that does not exist: torch would read other memory."""
+        import torch
+
+        assert self._handle is not None, "the staging memory is not mapped"
+        for block, slot in pairs:
+            if not (0 <= block < self.form.blocks and 0 <= slot < self._handle.blocks):
+                raise IndexError(f"there is no block {block} or no staging block {slot}")
+        blocks = torch.tensor([block for block, _ in pairs], device=self._device)
+        return blocks, torch.tensor([slot for _, slot in pairs])
+
+    def close(self) -> None:
+        """Unmap the staging memory. Idempotent."""
+        if self._pinned is not None:
+            _driver().cudaHostUnregister(self._pinned.data_ptr())
+            self._pinned = None
+        self._staged = []
+        self._handle = None
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+
+def _driver() -> Any:
+    from torch.cuda import cudart
+
+    runtime: Any = cudart
+    return runtime()
+
+
+def _rank_layout(layout: RankKvLayout, tp: int, rank: int) -> RankKvLayout:
+    return msgspec.structs.replace(layout, tp=tp, rank=rank)
+
+
+def _chunks(pairs: Sequence[tuple[int, int]]) -> list[Sequence[tuple[int, int]]]:
+    return [pairs[at : at + _CHUNK] for at in range(0, len(pairs), _CHUNK)]
