@@ -129,6 +129,11 @@ def _conflict(held: dict[str, _Held], offers: tuple[ModelSummary, ...], *, prefi
             longer = offer.max_model_len > before.max_model_len
             if why == "context length" and prefills and longer:
                 why = ""  # it prefills whatever those who serve take
+            if why == "engine":
+                return (
+                    f"its {name!r} is computed by the engine {offer.engine}, and the one served "
+                    f"before it by {before.engine}: serve it under another name, or by one engine"
+                )
             if why:
                 return f"its {name!r} has another {why} than the one served before it"
             if _adapter(before, name) != _adapter(offer, name):
@@ -157,6 +162,7 @@ def difference(held: ModelSummary, offer: ModelSummary) -> str:
     """How two offers of one name differ; empty: in nothing that matters."""
     for field, words in (
         ("name", "model"),
+        ("engine", "engine"),
         ("compat_hash", "compatibility hash (weights, dtype or KV layout)"),
         ("tokenizer", "tokenizer"),
         ("tokenizer_config", "tokenizer configuration"),

@@ -82,10 +82,32 @@ def test_members_without_a_card_or_a_model_serve_nothing() -> None:
 
 
 def test_the_one_that_started_first_holds_the_name() -> None:
-    late = worker("a", offered(engine="torch"), started=2)
-    first = worker("b", offered(engine="sim"), started=1)
+    late = worker("a", offered(dtype="bfloat16"), started=2)
+    first = worker("b", offered(dtype="float32"), started=1)
     served = build_catalog([late, first]).names["tiny"]
-    assert (served.holder, served.offer.engine, served.workers) == ("b", "sim", ("a", "b"))
+    assert (served.holder, served.offer.dtype, served.workers) == ("b", "float32", ("a", "b"))
+
+
+def test_two_engines_under_one_name_are_refused_by_name() -> None:
+    first = worker("b", offered(engine="torch"), started=1)
+    late = worker("a", offered(engine="vllm"), offered("other"), started=2)
+    found = build_catalog([late, first])
+    assert found.names["tiny"].workers == ("b",)
+    assert "other" not in found.names
+    assert found.conflicts[NodeId("a")] == (
+        "its 'tiny' is computed by the engine vllm, and the one served before it by torch: serve "
+        "it under another name, or by one engine"
+    )
+
+
+def test_engines_may_differ_under_different_names() -> None:
+    one, two = worker("a", offered(engine="torch")), worker("b", offered("big", engine="vllm"))
+    found = build_catalog([one, two])
+    assert not found.conflicts
+    assert {name: served.workers for name, served in found.names.items()} == {
+        "tiny": ("a",),
+        "big": ("b",),
+    }
 
 
 def test_another_model_under_the_same_name_is_a_conflict() -> None:
