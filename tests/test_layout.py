@@ -31,6 +31,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 ASYNCIO = {
     "engines/pdserve_engines/loop_thread.py": "a loop for engines whose interface is asynchronous",
+    "engines/pdserve_engines/sglang/event_feed.py": "a deadline for a replay",
     "pdserve/cli/bench/command.py": "a run on a loop of its own",
     "pdserve/cli/bench/runner.py": "sends requests by a schedule, and takes times",
     "pdserve/cli/chat.py": "one HTTP conversation, on a loop of its own",
@@ -266,6 +267,8 @@ SCENARIOS = {
     "engines/sim/test_handoff.py": "sim engines hand prompts over",
     "engines/sim/test_steps_at_once.py": "core and executor with several steps in one",
     "engines/sim/test_structured_output.py": "grammars through the whole engine",
+    "engines/tensorrt_llm/test_behaviours.py": "the fake against its sources and the contract",
+    "engines/tensorrt_llm/test_planted_bugs.py": "bugs that the tests must find",
     "engines/torch/test_cuda.py": "needs a GPU",
     "engines/torch/test_engine_core.py": "the executor under a core",
     "engines/torch/test_handoff.py": "torch engines hand prompts over",

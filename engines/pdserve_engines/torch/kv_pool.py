@@ -37,6 +37,17 @@ class KvPool:
             except torch.cuda.OutOfMemoryError as error:
                 wanted = num_blocks * layout.block_bytes
                 raise out_of_memory("KV", wanted, device) from error
+        self.heads = self._from_each_layer(layout.block_size * layout.head_dim)
+        """By layer: rows of (block, layer, k|v, head), the first one in that layer's keys. So an
+        index made for layer 0 finds the same place in every layer."""
+        self.tokens = self._from_each_layer(layout.head_dim)
+        """The same with rows of (block, layer, k|v, head, token)."""
+
+    def _from_each_layer(self, row: int) -> list[torch.Tensor]:
+        """`row`: elements of a row."""
+        layout, rows = self.layout, self.tensor.view(-1, row)
+        size = 2 * layout.kv_heads * layout.block_size * layout.head_dim // row
+        return [rows[layer * size :] for layer in range(layout.num_layers)]
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination), as if all sources were read first."""
@@ -49,6 +60,7 @@ class KvPool:
     def close(self) -> None:
         """Free the memory, once nothing views it any more. Idempotent."""
         self.tensor = torch.empty(0)
+        self.heads, self.tokens = [], []
         if self.memory is not None:
             self.memory.close()
             self.memory = None

@@ -60,8 +60,10 @@ class VllmChoice:
         self._submitted = now
         self.cached = 0
         """Prompt tokens that were not computed."""
+        self.skipped = 0
+        """The same, with those of earlier output."""
         self.loaded = 0
-        """Those of them whose KV another worker has sent."""
+        """Those of `cached` whose KV another worker has sent."""
         self._scheduled: Seconds | None = None
         self._preemptions = 0
         self._prompt_logprobs: list[TokenLogprob] | None = None
@@ -153,7 +155,8 @@ class VllmChoice:
         """Read how much of the prompt was cached, from the output of its last chunk."""
         if output.prefill_stats is not None and self.first is None:
             stats = output.prefill_stats
-            self.cached = min(stats.num_cached_tokens, len(self.request.prompt))
+            self.skipped = stats.num_cached_tokens
+            self.cached = min(self.skipped, len(self.request.prompt))
             self.loaded = min(getattr(stats, "num_external_cached_tokens", 0), self.cached)
 
     def _finish(self, output: Any, now: Seconds) -> Finish:

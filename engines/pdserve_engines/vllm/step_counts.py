@@ -56,12 +56,13 @@ class StepCounts:
             choice.computed = choice.total if choice.first is None else before + 1
         else:
             choice.computed = now[0]
+            choice.skipped = choice.skipped or now[1]
             choice.cached = choice.cached or min(now[1], len(choice.request.prompt))
         if choice.computed < before:  # it lost its blocks and begins again
             self._preemptions += 1
             return 0
-        cached = choice.cached if before == 0 else 0
-        return max(0, choice.computed - before - cached)
+        skipped = choice.skipped if before == 0 else 0
+        return max(0, choice.computed - before - skipped)
 
     def note_start(self, choice: VllmChoice) -> None:
         """Count a choice that has its first token."""

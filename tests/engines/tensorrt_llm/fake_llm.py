@@ -447,7 +447,7 @@ class FakeLlm:
     def logits(self, tokens: list[int], key: str) -> dict[int, float]:
         text = f"{tokens[-4:]} {len(tokens)} {key}".encode()
         digest = hashlib.shake_128(text).digest(self.vocab_size)
-        return {token: value / 16 for token, value in enumerate(digest)}
+        return {token: value / 64 for token, value in enumerate(digest)}
 
     # ---------------------------------------------------------------- prefix cache
 

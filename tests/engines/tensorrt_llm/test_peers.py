@@ -86,13 +86,20 @@ async def test_both_engines_get_the_same_request_id_of_63_bits(spec):
     async with two(spec) as both:
         await both.hand_over(request())
         await both.hand_over(request(max_tokens=5))
-        ids = [
-            (result.disaggregated.request_type, result.disaggregated.disagg_request_id)
+        given = [
+            result.disaggregated
             for llm in FakeLlm.made
             for result in llm.requests
+            if result.disaggregated is not None
         ]
-        contexts = sorted(number for kind, number in ids if kind == "context_only")
-        assert contexts == sorted(number for kind, number in ids if kind == "generation_only")
+
+        def ids(kind: str) -> list[int]:
+            return sorted(
+                each.disagg_request_id or 0 for each in given if each.request_type == kind
+            )
+
+        contexts = ids("context_only")
+        assert contexts == ids("generation_only")
         assert len(set(contexts)) == 2
         assert all(1 << 40 <= number < 1 << 63 for number in contexts)
 
@@ -223,6 +230,7 @@ async def test_tickets_and_handoffs_of_other_engines_are_refused(spec):
         await until(lambda: bool(prefilling.error))
         assert isinstance(prefilling.error, TransferRefused)
         right = await prefilled(both, wanted, remote)
+        assert right.handoff is not None
         both.d.activate(handle, 1, replace(right.handoff, opaque=b""))
         await until(lambda: bool(remote.lost))
         assert isinstance(remote.lost[1], TransferRefused)

@@ -40,7 +40,7 @@ class _Group:
     count: int
     length: int
     heads: torch.Tensor
-    """`[n * kv_heads * blocks]` rows of the pool seen as (block, layer, k|v, head), for layer 0."""
+    """`[2 * n * kv_heads * blocks]` rows of `KvPool.heads`: all keys, then all values."""
     mask: torch.Tensor | None
     """True where a query may look, or what is added to its scores; broadcasts to
     `[n, kv_heads, groups * count, length]`."""
@@ -68,8 +68,6 @@ class PagedAttention:
         self._device = pool.tensor.device
         self._skips = _skips_hidden_keys(pool.tensor)
         self._block_heads = layout.num_layers * 2 * layout.kv_heads
-        self._head_rows = pool.tensor.view(-1, layout.block_size * layout.head_dim)
-        self._token_rows = pool.tensor.view(-1, layout.head_dim)
         self._slots = self._slot_index(batch)
         self._clear_fresh_blocks(batch)
         most = GATHERED * pool.num_blocks * layout.block_size
@@ -79,24 +77,20 @@ class PagedAttention:
             for window in windows
         }
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store `[T, kv_heads, head_dim]` keys and values of the batch's own tokens."""
-        layout = self._layout
-        shift = layer * 2 * layout.kv_heads * layout.block_size
-        for part, rows in enumerate((keys, values)):
-            index = self._slots + (shift + part * layout.kv_heads * layout.block_size)
-            self._token_rows.index_copy_(0, index, rows.reshape(-1, layout.head_dim))
+    def write(self, layer: int, rows: torch.Tensor) -> None:
+        """Store `[T, 2 * kv_heads, head_dim]` of the batch's own tokens: the keys of all heads,
+        then their values."""
+        rows = rows.reshape(-1, self._layout.head_dim)
+        self._pool.tokens[layer].index_copy_(0, self._slots, rows)
 
     def attend(self, layer: int, queries: torch.Tensor, window: int | None = None) -> torch.Tensor:
         """`[T, heads, head_dim]` queries, which see `window` tokens, to outputs of that shape."""
+        groups = self._plans[window]
+        if len(groups) == 1:
+            return self._attend_group(layer, groups[0], queries)
         out = torch.empty_like(queries)
-        for group in self._plans[window]:
-            whole = group.rows.numel() == len(queries)
-            chosen = queries if whole else queries[group.rows]
-            found = self._attend_group(layer, group, chosen)
-            if whole:
-                return found
-            out[group.rows] = found
+        for group in groups:
+            out[group.rows] = self._attend_group(layer, group, queries[group.rows])
         return out
 
     def _attend_group(self, layer: int, group: _Group, queries: torch.Tensor) -> torch.Tensor:
@@ -105,7 +99,7 @@ class PagedAttention:
         kv_heads, dim = self._layout.kv_heads, self._layout.head_dim
         folded = queries.view(group.n, group.count, kv_heads, self._groups, dim)
         folded = folded.permute(0, 2, 3, 1, 4).reshape(group.n, kv_heads, -1, dim)
-        keys, values = (self._gather(layer, part, group) for part in (0, 1))
+        keys, values = self._gather(layer, group)
         out = functional.scaled_dot_product_attention(
             folded, keys, values, attn_mask=group.mask, scale=self._scale
         )
@@ -113,7 +107,7 @@ class PagedAttention:
         return out.permute(0, 3, 1, 2, 4).reshape(queries.shape)
 
     def _attend_causal(self, layer: int, group: _Group, queries: torch.Tensor) -> torch.Tensor:
-        keys, values = (self._gather(layer, part, group) for part in (0, 1))
+        keys, values = self._gather(layer, group)
         heads = queries.transpose(0, 1).unsqueeze(0)
         square = group.count == group.length
         out = functional.scaled_dot_product_attention(
@@ -127,12 +121,12 @@ class PagedAttention:
         )
         return out[0].transpose(0, 1)
 
-    def _gather(self, layer: int, part: int, group: _Group) -> torch.Tensor:
-        """`[n, kv_heads, length, head_dim]` of one layer's keys (0) or values (1)."""
+    def _gather(self, layer: int, group: _Group) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, each `[n, kv_heads, length, head_dim]`."""
         kv_heads, dim = self._layout.kv_heads, self._layout.head_dim
-        index = group.heads + (layer * 2 + part) * kv_heads
-        rows = self._head_rows.index_select(0, index)
-        return rows.view(group.n, kv_heads, -1, dim)[:, :, : group.length]
+        rows = self._pool.heads[layer].index_select(0, group.heads)
+        keys, values = rows.view(2, group.n, kv_heads, -1, dim)[:, :, :, : group.length].unbind()
+        return keys, values
 
     def _clear_fresh_blocks(self, batch: ForwardBatch) -> None:
         """Zero the blocks that this step begins and does not fill. Masked slots are multiplied by
@@ -146,11 +140,11 @@ class PagedAttention:
             self._pool.tensor.index_fill_(0, blocks, 0)
 
     def _slot_index(self, batch: ForwardBatch) -> torch.Tensor:
-        """Rows of the pool seen as (block, layer, k|v, head, token), for layer 0's keys."""
+        """Rows of `KvPool.tokens` for each token's keys, then its values."""
         layout = self._layout
         first = batch.blocks(layout.block_size) * self._block_heads * layout.block_size
         first += batch.positions % layout.block_size
-        heads = np.arange(layout.kv_heads) * layout.block_size
+        heads = np.arange(2 * layout.kv_heads) * layout.block_size
         return upload((first[:, None] + heads).reshape(-1), self._device)
 
     def _group(self, batch: ForwardBatch, chunks: list[int], window: int | None) -> _Group:
@@ -168,8 +162,8 @@ class PagedAttention:
             ids = batch.tables[first : batch.table_offsets[chunk + 1]]
             table[row, : len(ids)] = ids
             table[row, len(ids) :] = ids[0]
-        heads = table[:, None, :] * self._block_heads
-        heads = heads + np.arange(self._layout.kv_heads)[None, :, None]
+        within = np.arange(2 * self._layout.kv_heads).reshape(2, 1, -1, 1)
+        heads = table[:, None, :] * self._block_heads + within
         rows = np.concatenate(
             [np.arange(batch.offsets[chunk], batch.offsets[chunk + 1]) for chunk in chunks]
         )

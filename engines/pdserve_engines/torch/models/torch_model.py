@@ -100,9 +100,7 @@ class TorchModel:
             batch, self._pool, config.groups, self._windows, config.query_scalar
         )
         positions = upload(batch.positions, self._device)
-        angles = {
-            rope: table[positions].unsqueeze(1).unbind(2) for rope, table in self._ropes.items()
-        }
+        angles = {rope: _angles(table[positions]) for rope, table in self._ropes.items()}
         rows = upload(batch.rows, self._device)
         x = self._embed(upload(batch.tokens, self._device))
         last = len(weights.layers) - 1
@@ -114,9 +112,9 @@ class TorchModel:
                 # The other rows are not needed any more; their keys and values are stored.
                 mixed, x = mixed[rows], x[rows]
             mixed = functional.linear(mixed, layer["o"], layer.get("o_bias"))
-            x = x + (self._norm(mixed, layer["attn_out_norm"]) if config.out_norms else mixed)
+            x += self._norm(mixed, layer["attn_out_norm"]) if config.out_norms else mixed
             fed = self._feed_forward(layer, x)
-            x = x + (self._norm(fed, layer["mlp_out_norm"]) if config.out_norms else fed)
+            x += self._norm(fed, layer["mlp_out_norm"]) if config.out_norms else fed
         return self._norm(x, weights.params["norm"])
 
     def greedy(self, batch: ForwardBatch, after: LayersDoneFn | None = None) -> list[int]:
@@ -158,14 +156,14 @@ class TorchModel:
         qkv = functional.linear(normed, layer["qkv"], layer.get("qkv_bias"))
         heads = qkv.view(len(x), -1, config.head_dim)
         split = config.num_heads + config.kv_heads
-        turned, values = heads[:, :split], heads[:, split:]
+        turned = place = heads[:, :split]
         if config.qk_norm:
             queries = self._norm(turned[:, : config.num_heads], layer["q_norm"])
             keys = self._norm(turned[:, config.num_heads :], layer["k_norm"])
             turned = torch.cat((queries, keys), dim=1)
-        turned = _rotate(turned, cosines, sines)
-        attention.write(index, turned[:, config.num_heads :], values)
-        queries = turned[:, : config.num_heads]
+        _rotate(turned, cosines, sines, place)
+        queries, written = heads[:, : config.num_heads], heads[:, config.num_heads :]
+        attention.write(index, written)
         return attention.attend(index, queries, config.window(index)).flatten(1)
 
     def _feed_forward(self, layer: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -185,9 +183,19 @@ class TorchModel:
         return functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
-def _rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Apply the rotary embedding to `[T, heads, head_dim]`; the two halves of a head are its
-    pairs."""
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
-    return turned.to(x.dtype)
+def _angles(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines as `_rotate` takes them, each `[T, 1, head_dim]`, of `[T, 2, head_dim / 2]`
+    of a rope table."""
+    cosines, sines = table.unsqueeze(1).unbind(2)
+    return torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1)
+
+
+def _rotate(
+    x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Write `[T, heads, head_dim]` with the rotary embedding to `out`, which may be `x`; the two
+    halves of a head are its pairs. Computed in float32, in few operations: each costs the host as
+    much as a launch."""
+    first, second = x.chunk(2, dim=-1)
+    swapped = torch.cat((second, first), dim=-1)
+    torch.add(x * cosines, swapped * sines, out=out)
