@@ -42,6 +42,7 @@ _EXTRAS = {
     "torch": "torch",
     "numpy": "torch",
     "safetensors": "torch",
+    "sglang": "sglang",
     "tensorrt_llm": "trtllm",
     "vllm": "vllm",
 }
