@@ -151,7 +151,8 @@ class TensorRtLlmCore(SelfSchedulingCore):
             basic,
             kv_events=events,
             compat_hash=_compat_hash(spec, limits, arguments),
-            reduced="; ".join(_shortfalls(package.version, arguments)),
+            reduced="; ".join(_shortfalls(arguments)),
+            untested=untested(package.version),
         )
 
     def shutdown(self) -> int:
@@ -255,6 +256,7 @@ class TensorRtLlmCore(SelfSchedulingCore):
             blocks_total=pool.blocks,
             blocks_used=used,
             blocks_free=max(pool.blocks - used, 0),
+            inexact_continuations=sum(self.inexact.values()),
         )
 
     # ------------------------------------------------------------------ in the loop's thread
@@ -311,13 +313,12 @@ def _support(package: Package, limits: ModelLimits, arguments: LlmArguments) -> 
     )
 
 
-def _shortfalls(version: str, arguments: LlmArguments) -> list[str]:
+def _shortfalls(arguments: LlmArguments) -> list[str]:
     """What is less than asked for, with the reason."""
-    lacks = [
+    return [
         f"this release of TensorRT-LLM has no setting {path}: {_LOSSES[path]}"
         for path in arguments.missing
     ]
-    return [text for text in (untested(version), *lacks) if text]
 
 
 def _compat_hash(spec: EngineSpec, limits: ModelLimits, arguments: LlmArguments) -> str:

@@ -257,6 +257,7 @@ def test_refusals_are_by_name_and_inexact_requests_are_counted(core, caplog) -> 
     core.complete(presence_penalty=1.0, output=[[5]])
     core.complete(presence_penalty=1.0, output=[[5]])
     assert core.core.inexact == {"presence_penalty": 2}
+    assert core.core.stats().inexact_continuations == 2
     assert caplog.text.count("not exact in 'presence_penalty'") == 1
 
 
@@ -284,7 +285,7 @@ def test_the_capabilities_name_what_is_less(tmp_path) -> None:
         release = "1.9.0"
 
     with Driver(tmp_path, Unknown) as core:
-        assert "TensorRT-LLM 1.9.0 is untested" in core.capabilities.reduced
+        assert "TensorRT-LLM 1.9.0 is untested" in core.capabilities.untested
     with Driver(tmp_path) as core:
-        assert core.capabilities.reduced == ""
+        assert (core.capabilities.reduced, core.capabilities.untested) == ("", "")
         assert core.capabilities.features == ("grammar", "bans")
