@@ -33,6 +33,7 @@ __all__ = [
     "installed_engines",
     "load_core",
     "make_engine",
+    "missing_parts",
     "wrap_core",
 ]
 
@@ -64,6 +65,23 @@ def check_installed(engine: str) -> None:
 def installed_engines() -> list[str]:
     """Names of all registered engines, also of those whose libraries are missing."""
     return sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)})
+
+
+def missing_parts(engine: str) -> list[str]:
+    """What this machine lacks for a registered engine, in words; empty: nothing is known to lack.
+
+    Asks the function `missing()` of the entry point's module, if it has one. Libraries of pdserve's
+    own engines are looked for without importing them.
+    """
+    lacking = [name for name in _NEEDS.get(engine, ()) if importlib.util.find_spec(name) is None]
+    if lacking or engine in _NEEDS:
+        return [f"the package {name}: {_remedy(name)}" for name in lacking]
+    point = _registered(engine, entry_points(group=ENTRY_POINT_GROUP))
+    try:
+        ask = getattr(importlib.import_module(point.module), "missing", list)
+    except ImportError as error:
+        return [str(error)]
+    return list(ask())
 
 
 def load_core(
@@ -144,9 +162,12 @@ def _missing(engine: str, module_name: str, missing: str) -> ConfigError:
 
 
 def _lacking(engine: str, library: str) -> ConfigError:
-    extra = _EXTRAS.get(library.partition(".")[0])
-    remedy = f"pip install 'pdserve[{extra}]'" if extra else f"install {library!r}"
     return ConfigError(
-        f"engine {engine!r} needs {library!r}, which is not installed: {remedy}; or try pdserve "
-        "without a model's arithmetic, with --engine sim"
+        f"engine {engine!r} needs {library!r}, which is not installed: {_remedy(library)}; or try "
+        "pdserve without a model's arithmetic, with --engine sim"
     )
+
+
+def _remedy(library: str) -> str:
+    extra = _EXTRAS.get(library.partition(".")[0])
+    return f"pip install 'pdserve[{extra}]'" if extra else f"install {library!r}"

@@ -238,9 +238,13 @@ def _compiler() -> Iterator[MachineFact]:
 
 
 def _engines() -> Iterator[MachineFact]:
-    from pdserve.engine_core.engine_loader import installed_engines
+    from pdserve.engine_core.engine_loader import installed_engines, missing_parts
 
-    yield MachineFact("engines", "registered", ", ".join(installed_engines()) or "none")
+    names = installed_engines()
+    yield MachineFact("engines", "registered", ", ".join(names) or "none")
+    for name in names:
+        if lacking := missing_parts(name):
+            yield MachineFact("engines", name, f"needs {'; '.join(lacking)}", "absent")
 
 
 def _plan() -> Iterator[MachineFact]:

@@ -107,3 +107,12 @@ def test_plain_asyncio_is_slower_and_no_problem(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", missing)
     loop = next(fact for fact in machine._software() if fact.name == "uvloop")
     assert (loop.state, loop.value) == ("absent", "not installed: plain asyncio serves, slower")
+
+
+@pytest.mark.usefixtures("no_torch_process")
+def test_engines_without_their_library_are_named_with_the_remedy(monkeypatch):
+    lacks = {"sim": ["the package x: pip install x"]}
+    module = "pdserve.engine_core.engine_loader.missing_parts"
+    monkeypatch.setattr(module, lambda name: lacks.get(name, []))
+    facts = [fact for fact in machine._engines() if fact.name != "registered"]
+    assert facts == [MachineFact("engines", "sim", "needs the package x: pip install x", "absent")]

@@ -12,7 +12,12 @@ import pytest
 from pdserve.clock import ManualClock
 from pdserve.engine_core import engine_loader
 from pdserve.engine_core.core import EngineCore
-from pdserve.engine_core.engine_loader import check_installed, installed_engines, load_core
+from pdserve.engine_core.engine_loader import (
+    check_installed,
+    installed_engines,
+    load_core,
+    missing_parts,
+)
 from pdserve.errors import ConfigError
 from pdserve.testing.fake_mover import FakeMover, FakeNet
 from pdserve.testing.scripted import ENGINE
@@ -116,3 +121,34 @@ def test_a_library_that_is_missing_is_named_before_anything_starts(monkeypatch):
         check_installed("torch")
     check_installed("sim")
     check_installed("mine:engine")
+
+
+def _register(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    point = EntryPoint(name=name, value=value, group=engine_loader.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(engine_loader, "entry_points", lambda group: [point])
+
+
+def test_an_engine_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType):
+    _register(monkeypatch, "made", "made_up_engine:create")
+    assert missing_parts("made") == []
+    monkeypatch.setattr(module, "missing", lambda: ["a GPU"], raising=False)
+    assert missing_parts("made") == ["a GPU"]
+
+
+def test_an_engine_that_cannot_be_imported_lacks_what_its_error_says(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    _register(monkeypatch, "made", "no_such_module_here:create")
+    assert missing_parts("made") == ["No module named 'no_such_module_here'"]
+
+
+def test_libraries_of_the_torch_engine_are_not_imported_to_look_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"imports {name}"))
+    assert missing_parts("torch") == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert missing_parts("torch") == [
+        "the package torch: pip install 'pdserve[torch]'",
+        "the package numpy: pip install 'pdserve[torch]'",
+    ]
