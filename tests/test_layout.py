@@ -275,6 +275,7 @@ SCENARIOS = {
     "engines/torch/test_loading.py": "memory and pauses of loading, in a process of its own",
     "engines/torch/test_migration.py": "a request moves between torch engines",
     "engines/torch/test_weight_sharing.py": "several executors of one checkpoint",
+    "engines/vllm/test_real_disagg.py": "the real vLLM: prompts computed by one engine for another",
     "engines/vllm/test_real_engine.py": "the real vLLM: the suite of engines, and processes",
     "frontend/api/test_request_fields.py": "fields of every API",
     "frontend/api/test_routing_headers.py": "headers of every API",

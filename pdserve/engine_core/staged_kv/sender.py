@@ -314,8 +314,15 @@ class StagedSender:
 
 
 def _for_peer(request: GenerateRequest, given: list[int]) -> GenerateRequest:
-    """One choice that ends after one token. The token is not used, so no grammar is compiled."""
-    sampling = replace(request.sampling, max_tokens=len(given) + 1, grammar="", thinking=None)
+    """One choice that ends after one token. The token is not used, so it needs neither a grammar
+    nor noise."""
+    sampling = replace(
+        request.sampling,
+        max_tokens=len(given) + 1,
+        temperature=0.0,
+        grammar="",
+        thinking=None,
+    )
     return replace(request, n=1, output=[given] if given else [], ended=(), sampling=sampling)
 
 

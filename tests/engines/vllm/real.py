@@ -76,7 +76,8 @@ class _Loaded:
         self.owner: SharedCore | None = None
         self.stages: list[LoadProgress] = []
         with quiet():
-            self.engine = load_engine(spec, self.stages.append, self._on_failure)
+            moves = spec.transfer is not None
+            self.engine = load_engine(spec, self.stages.append, self._on_failure, moves)
         _start_threads(self.engine)
 
     def _on_failure(self) -> None:
@@ -171,6 +172,8 @@ def settle(engine: Engine) -> None:
         engine.step()
     engine.reset_prefix_cache()
     engine.take_kv_events()
+    if engine.core.scheduler.connector is not None:
+        engine.core.scheduler.connector.planner.take_events()
     assert engine.faulty() == []
 
 

@@ -54,7 +54,7 @@ def test_cached_tokens_are_not_computed() -> None:
 def test_a_choice_that_ends_with_its_first_token() -> None:
     """vLLM has forgotten it by then, so that what its output says is what is known."""
     counts, choice = StepCounts(), make(10)
-    choice.cached = 4
+    choice.cached = choice.skipped = 4
     step(counts, [choice], {})
     assert counts.fields()["computed_tokens"] == 6
 
@@ -92,4 +92,7 @@ def test_earlier_output_is_computed_like_a_prompt() -> None:
     counts, choice = StepCounts(), make(6, given=4)
     assert choice.uncomputed == 10
     step(counts, [choice], {"1.0": (10, 8)})
-    assert counts.fields()["computed_tokens"] == 4, "of the prompt 6 were cached, of the output 2"
+    assert counts.fields()["computed_tokens"] == 2, (
+        "6 of the prompt and 2 of the output were cached"
+    )
+    assert choice.cached == 6
