@@ -31,7 +31,7 @@ from pdserve_engines.vllm.block_names import BlockNames
 from pdserve_engines.vllm.choices import VllmChoice, request_id
 from pdserve_engines.vllm.copy_planner import Copied
 from pdserve_engines.vllm.disagg import VllmStaging
-from pdserve_engines.vllm.engine import Engine, load_engine
+from pdserve_engines.vllm.engine import WORKER_DIED, Engine, load_engine
 from pdserve_engines.vllm.grammar import grammar_text
 from pdserve_engines.vllm.params import given_output, inexact, sampling_arguments
 from pdserve_engines.vllm.step_counts import StepCounts
@@ -105,7 +105,7 @@ class VllmCore(StagedCore):
         return self.wants_kv(spec) and not spec.moves_optionally
 
     def _on_executor_failure(self) -> None:
-        self.post_failure(EngineDied("a worker process of vLLM has died"))
+        self.post_failure(EngineDied(WORKER_DIED))
 
     def shutdown(self) -> int:
         """End vLLM and its worker processes."""

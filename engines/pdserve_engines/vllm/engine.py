@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdserve.engine_core.kit import read_model_limits
 from pdserve.engine_core.structured_output import read_tokenizer, uses_structured_output
-from pdserve.errors import ConfigError, InvalidRequest
+from pdserve.errors import ConfigError, EngineDied, InvalidRequest
 from pdserve.limits.memory import available
 from pdserve.messages.card import NEARLY
 from pdserve.messages.engine import EngineCapabilities, LoadProgress
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.request import GenerateRequest, SamplingParams
 
-__all__ = ["Engine", "load_engine"]
+__all__ = ["WORKER_DIED", "Engine", "load_engine"]
 
 _LOG = logging.getLogger("pdserve.engines.vllm")
+WORKER_DIED = "a worker process of vLLM has died"
 _HOST_SHARE = 0.25
 """Share of a host's free memory for KV without --kv-memory; other programs run there, too."""
 _IDENTITY_BYTES: Bytes = 1 << 16
@@ -366,8 +367,15 @@ class Engine:
         return len(self._scheduler.requests) - len(self._scheduler.running)
 
     def step(self) -> tuple[list[Any], bool]:
-        """One step: (outputs, whether the model computed something)."""
-        outputs, computed = self._core.step_fn()
+        """One step: (outputs, whether the model computed something). Raises `EngineDied` if a
+        worker process of vLLM has died, and what vLLM raises."""
+        try:
+            outputs, computed = self._core.step_fn()
+        except Exception as error:
+            # vLLM cancels the step that waits for the worker, and the step says no more than that.
+            if getattr(self._core.model_executor, "is_failed", False):
+                raise EngineDied(WORKER_DIED) from error
+            raise
         self._core.post_step(model_executed=computed)
         ours = (outputs or {}).get(0)
         return ([] if ours is None else ours.outputs), bool(computed)

@@ -1,0 +1,32 @@
+"""One cluster with vLLM for all tests of this folder: loading an engine takes about 12 seconds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.e2e.model import MARKERS, THINKS, write_model
+from tests.e2e.vllm.cluster import VllmCluster, require_vllm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="session")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmCluster]:
+    """Loaded once."""
+    require_vllm()
+    # Heads of 32 numbers are the smallest that vLLM computes on CPUs.
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    model = write_model(folder, hidden=128, template=THINKS, markers=MARKERS)
+    with VllmCluster(tmp_path_factory.mktemp("cluster"), model) as cluster:
+        cluster.open()
+        yield cluster
+
+
+@pytest.fixture
+def cluster(running: VllmCluster) -> VllmCluster:
+    """Whole again, whatever the test before has done."""
+    running.wait_whole()
+    return running
