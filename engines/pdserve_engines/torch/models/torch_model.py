@@ -190,9 +190,7 @@ def _angles(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1)
 
 
-def _rotate(
-    x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, out: torch.Tensor
-) -> None:
+def _rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, out: torch.Tensor) -> None:
     """Write `[T, heads, head_dim]` with the rotary embedding to `out`, which may be `x`; the two
     halves of a head are its pairs. Computed in float32, in few operations: each costs the host as
     much as a launch."""

@@ -58,9 +58,9 @@ def test_sequences_that_share_a_prefix_gather_no_more_than_is_kept_free(
     gathered: list[int] = []
     real = PagedAttention._gather
 
-    def gather(self: PagedAttention, layer: int, part: int, group: Any) -> Any:
+    def gather(self: PagedAttention, layer: int, group: Any) -> Any:
         gathered.append(group.n * group.length)
-        return real(self, layer, part, group)
+        return real(self, layer, group)
 
     monkeypatch.setattr(PagedAttention, "_gather", gather)
     directory, model = checkpoint("qwen2")
