@@ -14,6 +14,7 @@ import secrets
 import threading
 from collections import Counter, deque
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -150,7 +151,7 @@ class TensorRtLlmCore(SelfSchedulingCore):
         return replace(
             basic,
             kv_events=events,
-            compat_hash=_compat_hash(spec, limits, arguments),
+            compat_hash=_compat_hash(spec, limits, package, arguments),
             reduced="; ".join(_shortfalls(arguments)),
             untested=untested(package.version),
         )
@@ -321,16 +322,28 @@ def _shortfalls(arguments: LlmArguments) -> list[str]:
     ]
 
 
-def _compat_hash(spec: EngineSpec, limits: ModelLimits, arguments: LlmArguments) -> str:
-    """Equal for workers that may use each other's block names: the checkpoint's shape, its data
-    type and that of the KV."""
+def _compat_hash(
+    spec: EngineSpec, limits: ModelLimits, package: Package, arguments: LlmArguments
+) -> str:
+    """Equal for workers that may use each other's blocks: the checkpoint, its data type, the KV's
+    format, and the release, which decides how a hand-over is written. Parallel layouts do not
+    count: TensorRT-LLM converts between them."""
     cache = arguments.values.get("kv_cache_config", {})
     facts = (
+        package.version,
         limits.model_type,
-        limits.vocab_size,
+        _checkpoint(Path(spec.model)),
         spec.dtype,
         str(cache.get("dtype", "auto")),
         spec.block_size,
-        arguments.values.get("quant_config") and str(arguments.values["quant_config"]),
+        str(arguments.values.get("quant_config")),
     )
     return f"tensorrt_llm {hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}"
+
+
+def _checkpoint(folder: Path) -> tuple[str, tuple[tuple[str, int], ...]]:
+    """What tells checkpoints apart without reading the weights: the configuration, and names and
+    sizes of the files with weights."""
+    config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+    weights = sorted(folder.glob("*.safetensors"))
+    return config, tuple((path.name, path.stat().st_size) for path in weights)

@@ -31,6 +31,7 @@ __all__ = [
     "CancelAnswer",
     "ContextState",
     "attempt_id",
+    "cancel_answer",
     "context_arguments",
     "context_state",
     "generation_arguments",
@@ -77,7 +78,8 @@ _FIELDS = {
 
 
 class CancelAnswer(Enum):
-    """What TensorRT-LLM's transceiver answers when a transfer is cancelled."""
+    """What TensorRT-LLM's transceiver answers when a transfer is cancelled. The known releases keep
+    the answer inside: `abort` of a result returns None."""
 
     NOT_FOUND = "NotFound"
     ALREADY_COMPLETE = "AlreadyComplete"
@@ -99,6 +101,16 @@ class CancelAnswer(Enum):
     def restart(self) -> bool:
         """The engine must be started anew; it will not become safe by waiting."""
         return self is CancelAnswer.BACKEND_UNHEALTHY
+
+
+def cancel_answer(said: object) -> CancelAnswer | None:
+    """Read what `abort` has returned: None, an enum's member, or its name. What is not known counts
+    as not safe."""
+    if said is None:
+        return None
+    name = str(getattr(said, "name", said)).removeprefix("k")
+    known = {answer.value: answer for answer in CancelAnswer}
+    return known.get(name, CancelAnswer.NOT_CANCELLABLE)
 
 
 def make_ticket(handle: int, attempt: int, life: int, epoch: int, tokens: int) -> TransferTicket:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pdserve.errors import EngineDied, StepFailed
 from pdserve_engines.request_states import RequestAction, RequestEvent
 from pdserve_engines.tensorrt_llm.choices import Choice, error_of, failure_of
+from pdserve_engines.tensorrt_llm.handoff import cancel_answer
 from pdserve_engines.tensorrt_llm.outputs import end_of, new_logprobs, new_tokens
 from pdserve_engines.tensorrt_llm.params import next_part, priority_of, sampling_arguments
 
@@ -304,7 +305,12 @@ class Requests:
         now = choice.cancelled_at = self._clock.now()
         if choice.result is None or choice.result.finished:
             return
-        choice.result.abort()
+        answer = cancel_answer(choice.result.abort())
+        if answer is not None and answer.restart:
+            self._reports.failure(EngineDied("TensorRT-LLM's KV transfer is unhealthy"))
+            self.die()
+            return
+        # Safe or not, TensorRT-LLM owns the blocks until its last answer comes.
         self._cancelled[choice] = now
         self.oldest_cancel = min(self._cancelled.values())
 

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.blocks.hashing import block_hashes, prompt_root
 from pdserve.engine.client import CoreClient
-from pdserve.messages.engine import EngineSpec
+from pdserve.messages.engine import EngineSpec, TransferSpec
 from pdserve.messages.kv_events import BlockStored
 from pdserve.testing.engine_conformance import EngineConformance
 from pdserve.testing.sinks import until
@@ -28,6 +28,7 @@ SECRET = b"a secret of these tests"
 class Conformance(EngineConformance):
     prompt = (17, 42, 8)
     entry: str
+    transfer: TransferSpec | None = None
     steering: ClassVar[dict[str, Any]] = {}
 
     @pytest.fixture(autouse=True)
@@ -39,6 +40,7 @@ class Conformance(EngineConformance):
             max_sequences=8,
             block_size=8,
             hash_secret=SECRET,
+            transfer=self.transfer,
         )
 
     def make_engine(self) -> Engine:
@@ -90,3 +92,10 @@ class TestOver14(Conformance):
         "frequency_penalty": 0.3,
         "repetition_penalty": 1.2,
     }
+
+
+class TestWithPeers(Conformance):
+    """A worker that hands prompts over serves all others as well."""
+
+    entry = fake_engine.ENGINE
+    transfer = TransferSpec()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import fields
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from pdserve_engines.tensorrt_llm.handoff import (
     CancelAnswer,
     ContextState,
     attempt_id,
+    cancel_answer,
     context_arguments,
     context_state,
     generation_arguments,
@@ -107,3 +109,14 @@ def test_only_three_answers_free_the_blocks() -> None:
     }
     assert [answer for answer in CancelAnswer if answer.restart] == [CancelAnswer.BACKEND_UNHEALTHY]
     assert not any(answer.safe and answer.restart for answer in CancelAnswer)
+
+
+@pytest.mark.parametrize("answer", CancelAnswer)
+def test_answers_are_read_in_every_spelling_and_unknown_ones_are_not_safe(answer) -> None:
+    member = SimpleNamespace(name=f"k{answer.value}")
+    for said in (answer.value, f"k{answer.value}", member):
+        assert cancel_answer(said) is answer
+    assert cancel_answer(None) is None
+    unknown = cancel_answer("Perhaps")
+    assert unknown is not None
+    assert not unknown.safe

@@ -112,6 +112,18 @@ async def test_the_first_token_comes_once_even_if_the_release_leaves_it_out(spec
         assert remote.ledger.tokens[0] == await alone(both.d, wanted)
 
 
+async def test_the_releases_own_diff_would_lose_the_first_token(spec, monkeypatch):
+    """The bug, planted: what the test above is for."""
+    monkeypatch.setattr(FakeLlm, "old_diff", True)
+    monkeypatch.setattr(
+        "pdserve_engines.tensorrt_llm.requests.new_tokens",
+        lambda output, seen: list(output.token_ids_diff),
+    )
+    async with two(spec) as both:
+        remote, _ = await both.hand_over(request())
+        assert remote.ledger.tokens[0] != await alone(both.d, request())
+
+
 async def test_a_first_token_that_ends_the_request_needs_no_transfer(spec):
     async with two(spec) as both:
         first = (await alone(both.p, request()))[0]

@@ -209,6 +209,17 @@ def test_what_ends_by_our_rules_is_cancelled_there(core, monkeypatch) -> None:
     assert core.llm.requests[-1].cancelled
 
 
+def test_an_unhealthy_transfer_ends_the_core(core, monkeypatch) -> None:
+    """Should a release answer `abort`: only a new engine helps then."""
+    monkeypatch.setattr(RequestOutput, "abort", lambda result: "BackendUnhealthy")
+    core.hold()
+    handle = core.submit(core.request())
+    core.wait_for(lambda: core.llm.running == 1)
+    core.abort(handle)
+    core.until(lambda: core.failure is not None)
+    assert "unhealthy" in core.failure.message
+
+
 def test_an_engine_that_does_not_end_a_cancelled_request_is_broken(tmp_path) -> None:
     clock = ManualClock()
     with Driver(tmp_path, clock=clock) as core:
