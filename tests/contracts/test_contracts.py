@@ -19,6 +19,7 @@ from tests.contracts.contract import ENGINES, load, members, parse
 from tests.contracts.installed import InstalledReader
 from tests.contracts.references import ReferenceReader
 from tests.contracts.source import SourceReader
+from tests.contracts.wheels import find_wheel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -305,12 +306,8 @@ def test_the_text_of_vllm_is_as_listed(capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_wheel_of_sglang_is_as_listed(capsys: pytest.CaptureFixture[str]):
-    """PDSERVE_WHEELS names a folder with wheels: `pip download --no-deps sglang==0.5.23`."""
-    folder = os.environ.get("PDSERVE_WHEELS") or Path.home() / ".cache" / "pdserve" / "wheels"
-    wheels = sorted(Path(folder).glob(f"sglang-{load('sglang').version}-*.whl"))
-    if not wheels:
-        pytest.skip("no wheel of SGLang")
-    assert main(["diff", "sglang", str(wheels[0])]) == 0, capsys.readouterr().out
+    wheel = find_wheel("sglang", load("sglang").version)
+    assert main(["diff", "sglang", str(wheel)]) == 0, capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- the command

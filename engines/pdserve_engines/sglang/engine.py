@@ -96,7 +96,7 @@ def load_engine(
     try:
         with kept_handlers():
             engine = sglang.engine(**arguments)
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
         raise ConfigError(f"SGLang refuses this configuration: {_first_lines(error)}") from error
     return SglangEngine(engine, spec, sglang.version, children)
 
@@ -122,7 +122,9 @@ class SglangEngine:
         self._ours = children()
         self._arguments = _resolved(engine.server_args)
         self._loras = frozenset(adapter.id for adapter in spec.loras)
-        self.page = int(self._arguments["page_size"] or 1)
+        # With decode context parallelism SGLang's tree, and its events, have larger pages.
+        shards = int(self._arguments.get("dcp_size") or 1)
+        self.page = int(self._arguments["page_size"] or 1) * shards
         self.pool_tokens = int(_scheduler_info(engine)["max_total_num_tokens"])
         self.seeded = bool(self._arguments.get("enable_deterministic_inference"))
         self.reasoning = bool(self._arguments.get("reasoning_parser"))

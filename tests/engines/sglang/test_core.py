@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import tomllib
 from pathlib import Path
@@ -36,6 +35,7 @@ from pdserve_engines.sglang.engine import SglangPackage
 from tests.conformance.test_engines import write_model
 from tests.contracts.contract import load
 from tests.contracts.source import SourceReader
+from tests.contracts.wheels import find_wheel
 from tests.engines.sglang import fake_sglang
 from tests.engines.sglang.fake_sglang import ENGINE, ENGINES, FAKED, FakeTokenizerManager, greedy
 
@@ -517,11 +517,7 @@ def test_every_behaviour_of_the_fake_has_a_source():
 
 
 def test_the_sources_of_behaviours_are_in_the_wheel():
-    folder = os.environ.get("PDSERVE_WHEELS") or Path.home() / ".cache" / "pdserve" / "wheels"
-    wheels = sorted(Path(folder).glob("sglang-0.5.23-*.whl"))
-    if not wheels:
-        pytest.skip("no wheel of SGLang")
-    reader = SourceReader(wheels[0])
+    reader = SourceReader(find_wheel("sglang", "0.5.23"))
     try:
         assert [each["at"] for each in behaviours() if not reader.exists(each["at"])] == []
     finally:
