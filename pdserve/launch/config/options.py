@@ -353,8 +353,8 @@ OPTIONS: tuple[Option, ...] = (
         "engine",
         "worker.engine",
         "engine",
-        "torch, sim (a timing model, to try out clusters), instant (no compute, to measure "
-        "everything else), or module:attribute.",
+        "torch, vllm, tensorrt_llm, sglang, sim (a timing model, to try out clusters), instant (no "
+        "compute, to measure everything else), or module:attribute.",
         "NAME",
         imports=True,
     ),
