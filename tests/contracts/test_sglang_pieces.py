@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.blocks.hashing import block_hashes, prompt_root
+from pdserve.errors import StepFailed
 from pdserve.messages.kv_events import BlockRemoved, BlockStored, PoolCleared
 from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve_engines.sglang.choices import SglangChoice
 from pdserve_engines.sglang.event_feed import EventFeed, zmq_sockets
 from pdserve_engines.sglang.events import NamedBlocks
 from pdserve_engines.sglang.options import event_endpoints
 from pdserve_engines.sglang.params import request_arguments
 from tests.contracts.contract import load
-from tests.contracts.wheels import find_wheel, module_of
+from tests.contracts.wheels import find_wheel, function_of, module_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,6 +95,144 @@ def test_sglang_accepts_what_is_sent_and_reads_it_so(
     assert (theirs.stop_token_ids or set()) == {*sampling.stop_token_ids, *ends}
     assert (theirs.stop_strs, theirs.n, theirs.beam_width) == ([], 1, None)
     assert bool(theirs.ebnf) == bool(sampling.grammar)
+
+
+# ---------------------------------------------------------------- ends and chunks
+
+BATCH = "sglang.srt.managers.schedule_batch:"
+MANAGER = "sglang.srt.managers.tokenizer_manager:"
+
+
+class Matched:
+    """SGLang's record of a token that ended a request."""
+
+    def __init__(self, matched: int) -> None:
+        self.matched = matched
+
+
+@pytest.mark.parametrize(
+    ("ignore_eos", "stops", "ends", "token", "ended"),
+    [
+        (False, {9}, set(), 9, True),
+        (False, set(), {9}, 9, True),
+        (False, set(), set(), 63, True),  # the tokenizer's
+        (False, {9}, {8}, 7, False),
+        (True, {9}, {9}, 9, False),
+    ],
+)
+def test_with_end_tokens_ignored_no_stop_token_counts(
+    wheel: Path, ignore_eos: bool, stops: set[int], ends: set[int], token: int, ended: bool
+):
+    """So the adapter looks for them itself."""
+    check = function_of(
+        wheel, BATCH + "Req._check_token_based_finish", {"FINISH_MATCHED_TOKEN": Matched}
+    )
+    request = SimpleNamespace(
+        sampling_params=SimpleNamespace(ignore_eos=ignore_eos, stop_token_ids=stops),
+        eos_token_ids=ends,
+        tokenizer=SimpleNamespace(eos_token_id=63, additional_stop_token_ids=None),
+        output_ids=[1, 2, token],
+        finished_len=None,
+    )
+    assert check(request, [token]) is ended
+    # The output goes through the stop token, so that it is a part of it.
+    assert request.finished_len == (3 if ended else None)
+
+
+def choice_of(**changes: Any) -> SglangChoice:
+    sampling = SamplingParams(max_tokens=50, ignore_eos=True, **changes)
+    request = GenerateRequest(request_id="r", model="m", prompt=[1, 2, 3], sampling=sampling)
+    return SglangChoice(1, 0, request, 0.0, 1000)
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=6), st.data())
+def test_chunks_that_sglang_joins_are_read_whole(
+    wheel: Path, sizes: list[int], data: st.DataObject
+):
+    """Deltas with their logprobs, sliced and joined by SGLang's own functions."""
+    keys = (
+        "output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs",
+        "output_token_sampling_mask", "output_token_sampling_logprobs",
+    )  # fmt: skip
+    names = {"_INCREMENTAL_STREAMING_META_INFO_KEYS": keys, "logger": logging.getLogger("test")}
+    cut = function_of(wheel, MANAGER + "_slice_streaming_output_meta_info", names)
+    join = function_of(wheel, MANAGER + "TokenizerManager._coalesce_streaming_chunks", names)
+    chunks, done = [], 0
+    for size in sizes:
+        known, done = done, done + size
+        meta: dict[str, Any] = {
+            "finish_reason": None,
+            "completion_tokens": done,
+            "output_token_logprobs": [(-1.0, token, None) for token in range(done)],
+            "output_top_logprobs": [[(-1.0, token, None)] for token in range(done)],
+        }
+        cut(meta, known)
+        chunks.append({"text": "", "output_ids": list(range(known, done)), "meta_info": meta})
+    choice, tokens, logprobs = choice_of(logprobs=1), list[int](), list[int]()
+    while chunks:
+        count = data.draw(st.integers(1, len(chunks)))
+        taken, chunks = chunks[:count], chunks[count:]
+        delta = choice.take(join(None, taken, "r") if count > 1 else taken[0], 1.0)
+        assert delta is not None
+        assert delta.logprobs is not None
+        tokens += delta.tokens
+        logprobs += [entry.token for entry in delta.logprobs]
+    assert tokens == logprobs == list(range(done))
+
+
+def test_the_last_chunk_of_a_waiting_request_repeats_a_token(wheel: Path):
+    """It is an error for the adapter, and never a delta with a token twice."""
+    names = {
+        "is_health_check_generate_req": lambda request: False,
+        "logger": logging.getLogger("test"),
+    }
+    handle = function_of(wheel, MANAGER + "TokenizerManager._handle_abort_req", names)
+    stats = SimpleNamespace(set_finished_time=lambda: None, get_e2e_latency=lambda: 0.0)
+    state = SimpleNamespace(
+        obj=SimpleNamespace(stream=True, return_logprob=False),
+        time_stats=stats,
+        output_ids=[5, 6],
+        get_text=lambda: "",
+        prompt_token_ids=None,
+        out_list=[],
+        event=SimpleNamespace(set=lambda: None),
+        finished=False,
+    )
+    manager = SimpleNamespace(
+        rid_to_state={"r": state},
+        config_value=lambda name: None,
+        incremental_streaming_output=True,
+        _release_lora_once=lambda state: None,
+    )
+    request = SimpleNamespace(
+        rid="r", abort_message=None, finished_reason=None, weight_versions=None
+    )
+    handle(manager, request)
+    (chunk,) = state.out_list
+    assert chunk["output_ids"] == [6]
+    choice = choice_of()
+    meta = {"finish_reason": None, "completion_tokens": 2}
+    choice.take({"output_ids": [5, 6], "meta_info": meta}, 1.0)
+    with pytest.raises(StepFailed, match="waiting queue"):
+        choice.take(chunk, 1.0)
+
+
+def test_an_abort_is_sent_once_and_for_known_ids_only(wheel: Path):
+    sent: list[Any] = []
+    names = {
+        "AbortReq": lambda **fields: fields,
+        "get_serving": lambda: SimpleNamespace(tokenizer_worker_num=1),
+        "logger": logging.getLogger("test"),
+    }
+    abort = function_of(wheel, MANAGER + "TokenizerManager.abort_request", names)
+    manager = SimpleNamespace(
+        rid_to_state={"r": SimpleNamespace(abort_sent=False)},
+        _dispatch_to_scheduler=sent.append,
+        enable_metrics=False,
+    )
+    for rid in ("r", "r", "other", ""):
+        abort(manager, rid)
+    assert sent == [{"rid": "r", "abort_all": False}]
 
 
 # ---------------------------------------------------------------- KV events over ZeroMQ

@@ -6,10 +6,12 @@ PDSERVE_WHEELS names the folder; without it, `~/.cache/pdserve/wheels`. A wheel 
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 import zipfile
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -50,3 +52,30 @@ def module_of(
                 del sys.modules[each]
             else:
                 sys.modules[each] = module
+
+
+@cache
+def _body(wheel: Path, module: str) -> list[ast.stmt]:
+    with zipfile.ZipFile(wheel) as archive:
+        return ast.parse(archive.read(f"{module.replace('.', '/')}.py")).body
+
+
+def function_of(wheel: Path, at: str, names: Mapping[str, Any]) -> Any:
+    """One function or method, `module:Name` or `module:Class.name`, as a plain function.
+
+    `names` are the module's names that it uses; nothing else of the module is run.
+    """
+    module, _, name = at.partition(":")
+    body = _body(wheel, module)
+    for part in name.split("."):
+        (node,) = [
+            each
+            for each in body
+            if isinstance(each, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and each.name == part
+        ]
+        body = node.body
+    space = dict(names)
+    text = "from __future__ import annotations\n" + ast.unparse(node)
+    exec(compile(text, at, "exec"), space)
+    return space[node.name]
