@@ -126,7 +126,7 @@ def _arguments(arguments: Seq[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=shapes.SHAPES, default=Plan().models)
     parser.add_argument("--budget", type=float, default=420.0, help="seconds to measure")
     parser.add_argument("--out", type=Path, help="folder for the results")
-    parser.add_argument("--name", default="gpu", help="their name [%(default)s]: gpu.json, gpu.md")
+    parser.add_argument("--name", default="gpu_engine", help="their name [%(default)s]")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, to see that it works")
     return parser.parse_args(arguments)
 

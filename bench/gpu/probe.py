@@ -50,6 +50,7 @@ class Question:
 QUESTIONS = {
     "default": Question(attention.ask_default, 20),
     "engine": Question(decoding.ask_engine, 60),
+    "large_engine": Question(decoding.ask_large_engine, 60),
     "decode": Question(attention.ask_decode, 40),
     "prefill": Question(attention.ask_prefill, 40),
     "products": Question(products.ask_products, 40),

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The GPU tests and the torch engine on CUDA, in one call without network, ended after LIMIT seconds.
 #
-#   bench/gpu/run.sh          # results: $OUT, or bench/results (gpu.md, gpu.json, gpu_tests.txt)
+#   bench/gpu/run.sh          # results: $OUT, or bench/results (gpu_engine.md, .json, gpu_tests.txt)
 #   bench/gpu/run.sh --dry    # tiny sizes on whatever there is, no tests: to see that it works; its
 #                             # results go to a folder of its own, unless there is $OUT
 #
@@ -77,7 +77,7 @@ run_engine() {
   failed=1
   if has limits; then
     echo "packages are missing: the device's limits alone"
-    timeout "$(left)" "$PYTHON" bench/gpu/limits.py $DRY | tee "$OUT/gpu.json"
+    timeout "$(left)" "$PYTHON" bench/gpu/limits.py $DRY | tee "$OUT/gpu_engine.json"
   fi
 }
 

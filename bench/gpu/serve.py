@@ -1,24 +1,27 @@
 """The whole server on an accelerator: the same answers in every layout, and load on a real size.
 
     python bench/gpu/serve.py --out DIR               # needs pdserve installed, and a GPU
-    python bench/gpu/serve.py --device cpu --dry      # the same on a CPU, without load
+    python bench/gpu/serve.py --device cpu --dry      # on a CPU, with a small model and load
 
 First the bundled model answers the same greedy prompts in float32: on the CPU, on the device in one
 process, and on the device with prefill and decode in different processes. The answers must be
 equal, all prompts must be prefilled remotely, and the decode worker must have received KV by the
 expected transfer. Then a model of a real size with random weights in bfloat16 is put under load by
-`pdserve bench`. The exit status is 1 if one of these does not hold or a server did not start.
+`pdserve bench`, and once more, not streamed, for the times that the server tells in its answers.
+The exit status is 1 if an answer differs, the KV came another way, or a server did not start.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
+import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,13 +29,12 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "engines"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.gpu.servers import Server, free_port, metric, served
+from bench.gpu.servers import OWN_TIMES, Server, free_port, metric, served
 from bench.machine import facts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-BUNDLED = Path(__file__).parents[2] / "pdserve" / "bundled"
 TEXT = (
     "A decode worker takes requests and produces their tokens, a prefill worker computes their "
     "prompts, and between the two the KV moves block by block, while it is computed. "
@@ -42,6 +44,10 @@ TOKENS = 24
 """Tokens of each answer that is compared."""
 LOADS = ((1, 8), (16, 64), (64, 192))
 """Callers and requests of each load."""
+DRY_LOADS = ((1, 4), (4, 8))
+DRY_MODEL = "small-llama"
+INPUT, OUTPUT = 512, 128
+"""Tokens of a load's prompts and answers."""
 LOAD_LIMIT = 120.0
 """Seconds of the longest load."""
 KV = "512MiB"
@@ -68,13 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs everything, prints, writes. Returns the exit status."""
     options = _arguments(arguments)
     transfer = options.transfer or ("cuda_ipc" if options.device == "cuda" else "shm")
-    report = Report(options.device, options.model)
+    report = Report(options.device, DRY_MODEL if options.dry else options.model)
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         _compare_layouts(options.device, transfer, folder, report)
-        if not options.dry:
-            _load(options.model, options.device, folder, report)
+        _load(options.device, folder, report, DRY_LOADS if options.dry else LOADS)
     report.seconds = time.perf_counter() - begin
     _write(report, options.out)
     return 1 if report.failures else 0
@@ -86,7 +91,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--transfer", help="between processes [cuda_ipc on cuda, otherwise shm]")
     parser.add_argument("--model", default="llama-3.2-1b", help="of the load [%(default)s]")
     parser.add_argument("--out", type=Path, help="folder for gpu_serve.json and gpu_serve.log")
-    parser.add_argument("--dry", action="store_true", help="compare answers, without load")
+    parser.add_argument("--dry", action="store_true", help="a small model, little load")
     return parser.parse_args(arguments)
 
 
@@ -179,30 +184,31 @@ def _check_received(metrics: int, transfer: str, report: Report) -> None:
 # ---------------------------------------------------------------- load on a real size
 
 
-def _load(model: str, device: str, folder: Path, report: Report) -> None:
+def _load(device: str, folder: Path, report: Report, loads: Sequence[tuple[int, int]]) -> None:
     """Puts one worker under the load of several numbers of callers."""
-    made = _write_model(model, folder, device)
+    made = _write_model(report.model, folder, device)
     with served(folder, "load", report.logs) as server:
         flags = ("--model", str(made), "--device", device, "--port", str(server.port))
         server.start("all", *flags, "--aggregated", "--dtype", "bfloat16")
         try:
             server.wait()
         except TimeoutError as error:
-            report.failures.append(f"load on {model}: {error}")
+            report.failures.append(f"load on {report.model}: {error}")
             return
-        for seed, (callers, requests) in enumerate(LOADS):
-            report.loads.append(_run_bench(server, callers, requests, seed, report))
+        for seed, (callers, requests) in enumerate(loads):
+            load = _run_bench(server, callers, requests, seed, report)
+            load["own"] = _own_times(server, callers, requests, seed, report)
+            report.loads.append(load)
 
 
 def _write_model(name: str, folder: Path, device: str) -> Path:
-    """Writes a checkpoint with random weights and the bundled model's tokenizer."""
+    """Writes a checkpoint with random weights and a tokenizer with text for every token."""
     from bench.gpu import shapes
 
     made = folder / name
     made.mkdir()
     shapes.write_filled(shapes.SHAPES[name], made, device)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(BUNDLED / file, made / file)
+    shapes.write_tokenizer(shapes.SHAPES[name], made)
     return made
 
 
@@ -214,7 +220,8 @@ def _run_bench(
     file = server.folder / f"bench-{callers}.json"
     command = [sys.executable, "-m", "pdserve", "bench", "--url", server.url, "--ignore-eos"]
     command += ["--concurrency", str(callers), "--requests", str(requests), "--seed", str(seed)]
-    command += ["--input-tokens", "512", "--output-tokens", "128", "--json", str(file)]
+    command += ["--input-tokens", str(INPUT), "--output-tokens", str(OUTPUT)]
+    command += ["--json", str(file)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=LOAD_LIMIT, check=False
@@ -227,6 +234,25 @@ def _run_bench(
         report.failures.append(f"bench with {callers}: {done.stderr[-800:]}\n{server.logs()}")
         return {"callers": callers}
     return {"callers": callers, "summary": json.loads(file.read_text())["summary"]}
+
+
+def _own_times(
+    server: Server, callers: int, requests: int, seed: int, report: Report
+) -> dict[str, float]:
+    """Returns the medians of the times that the server tells of itself under the same load, in
+    milliseconds."""
+    rng = random.Random(f"own times, {seed}")
+    prompts = [rng.choices(range(100, 1200), k=INPUT) for _ in range(requests)]
+    try:
+        with ThreadPoolExecutor(callers) as pool:
+            told = list(pool.map(lambda prompt: server.own_times(prompt, OUTPUT), prompts))
+    except (OSError, KeyError) as error:  # TimeoutError is an OSError
+        report.failures.append(f"own times with {callers} callers: {error!r}\n{server.logs()}")
+        return {}
+    found = {name: statistics.median(each[name] for each in told) for name in OWN_TIMES}
+    words = ", ".join(f"{name.removesuffix('_ms')} {value:.1f} ms" for name, value in found.items())
+    print(f"the server's own medians with {callers} callers: {words}", flush=True)
+    return found
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ import subprocess
 import sys
 import time
 import urllib.request
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from email.message import Message
     from pathlib import Path
 
 READY = 120.0
@@ -24,6 +25,8 @@ END = 20.0
 """Seconds in which a process has to end after SIGINT; then it is killed."""
 PAUSE = 0.3
 """Seconds between two questions whether a server is ready."""
+OWN_TIMES = ("ttft_ms", "queue_ms", "prefill_ms")
+"""What an answer's usage tells of its times."""
 LOG_LINES = 25
 """Last lines of each log that an error shows."""
 
@@ -73,6 +76,16 @@ class Server:
     def complete(self, prompt: str, tokens: int) -> tuple[str, str]:
         """Returns the text of a greedy completion, and how its prompt was prefilled. Raises
         `OSError`."""
+        answer, headers = self._ask(prompt, tokens)
+        return answer["choices"][0]["text"], headers.get("x-pdserve-prefill", "?")
+
+    def own_times(self, prompt: list[int], tokens: int) -> dict[str, float]:
+        """Returns the times that the server itself measured of a completion, in milliseconds:
+        `ttft_ms`, `queue_ms`, `prefill_ms`. Raises `OSError`."""
+        usage = self._ask(prompt, tokens)[0]["usage"]["pdserve"]
+        return {name: usage[name] for name in OWN_TIMES if usage.get(name) is not None}
+
+    def _ask(self, prompt: str | list[int], tokens: int) -> tuple[dict[str, Any], Message]:
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         request = urllib.request.Request(
             f"{self.url}/v1/completions",
@@ -80,8 +93,7 @@ class Server:
             {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
-            text = json.load(answer)["choices"][0]["text"]
-            return text, answer.headers.get("x-pdserve-prefill", "?")
+            return json.load(answer), answer.headers
 
     def logs(self) -> str:
         """Returns the last lines of each process's log."""

@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
+
+BUNDLED = Path(__file__).parents[2] / "pdserve" / "bundled"
+"""The bundled model, whose tokenizer is the base of every other one here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ SHAPES = {
     "qwen3-0.6b": Shape("qwen3", 1024, 3072, 28, 16, 8, 128, 151936, True),
     "llama-3.1-8b": Shape("llama", 4096, 14336, 32, 32, 8, 128, 128256, False),
     "qwen3-8b": Shape("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, False),
+    "small-llama": Shape("llama", 64, 128, 2, 4, 2, 16, 128256, True, 4096),
     "tiny": Shape("qwen3", 32, 64, 2, 4, 2, 8, 128, True, 256),
 }
 
@@ -99,6 +103,22 @@ def write_filled(shape: Shape, folder: Path, device: str) -> Path:
     on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
     save_file(on_host, folder / "model.safetensors")
     return folder
+
+
+def write_tokenizer(shape: Shape, folder: Path) -> None:
+    """Writes the bundled model's tokenizer with a word for every further token of the model.
+
+    A model with random weights chooses among all its tokens, and a token without text would never
+    reach a client. No text is encoded to these words, since no merge makes them.
+    """
+    tokenizer = json.loads((BUNDLED / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    # In a byte-level vocabulary this letter stands for a blank.
+    vocab |= {f"\u0120word{token}": token for token in range(len(vocab), shape.vocab)}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
+    config = json.loads((BUNDLED / "tokenizer_config.json").read_text())
+    config["model_max_length"] = shape.context
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def _config(shape: Shape) -> dict[str, Any]:

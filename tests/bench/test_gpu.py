@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,9 @@ import pytest
 import torch
 
 from bench.gpu import engine, limits, needs, probe, servers, shapes
+from bench.gpu.probes import decoding
 from bench.gpu.probes.base import Probe, Row, Unavailable, guarded
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +45,7 @@ def run(out: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[s
 def test_a_dry_run_measures_everything_and_writes_it_down(tmp_path: Path) -> None:
     done = run(tmp_path, "--dry")
     assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / "gpu.json").read_text())
+    report = json.loads((tmp_path / "gpu_engine.json").read_text())
     plan = engine.DRY
     decodes = [f"decode {b} × {c}" for c in plan.contexts for b in plan.batches]
     assert [row["what"] for row in report["rows"]] == [
@@ -54,7 +57,7 @@ def test_a_dry_run_measures_everything_and_writes_it_down(tmp_path: Path) -> Non
     assert report["left_out"] == []
     assert report["limits"]["bandwidth"] > 0
     assert report["limits"]["matmul"] > 0
-    assert "the numbers mean nothing" in (tmp_path / "gpu.md").read_text()
+    assert "the numbers mean nothing" in (tmp_path / "gpu_engine.md").read_text()
     assert "tests/engines/torch/test_cuda.py" in done.stdout
 
 
@@ -66,7 +69,7 @@ def test_what_is_missing_is_named_and_the_rest_is_measured(tmp_path: Path) -> No
     done = run(tmp_path / "out", "--dry", PYTHONPATH=str(tmp_path / "stub"))
     assert done.returncode == 1
     assert "missing for the engine: msgspec (ImportError: not here)" in done.stdout
-    report = json.loads((tmp_path / "out/gpu.json").read_text())
+    report = json.loads((tmp_path / "out/gpu_engine.json").read_text())
     assert report["limits"]["bandwidth"] > 0
 
 
@@ -153,7 +156,10 @@ def test_a_dry_probe_answers_what_a_cpu_can_and_says_what_it_cannot(tmp_path: Pa
     answers = report["answers"]
     assert list(answers) == list(probe.QUESTIONS)
     asked = {name for name, answer in answers.items() if not answer["failure"]}
-    assert asked == {"default", "engine", "decode", "prefill", "products", "launches", "reading"}
+    assert asked == {
+        *("default", "engine", "large_engine", "decode", "prefill"),
+        *("products", "launches", "reading"),
+    }
     assert all(answers[name]["rows"] for name in asked)
     assert {answers[name]["failure"] for name in set(answers) - asked} == {"needs CUDA"}
     assert all(row["value"] is not None or row["note"] for row in answers["decode"]["rows"])
@@ -219,6 +225,13 @@ def test_another_process_asks_what_the_first_one_did_not_come_to(
     assert {each.failure for each in probe._ask_all(options).values()} == {"no time was left"}
 
 
+def test_idle_time_counts_for_the_kernel_that_ends_it() -> None:
+    spans = [("c", 10.0, 11.0), ("a", 0.0, 4.0), ("b", 1.0, 2.0), ("c", 6.0, 7.0), ("a", 7.0, 9.0)]
+    # Between 2 and 4 the first one still runs.
+    assert decoding.idle_before(spans) == [("c", (3.0, 2))]
+    assert decoding.idle_before([]) == []
+
+
 def test_a_gpu_is_asked_for_where_one_is_needed() -> None:
     with pytest.raises(Unavailable):
         Probe(torch.device("cpu")).require_cuda()
@@ -249,3 +262,16 @@ def test_a_filled_checkpoint_is_what_an_engine_loads(tmp_path: Path) -> None:
     made.step(sequences)
     made.close()
     assert len(sequences[0].tokens) == 6
+
+
+def test_every_token_of_a_large_vocabulary_has_text(tmp_path: Path) -> None:
+    shape = shapes.SHAPES["small-llama"]
+    shapes.write_tokenizer(shape, tmp_path)
+    files = [(tmp_path / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")]
+    tokenizer = Tokenizer.from_bytes(*files, model_vocab_size=shape.vocab)
+    assert tokenizer.vocab_size == shape.vocab
+    for token in random.Random(0).sample(range(1280, shape.vocab), 50):
+        assert tokenizer.decode([token]).strip() == f"word{token}"
+    bundled = Tokenizer.from_bytes((shapes.BUNDLED / "tokenizer.json").read_bytes())
+    text = "A word1281 of this text is not encoded by the added words."
+    assert tokenizer.encode(text) == bundled.encode(text)
