@@ -50,6 +50,8 @@ class Choice:
         self.for_peer = False
         """It ends with the prompt, which a peer takes over."""
         self.cancelled_at: Seconds | None = None
+        self.run = 0
+        """Which of several runs of the request: each hand-over is one."""
         self.received = 0
         """Prompt tokens whose KV a peer has computed."""
         self.handed: FirstToken | None = None

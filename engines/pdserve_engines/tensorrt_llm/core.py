@@ -36,7 +36,7 @@ from pdserve_engines.tensorrt_llm.requests import Reports, Requests
 from pdserve_engines.tensorrt_llm.versions import release_of, untested
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     from pdserve.clock import Clock
     from pdserve.engine_core.kit import ModelLimits
@@ -62,6 +62,8 @@ SHUTDOWN_LIMIT: Seconds = 30.0
 """Seconds for TensorRT-LLM's own processes to end."""
 _POLL: Seconds = 0.1
 """Seconds between two looks for events and statistics; each look waits as long itself."""
+_RETRY: Seconds = 5.0
+"""Seconds until the next look after one that failed."""
 _EVENTS = 1 << 17
 """KV events that wait for the core's next step; the oldest are dropped, which shows as a gap."""
 
@@ -136,9 +138,9 @@ class TensorRtLlmCore(SelfSchedulingCore):
         if capabilities.kv_events:
             secret = spec.hash_secret or secrets.token_bytes(32)
             self._names = KvNames(capabilities.block_size, secret, capabilities.compat_hash)
-            loop.submit(self._watch_events(), "KV events")
+            loop.submit(self._watch("KV events", self._look_for_events), "KV events")
         if arguments.has("enable_iter_perf_stats"):
-            loop.submit(self._watch_stats(), "statistics")
+            loop.submit(self._watch("statistics", self._look_for_stats), "statistics")
 
     def _capabilities_of(
         self, spec: EngineSpec, limits: ModelLimits, package: Package, arguments: LlmArguments
@@ -262,37 +264,42 @@ class TensorRtLlmCore(SelfSchedulingCore):
 
     # ------------------------------------------------------------------ in the loop's thread
 
-    def _report_delta(self, delta: TokenDelta) -> None:
+    def _report_delta(self, choice: Choice, delta: TokenDelta) -> None:
         self.post(delta)
 
-    def _report_error(self, handle: int, error: PdserveError) -> None:
-        self.post_error(handle, error)
+    def _report_error(self, choice: Choice, error: PdserveError) -> None:
+        self.post_error(choice.handle, error)
 
     def _report_prefilled(self, choice: Choice) -> None:
         """Only a core that hands prompts over asks for one."""
 
-    async def _watch_events(self) -> None:
+    async def _watch(self, name: str, look: Callable[[], Awaitable[None]]) -> None:
+        """Look again and again; a look that fails is repeated after a while."""
+        failing = False
         while True:
-            async for event in self._llm.get_kv_cache_events_async(timeout=_POLL):
-                for each in event if isinstance(event, list) else [event]:
-                    self._raw.append(each)
-                self.wake()
-            await pause(_POLL)
+            try:
+                await look()
+                failing = False
+            except Exception as error:
+                if not failing:
+                    _log.warning("TensorRT-LLM gives no %s: %s", name, error)
+                    self._raw.append(_LOST)
+                    self.wake()
+                failing = True
+            await pause(_RETRY if failing else _POLL)
 
-    async def _watch_stats(self) -> None:
-        while True:
-            async for record in self._llm.get_stats_async(timeout=_POLL):
-                self._pool = pool_stats(record)
-            await pause(_POLL)
+    async def _look_for_events(self) -> None:
+        async for event in self._llm.get_kv_cache_events_async(timeout=_POLL):
+            self._raw.extend(event if isinstance(event, list) else [event])
+            self.wake()
+
+    async def _look_for_stats(self) -> None:
+        async for record in self._llm.get_stats_async(timeout=_POLL):
+            self._pool = pool_stats(record)
 
     def _broke(self, name: str, error: BaseException) -> None:
-        """A task of the loop has failed; requests report their own errors."""
-        if name in ("KV events", "statistics"):
-            _log.warning("%s of TensorRT-LLM have ended: %s", name, error)
-            self._raw.append(_LOST)
-            self.wake()
-        else:
-            self._failed(EngineDied(f"TensorRT-LLM, {name}: {type(error).__name__}: {error}"))
+        """Something of the loop has failed; requests report their own errors."""
+        self._failed(EngineDied(f"TensorRT-LLM, {name}: {type(error).__name__}: {error}"))
 
     def _failed(self, error: BaseException) -> None:
         if self._requests is not None:

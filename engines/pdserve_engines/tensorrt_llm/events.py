@@ -84,7 +84,10 @@ class KvNames:
         return self._clear()
 
     def translate(self, event: Mapping[str, Any]) -> Iterator[KvEvent]:
-        """Take one event in and yield what it means for routers, in order."""
+        """Take one event in and yield what it means for routers, in order. TensorRT-LLM writes an
+        empty one where it has none."""
+        if not event:
+            return
         rank = int(event.get("attention_dp_rank") or 0)
         number = int(event["event_id"])
         if number != self._next.get(rank, number):

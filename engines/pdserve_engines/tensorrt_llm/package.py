@@ -33,6 +33,11 @@ _INSTALL = (
 _PYTHONS = ((3, 10), (3, 12))
 """Releases of Python that its wheels are built for."""
 
+_GENERATE = frozenset(
+    {"inputs", "sampling_params", "streaming", "disaggregated_params", "cache_salt"}
+)
+"""Parameters of `generate_async` in every known release."""
+
 
 @dataclass(frozen=True, slots=True)
 class Package:
@@ -90,7 +95,6 @@ def read_package(module: Callable[[str], Any]) -> Package:
     try:
         package = module("tensorrt_llm")
         llmapi, arguments = module("tensorrt_llm.llmapi"), module("tensorrt_llm.llmapi.llm_args")
-        generate = inspect.signature(package.LLM.generate_async).parameters
         return Package(
             version=str(getattr(package, "__version__", "")),
             llm=package.LLM,
@@ -100,13 +104,21 @@ def read_package(module: Callable[[str], Any]) -> Package:
             arguments=schema_of(arguments.TorchLlmArgs),
             sampling_fields=_field_names(package.SamplingParams),
             disaggregated_fields=_field_names(package.DisaggregatedParams),
-            generate_parameters=frozenset(generate),
+            generate_parameters=_parameters(package.LLM.generate_async),
         )
     except AttributeError as error:
         raise ConfigError(
             f"this release of TensorRT-LLM lacks a name that pdserve uses: {error}; install one "
             "that pdserve knows (docs/engines.md)"
         ) from error
+
+
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """Names of a function's parameters. A decorator may hide them: then it has those that all known
+    releases have."""
+    parameters = inspect.signature(function).parameters
+    hidden = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    return frozenset(parameters) | (_GENERATE if hidden else frozenset())
 
 
 def schema_of(model: Any) -> Schema:

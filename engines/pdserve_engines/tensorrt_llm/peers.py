@@ -76,8 +76,8 @@ class _Remote:
     """The open attempt."""
     peer: tuple[str, int] = ("", 0)
     """Node and epoch that may fill it."""
-    fetching: bool = False
-    """The engine has the handoff and has no token yet."""
+    run: int = 0
+    """The engine's run that has the handoff and has no token yet; 0: none."""
 
 
 @dataclass(slots=True)
@@ -100,8 +100,12 @@ class PeerCore(TensorRtLlmCore):
         self._adding: int | None = None
         """The handle that `add` shall keep for a peer."""
         self._prefills: dict[int, _Prefill] = {}
-        self._told: deque[Choice | tuple[int, PdserveError]] = deque()
-        """What the loop's thread reports: prefilled choices, and failures."""
+        self._runs = 0
+        self._accepted: dict[int, int] = {}
+        """Handle -> the run whose output is the request's: its KV has come."""
+        self._told: deque[tuple[Choice, TokenDelta | PdserveError | None]] = deque()
+        """What the loop's thread reports: output of runs with a peer's KV, failures, and prefilled
+        choices. Which of them still counts is decided in the core's thread."""
 
     # ------------------------------------------------------------------ life
 
@@ -157,6 +161,7 @@ class PeerCore(TensorRtLlmCore):
     def drop(self, handle: int) -> None:
         """Forget a request, wherever it is."""
         self._remote.pop(handle, None)
+        self._accepted.pop(handle, None)
         super().drop(handle)
 
     def _open_attempt(self, command: OpenAttemptBlocks) -> None:
@@ -178,18 +183,26 @@ class PeerCore(TensorRtLlmCore):
     def _activate(self, command: Activate) -> None:
         handle, handoff = command.handle, command.handoff
         remote = self._remote.get(handle)
-        if remote is None or remote.attempt != command.attempt or remote.fetching:
+        if remote is None or remote.attempt != command.attempt or remote.run:
             return
         try:
             state = read_state(handoff.opaque)
+            if len(handoff.first) != 1:
+                raise TransferRefused(f"the handoff has {len(handoff.first)} first tokens")
             arguments = generation_arguments(state, self._package.disaggregated_fields)
         except PdserveError as error:
             remote.attempt = None
             self._lose(handle, command.attempt, error)
             return
-        remote.fetching = True
+        self._runs += 1
+        remote.run = self._runs
         self._begin(
-            handle, remote.request, arguments, received=handoff.tokens, first=handoff.first[0]
+            handle,
+            remote.request,
+            arguments,
+            run=remote.run,
+            received=handoff.tokens,
+            first=handoff.first[0],
         )
 
     def _abort_attempt(self, command: AbortAttempt) -> None:
@@ -198,9 +211,9 @@ class PeerCore(TensorRtLlmCore):
             self._stop_fetching(command.handle, remote)
 
     def _stop_fetching(self, handle: int, remote: _Remote) -> None:
-        if remote.fetching:
+        if remote.run:
             super().drop(handle)
-        remote.attempt, remote.fetching = None, False
+        remote.attempt, remote.run = None, 0
 
     def _prefill_locally(self, handle: int) -> None:
         remote = self._remote.pop(handle, None)
@@ -277,12 +290,25 @@ class PeerCore(TensorRtLlmCore):
     def advance(self, now: float) -> None:
         """Take in what the loop's thread has told."""
         while self._told:
-            match self._told.popleft():
-                case (handle, error):
-                    self._note_failure(handle, error)
-                case choice:
-                    self._note_prefilled(choice)
+            choice, said = self._told.popleft()
+            if said is None:
+                self._note_prefilled(choice)
+            elif isinstance(said, PdserveError):
+                self._note_failure(choice, said)
+            else:
+                self._note_output(choice, said)
         super().advance(now)
+
+    def _note_output(self, choice: Choice, delta: TokenDelta) -> None:
+        """Take output of a run, unless it was given up before its first token."""
+        handle, remote = choice.handle, self._remote.get(choice.handle)
+        if remote is not None and remote.run == choice.run:
+            del self._remote[handle]
+            self._accepted[handle] = choice.run
+        if self._accepted.get(handle) == choice.run:
+            self.deltas.append(delta)
+            if delta.finish is not None:
+                del self._accepted[handle]
 
     def _note_prefilled(self, choice: Choice) -> None:
         event = self._handed_over(choice)
@@ -290,29 +316,33 @@ class PeerCore(TensorRtLlmCore):
             del self._prefills[choice.handle]
             self._events += [event, PrefillSent(handle=choice.handle)]
 
-    def _note_failure(self, handle: int, error: PdserveError) -> None:
-        remote = self._remote.get(handle)
+    def _note_failure(self, choice: Choice, error: PdserveError) -> None:
+        handle, remote = choice.handle, self._remote.get(choice.handle)
         if handle in self._prefills:
             del self._prefills[handle]
             self._events.append(rejected_event(handle, error))
-        elif remote is not None and remote.fetching and remote.attempt is not None:
-            attempt, remote.attempt, remote.fetching = remote.attempt, None, False
-            self._lose(handle, attempt, error)
-        else:
+        elif not choice.run or self._accepted.pop(handle, None) == choice.run:
             self.reject(handle, error)
+        elif remote is not None and remote.run == choice.run and remote.attempt is not None:
+            attempt, remote.attempt, remote.run = remote.attempt, None, 0
+            self._lose(handle, attempt, error)
 
     # ------------------------------------------------------------------ in the loop's thread
 
-    def _report_delta(self, delta: TokenDelta) -> None:
-        self._remote.pop(delta.handle, None)  # the KV has come
-        super()._report_delta(delta)
+    def _report_delta(self, choice: Choice, delta: TokenDelta) -> None:
+        if choice.run:
+            self._tell(choice, delta)
+        else:
+            super()._report_delta(choice, delta)
 
-    def _report_error(self, handle: int, error: PdserveError) -> None:
-        self._told.append((handle, error))
-        self.wake()
+    def _report_error(self, choice: Choice, error: PdserveError) -> None:
+        self._tell(choice, error)
 
     def _report_prefilled(self, choice: Choice) -> None:
-        self._told.append(choice)
+        self._tell(choice, None)
+
+    def _tell(self, choice: Choice, said: TokenDelta | PdserveError | None) -> None:
+        self._told.append((choice, said))
         self.wake()
 
     def stats(self) -> EngineStats:

@@ -43,8 +43,8 @@ _log = logging.getLogger(__name__)
 class Reports:
     """Where results go; each may be called from any thread."""
 
-    delta: Callable[[TokenDelta], None]
-    error: Callable[[int, PdserveError], None]
+    delta: Callable[[Choice, TokenDelta], None]
+    error: Callable[[Choice, PdserveError], None]
     failure: Callable[[BaseException], None]
     prefilled: Callable[[Choice], None] = field(default=lambda choice: None)
     """A prompt was prefilled for a peer."""
@@ -97,22 +97,25 @@ class Requests:
         submitted: Seconds,
         disaggregated: Mapping[str, Any] | None = None,
         *,
+        run: int = 0,
         received: int = 0,
         first: FirstToken | None = None,
         for_peer: bool = False,
     ) -> None:
         """Run a request. `disaggregated`: arguments of `DisaggregatedParams` for its first part;
+        `run`: tells runs of one request apart (`Choice.run`);
         `received` and `first`: prompt tokens and first token that come from a peer; `for_peer`: end
         with the prompt."""
         submission = self._submissions[handle] = _Submission([], [])
         for number in request.live:
             choice = Choice(handle, number, request, submitted, self._support.max_model_len)
+            choice.run = run
             choice.received = received
             choice.handed = first
             choice.for_peer = for_peer
             ended = choice.begin(self._clock.now())
             if ended is not None:
-                self._reports.delta(ended)
+                self._reports.delta(choice, ended)
                 continue
             self._not_begun.add(choice)
             submission.choices.append(choice)
@@ -285,17 +288,17 @@ class Requests:
     def _report(self, choice: Choice) -> None:
         if not choice.for_peer:
             for delta in choice.chunk:
-                self._reports.delta(delta)
+                self._reports.delta(choice, delta)
 
     def _report_end(self, choice: Choice) -> None:
         if choice.for_peer:
             self._reports.prefilled(choice)
         elif choice.last is not None:
-            self._reports.delta(choice.last)
+            self._reports.delta(choice, choice.last)
 
     def _fail(self, choice: Choice, error: PdserveError) -> None:
         """A choice that fails ends its whole request."""
-        self._reports.error(choice.handle, error)
+        self._reports.error(choice, error)
         submission = self._submissions.get(choice.handle)
         if submission is not None:
             submission.choices = [other for other in submission.choices if other is not choice]

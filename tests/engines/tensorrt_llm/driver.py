@@ -40,11 +40,12 @@ class Driver:
         folder: Path,
         llm: type[FakeLlm] = FakeLlm,
         clock: Clock | None = None,
+        kind: type[TensorRtLlmCore] = TensorRtLlmCore,
         **changes: Any,
     ) -> None:
         config = {"model_type": "llama", "vocab_size": 64, "max_position_embeddings": 120}
         (folder / "config.json").write_text(json.dumps(config))
-        self.core = TensorRtLlmCore(clock or SystemClock(), lambda: read_package(fake_modules(llm)))
+        self.core: Any = kind(clock or SystemClock(), lambda: read_package(fake_modules(llm)))
         self._woken = threading.Event()
         self.tokens: dict[tuple[int, int], list[int]] = {}
         self.finishes: dict[tuple[int, int], Finish] = {}
@@ -52,6 +53,8 @@ class Driver:
         self.errors: dict[int, Rejected] = {}
         self.kv_events: list[Any] = []
         self.failure: CoreFailed | None = None
+        self.others: list[Any] = []
+        """All other events."""
         self._handles = 0
         spec: dict[str, Any] = {
             "model": str(folder),
@@ -128,6 +131,8 @@ class Driver:
                     self.kv_events += events
                 case CoreFailed():
                     self.failure = event
+                case _:
+                    self.others.append(event)
 
     def _take(self, delta: Any) -> None:
         key = delta.handle, delta.choice
@@ -148,7 +153,6 @@ class Driver:
             function()
             done.set()
 
-        assert self.core._loop is not None
         self.core._loop.call_soon(call)
         assert done.wait(LONG)
 

@@ -92,6 +92,10 @@ def test_partial_blocks_and_what_hangs_on_them_are_not_announced(feed) -> None:
     assert feed(removed(11, 12, 13)) == []
 
 
+def test_empty_events_are_nothing(feed) -> None:
+    assert list(feed.names.translate({})) == []
+
+
 def test_unknown_parents_are_not_announced(feed) -> None:
     assert feed(stored(99, block(11, [1, 2, 3, 4]))) == []
 

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -73,3 +74,13 @@ def test_the_names_of_both_kinds_of_releases_are_read():
     assert old.arguments["kv_cache_config"]["tokens_per_block"] is None
     policies = old.arguments["scheduler_config"]["waiting_queue_policy"]
     assert policies == {"fcfs", "priority"}
+
+
+def test_a_decorator_that_hides_parameters_does_not_hide_what_all_releases_have():
+    class Decorated(FakeLlm):
+        def generate_async(self, *args: Any, **options: Any) -> Any:
+            return super().generate_async(*args, **options)
+
+    read = package.read_package(fake_modules(Decorated))
+    assert "cache_salt" in read.generate_parameters
+    assert "priority" not in read.generate_parameters

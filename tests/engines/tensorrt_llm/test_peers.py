@@ -9,13 +9,24 @@ import pytest
 from msgspec.structs import replace
 
 from pdserve.errors import PathLost, StepFailed, TransferRefused
-from pdserve.messages.engine import EngineSpec, TransferSpec
-from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.messages.engine import (
+    AbortAttempt,
+    Activate,
+    EngineSpec,
+    OpenAttemptBlocks,
+    SubmitRemote,
+    TransferSpec,
+)
+from pdserve.messages.handoff import FirstToken, Handoff
+from pdserve.messages.request import FirstTokenStats, GenerateRequest, SamplingParams
 from pdserve.testing.sinks import CheckingSink, until
 from pdserve.testing.thread_launcher import ThreadLauncher
+from pdserve_engines.tensorrt_llm.handoff import context_state
+from pdserve_engines.tensorrt_llm.peers import PeerCore
 from tests.conformance.test_engines import write_model
 from tests.engine.test_handoff_between_engines import D, P, Pair, Prefilling, Remote, pair
 from tests.engines.tensorrt_llm import fake_engine
+from tests.engines.tensorrt_llm.driver import Driver
 from tests.engines.tensorrt_llm.fake_llm import FakeLlm, RequestError
 
 if TYPE_CHECKING:
@@ -247,6 +258,53 @@ async def test_tickets_and_handoffs_of_other_engines_are_refused(spec):
         await until(lambda: bool(remote.lost))
         assert isinstance(remote.lost[1], TransferRefused)
         both.d.abort(handle)
+
+
+def test_a_first_token_that_comes_while_its_attempt_is_given_up_is_dropped(tmp_path):
+    """The engine's thread has told it, the core has not taken it yet."""
+    with Driver(tmp_path, kind=PeerCore, transfer=TransferSpec()) as core:
+        wanted = core.request()
+        tokens = core.complete()
+        handoff = Handoff(
+            tokens=3,
+            parts=0,
+            first=(FirstToken(tokens[0]),),
+            started=FirstTokenStats(0, 0.0, 0.0, 0.0),
+            opaque=context_state(1 << 62, tokens[0], None),
+        )
+        core.core.handle(SubmitRemote(handle=9, request=wanted))
+        for attempt in (1, 2):
+            core.core.handle(OpenAttemptBlocks(handle=9, attempt=attempt, node="p", epoch=2))
+            core.core.handle(Activate(handle=9, attempt=attempt, handoff=handoff))
+            if attempt == 1:
+                core.wait_for(lambda: bool(core.core._told))
+                core.core.handle(AbortAttempt(handle=9, attempt=1))
+        core.until(lambda: (9, 0) in core.finishes)
+        assert core.tokens[9, 0] == tokens
+        assert not core.errors
+        kinds = [type(event).__name__ for event in core.others]
+        assert kinds.count("AttemptBlocksOpened") == 2
+        assert "AttemptLost" not in kinds
+        assert core.core.stats().remote == 0
+        assert core.core._accepted == {}
+
+
+def test_a_handoff_without_a_first_token_loses_its_attempt(tmp_path):
+    with Driver(tmp_path, kind=PeerCore, transfer=TransferSpec()) as core:
+        handoff = Handoff(
+            tokens=3,
+            parts=0,
+            first=(),
+            started=FirstTokenStats(0, 0.0, 0.0, 0.0),
+            opaque=context_state(1 << 62, 5, None),
+        )
+        core.core.handle(SubmitRemote(handle=9, request=core.request()))
+        core.core.handle(OpenAttemptBlocks(handle=9, attempt=1, node="p", epoch=2))
+        core.core.handle(Activate(handle=9, attempt=1, handoff=handoff))
+        core.step()
+        (lost,) = [event for event in core.others if type(event).__name__ == "AttemptLost"]
+        assert lost.kind == "TransferRefused"
+        core.abort(9)
 
 
 async def test_many_handovers_at_once_do_not_mix(spec):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -300,3 +300,25 @@ def test_the_capabilities_name_what_is_less(tmp_path) -> None:
     with Driver(tmp_path) as core:
         assert (core.capabilities.reduced, core.capabilities.untested) == ("", "")
         assert core.capabilities.features == ("grammar", "bans")
+
+
+def test_a_feed_that_fails_is_tried_again_and_the_pool_relearned(core, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("pdserve_engines.tensorrt_llm.core._RETRY", 0.01)
+    core.complete(prompt=[1 + i % 40 for i in range(25)])
+    core.until(lambda: len(core.kv_events) >= 3)
+    looks: list[int] = []
+    plain = FakeLlm.get_kv_cache_events_async
+
+    def look(llm: FakeLlm, timeout: float = 2) -> Any:
+        looks.append(1)
+        if len(looks) < 3:
+            raise RuntimeError("not now")
+        return plain(llm, timeout)
+
+    monkeypatch.setattr(FakeLlm, "get_kv_cache_events_async", look)
+    core.until(lambda: any(type(event).__name__ == "PoolCleared" for event in core.kv_events))
+    core.kv_events.clear()
+    core.complete(prompt=[2 + i % 40 for i in range(25)])
+    core.until(lambda: any(type(event).__name__ == "BlockStored" for event in core.kv_events))
+    assert caplog.text.count("TensorRT-LLM gives no KV events: not now") == 1
+    assert core.failure is None
