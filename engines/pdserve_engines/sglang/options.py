@@ -48,6 +48,8 @@ OURS = {
     "max_queued_requests": "--max-waiting",
     "allow_auto_truncate": "nothing: prompts that are too long are refused",
     "dp_size": "more workers: each pdserve worker is one replica",
+    "nnodes": "nothing: a worker is on one machine",
+    "node_rank": "nothing: a worker is on one machine",
     "host": "nothing: no server is started",
     "port": "nothing: no server is started",
 }

@@ -174,6 +174,9 @@ class FakeTokenizerManager:
             PUBLISHERS[config["endpoint"]] = PUBLISHERS[config["replay_endpoint"]] = self.publisher
         self.radix = not arguments.get("disable_radix_cache")
         self.task: asyncio.Task[None] | None = None
+        self.steps = 0
+        self.pause_at: int | None = None
+        """Steps after which the scheduler stands still, until a test takes this away."""
         self.wake = asyncio.Event()
 
     @like("loop_handlers")
@@ -293,7 +296,11 @@ class FakeTokenizerManager:
             if not self.waiting and not self.running:
                 self.wake.clear()
                 await self.wake.wait()
+            # Another thread takes the pause away, so an asyncio event does not fit.
+            while self.pause_at is not None and self.steps >= self.pause_at:  # noqa: ASYNC110
+                await asyncio.sleep(0)
             self._step()
+            self.steps += 1
             await asyncio.sleep(0)
 
     def _step(self) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pdserve.errors import InvalidRequest, Overloaded, StepFailed
 from pdserve.messages.request import GenerateRequest, SamplingParams, TokenDelta
 from pdserve.testing.output_checker import OutputChecker
 from pdserve_engines.sglang.choices import SglangChoice
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def choice_of(**changes: Any) -> SglangChoice:
@@ -70,11 +74,20 @@ def test_deltas_and_whole_outputs_are_told_apart(tokens: list[int], data: st.Dat
     assert found == tokens
 
 
-def test_a_list_that_grows_later_is_copied():
-    choice, theirs = choice_of(), [5]
+class Careless(SglangChoice):
+    """A planted bug: the delta holds SGLang's own list."""
+
+    def take(self, chunk: Mapping[str, Any], now: float) -> TokenDelta | None:
+        delta = super().take(chunk, now)
+        return None if delta is None else replace(delta, tokens=chunk["output_ids"])
+
+
+@pytest.mark.parametrize(("kind", "copies"), [(SglangChoice, True), (Careless, False)])
+def test_a_list_that_grows_later_is_copied(kind: type[SglangChoice], copies: bool):
+    choice, theirs = kind(7, 0, choice_of().request, 10.0, 1000), [5]
     delta = some(choice.take(chunk(theirs, 1), 11.0))
     theirs.append(6)
-    assert delta.tokens == [5]
+    assert (delta.tokens == [5]) == copies
 
 
 @pytest.mark.parametrize("total", [0, 4])

@@ -173,10 +173,14 @@ async def check_deltas(sglang: Running) -> None:
 async def check_aborts(sglang: Running) -> None:
     """The first request's abort leaves the ones after it alone."""
     async with sglang.running() as engine:
-        sinks = [CheckingSink(engine, sglang.request(max_tokens=100)) for _ in range(12)]
+        manager = sglang.manager
+        manager.pause_at = 3
+        sinks = [CheckingSink(engine, sglang.request(max_tokens=9)) for _ in range(12)]
         assert str(sinks[9].handle).startswith(str(sinks[0].handle))
         await sinks[0].some()
         sinks[0].abort()
+        await until(lambda: bool(manager.aborts))
+        manager.pause_at = None
         for sink in sinks[1:]:
             ledger = await sink.wait()
             assert ledger.error is None, ledger.error
@@ -299,11 +303,14 @@ async def test_an_early_stop_ends_the_request_in_sglang(sglang: Running):
 
 async def test_an_abort_reaches_sglang(sglang: Running):
     async with sglang.running() as engine:
-        sink = CheckingSink(engine, sglang.request(max_tokens=100, n=2))
+        manager = sglang.manager
+        manager.pause_at = 3
+        sink = CheckingSink(engine, sglang.request(max_tokens=9, n=2))
         await sink.some()
         sink.abort()
-        manager = sglang.manager
-        await until(lambda: bool(manager.aborts) and not manager.rid_to_state)
+        await until(lambda: bool(manager.aborts))
+        manager.pause_at = None
+        await until(lambda: not manager.rid_to_state and not manager.running)
 
 
 async def test_what_sglang_refuses_is_an_invalid_request(sglang: Running):

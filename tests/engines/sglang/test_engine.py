@@ -71,11 +71,14 @@ def test_loading_reports_its_stage(tmp_path: Path):
     assert [stage.stage for stage in stages] == ["loading the model into SGLang"]
 
 
+@pytest.mark.parametrize("kind", [ValueError, AssertionError, NotImplementedError])
 def test_a_model_that_cannot_be_loaded_is_a_matter_of_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ):
+    """SGLang checks its arguments by assertions, too."""
+
     def refuse(self: Any, **arguments: Any) -> None:
-        raise ValueError("no such\n   architecture")
+        raise kind("no such\n   architecture")
 
     monkeypatch.setattr(FakeEngine, "__init__", refuse)
     with pytest.raises(ConfigError, match="SGLang refuses this configuration: no such architectu"):
