@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.chaos.cluster import Cluster, eventually
 from tests.e2e.server import PATIENCE
 from tests.engines.tensorrt_llm.fake_engine import ENGINE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -30,8 +30,8 @@ _INSTALL = (
     "run pdserve in NVIDIA's container tensorrt-llm/release, or pip install 'pdserve[trtllm]' with "
     "NVIDIA's package index as an extra one"
 )
-_PYTHONS = ((3, 10), (3, 12))
-"""Releases of Python that its wheels are built for."""
+_PYTHONS = ((3, 12),)
+"""Releases of Python that its wheels are built for and pdserve runs with."""
 
 _GENERATE = frozenset(
     {"inputs", "sampling_params", "streaming", "disaggregated_params", "cache_salt"}
