@@ -7,9 +7,14 @@ else.
 from __future__ import annotations
 
 from pdserve.clock import SystemClock
+from pdserve.engine_core.support import EngineSupport
 from pdserve_engines.instant.core import InstantCore
 
-__all__ = ["InstantCore", "create"]
+__all__ = ["SUPPORT", "InstantCore", "create"]
+
+SUPPORT = EngineSupport(
+    exact="all requests", logprobs="made up", prompt_logprobs="made up", devices="none"
+)
 
 
 def create() -> InstantCore:

@@ -10,9 +10,18 @@ from __future__ import annotations
 import importlib.util
 
 from pdserve.clock import SystemClock
+from pdserve.engine_core.support import EngineSupport
 from pdserve_engines.sglang.core import SglangCore
 
-__all__ = ["SglangCore", "create", "missing"]
+__all__ = ["SUPPORT", "SglangCore", "create", "missing"]
+
+SUPPORT = EngineSupport(
+    features=("grammar", "lora"),
+    exact="greedy requests",
+    prompt_logprobs="yes",
+    kv_events="yes",
+    devices="GPUs, several GPUs and nodes",
+)
 
 
 def create() -> SglangCore:

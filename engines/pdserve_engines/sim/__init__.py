@@ -6,10 +6,20 @@ says what it is good for.
 
 from __future__ import annotations
 
+from pdserve.engine_core.support import EngineSupport
 from pdserve_engines.sim.core import SimCore
 from pdserve_engines.sim.executor import SimExecutor
 
-__all__ = ["SimCore", "SimExecutor", "create"]
+__all__ = ["SUPPORT", "SimCore", "SimExecutor", "create"]
+
+SUPPORT = EngineSupport(
+    features=("grammar", "thinking", "lora", "embeddings"),
+    exact="all requests",
+    logprobs="made up",
+    kv_events="yes",
+    disaggregation="pdserve's transfers, with option content=on",
+    devices="none",
+)
 
 
 def create() -> SimExecutor:

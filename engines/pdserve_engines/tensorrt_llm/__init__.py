@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pdserve.engine_core.support import EngineSupport
 from pdserve_engines.tensorrt_llm.core import TensorRtLlmCore
 from pdserve_engines.tensorrt_llm.package import load_package, missing
 from pdserve_engines.tensorrt_llm.peers import PeerCore
@@ -20,7 +21,15 @@ if TYPE_CHECKING:
     from pdserve.clock import Clock
     from pdserve_engines.tensorrt_llm.package import Package
 
-__all__ = ["PeerCore", "TensorRtLlm", "TensorRtLlmCore", "create", "missing"]
+__all__ = ["SUPPORT", "PeerCore", "TensorRtLlm", "TensorRtLlmCore", "create", "missing"]
+
+SUPPORT = EngineSupport(
+    features=("bans", "grammar"),
+    exact="greedy requests",
+    kv_events="yes",
+    disaggregation="its own transceiver",
+    devices="GPUs, several GPUs and nodes",
+)
 
 
 class TensorRtLlm:

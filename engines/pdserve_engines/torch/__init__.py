@@ -4,9 +4,19 @@ An executor of pdserve's scheduler: it computes steps and knows nothing of reque
 sockets. Read `executor.py` first, then `engines/pdserve_engines/torch/models/torch_model.py`.
 """
 
+from pdserve.engine_core.support import EngineSupport
 from pdserve_engines.torch.executor import TorchExecutor
 
-__all__ = ["TorchExecutor", "create"]
+__all__ = ["SUPPORT", "TorchExecutor", "create"]
+
+SUPPORT = EngineSupport(
+    features=("bans", "grammar", "thinking", "embeddings"),
+    exact="all requests: on CPUs in float32; elsewhere but for near ties",
+    prompt_logprobs="yes",
+    kv_events="yes",
+    disaggregation="pdserve's transfers",
+    devices="CPUs, a GPU",
+)
 
 
 def create() -> TorchExecutor:

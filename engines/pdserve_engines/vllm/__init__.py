@@ -10,9 +10,21 @@ from __future__ import annotations
 import importlib.util
 
 from pdserve.clock import SystemClock
+from pdserve.engine_core.support import EngineSupport
 from pdserve_engines.vllm.core import VllmCore
 
-__all__ = ["VllmCore", "create", "missing"]
+__all__ = ["SUPPORT", "VllmCore", "create", "missing"]
+
+SUPPORT = EngineSupport(
+    features=("bans", "grammar", "thinking", "lora", "embeddings", "nearly"),
+    exact="greedy requests",
+    prompt_logprobs="yes",
+    kv_events="yes",
+    disaggregation="pdserve's transfers",
+    devices="CPUs, GPUs, several GPUs and nodes",
+)
+"""Grammars and reasoning budgets are off with speculative decoding; models with latent attention,
+state-space layers or windows are not disaggregated."""
 
 
 def create() -> VllmCore:
