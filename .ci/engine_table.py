@@ -11,8 +11,10 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pdserve.engine_core.support import EngineSupport
+if TYPE_CHECKING:
+    from pdserve.engine_core.support import EngineSupport
 
 PAGE = Path(__file__).parent.parent / "docs" / "engines.md"
 ENGINES = ("torch", "vllm", "tensorrt_llm", "sglang", "sim", "instant")

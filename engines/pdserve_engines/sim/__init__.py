@@ -16,6 +16,7 @@ SUPPORT = EngineSupport(
     features=("grammar", "thinking", "lora", "embeddings"),
     exact="all requests",
     logprobs="made up",
+    prompt_logprobs="made up",
     kv_events="yes",
     disaggregation="pdserve's transfers, with option content=on",
     devices="none",
