@@ -78,6 +78,13 @@ def create(**arguments: Any) -> SglangCore:
     )
 
 
+def create_newer() -> SglangCore:
+    """The same with a release that is not known."""
+    made = create()
+    made._find = lambda: SglangPackage(FakeEngine, FIELDS, "0.9.1")
+    return made
+
+
 @dataclass(eq=False)
 class Request:
     """A request in the scheduler, with the state that the caller's side keeps of it."""
