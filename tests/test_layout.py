@@ -277,6 +277,7 @@ SCENARIOS = {
     "engines/torch/test_weight_sharing.py": "several executors of one checkpoint",
     "engines/vllm/test_real_disagg.py": "the real vLLM: prompts computed by one engine for another",
     "engines/vllm/test_real_engine.py": "the real vLLM: the suite of engines, and processes",
+    "engines/vllm/test_real_sampling.py": "the real vLLM: every sampling field",
     "frontend/api/test_request_fields.py": "fields of every API",
     "frontend/api/test_routing_headers.py": "headers of every API",
     "frontend/api/test_translations.py": "translations and wording of the other APIs",

@@ -12,6 +12,8 @@ from pdserve.messages.request import Finish, FirstTokenStats, TokenDelta, TokenL
 from pdserve_engines.vllm.params import given_output
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from pdserve.ids import Seconds, TokenId
     from pdserve.messages.request import FinishReason, GenerateRequest
 
@@ -194,14 +196,18 @@ class VllmChoice:
     # ------------------------------------------------------------------ logprobs
 
     def _logprobs(self, rows: Any, count: int) -> list[TokenLogprob] | None:
-        """vLLM's rows hold the sampled token first, then the alternatives."""
-        if rows is None or self.request.sampling.logprobs is None:
+        """vLLM's rows hold the sampled token first, then as many alternatives as any request of
+        the batch wants."""
+        sampling = self.request.sampling
+        if rows is None or sampling.logprobs is None:
             return None
+        chosen = frozenset(sampling.logprob_token_ids)
+        end = None if chosen else 1 + sampling.logprobs
         return [
-            _record_row(ids, values, int(rank))
+            _record_row(ids, values, int(rank), chosen)
             for ids, values, rank in zip(
-                rows.logprob_token_ids[:count].tolist(),
-                rows.logprobs[:count].tolist(),
+                rows.logprob_token_ids[:count, :end].tolist(),
+                rows.logprobs[:count, :end].tolist(),
                 rows.sampled_token_ranks[:count].tolist(),
                 strict=True,
             )
@@ -209,16 +215,20 @@ class VllmChoice:
 
     def _read_prompt(self, tensors: Any) -> list[TokenLogprob]:
         """Rows of the prompt's tokens but the first; rows of earlier output are left out."""
-        count = len(self.request.prompt) - 1
+        count, end = len(self.request.prompt) - 1, 1 + (self.request.sampling.prompt_logprobs or 0)
         rows = zip(
-            tensors.logprob_token_ids[:count].tolist(),
-            tensors.logprobs[:count].tolist(),
+            tensors.logprob_token_ids[:count, :end].tolist(),
+            tensors.logprobs[:count, :end].tolist(),
             tensors.selected_token_ranks[:count].tolist(),
             strict=True,
         )
         return [_record_row(ids, values, int(rank)) for ids, values, rank in rows]
 
 
-def _record_row(ids: list[int], values: list[float], rank: int) -> TokenLogprob:
-    others = sorted(zip(ids[1:], values[1:], strict=True), key=lambda pair: -pair[1])
-    return TokenLogprob(ids[0], values[0], rank, others)
+def _record_row(
+    ids: list[int], values: list[float], rank: int, chosen: Collection[TokenId] = ()
+) -> TokenLogprob:
+    """`chosen`: the alternatives that are wanted; empty: all of the row."""
+    others = zip(ids[1:], values[1:], strict=True)
+    wanted = [(token, value) for token, value in others if not chosen or token in chosen]
+    return TokenLogprob(ids[0], values[0], rank, sorted(wanted, key=lambda pair: -pair[1]))

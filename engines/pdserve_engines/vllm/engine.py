@@ -315,6 +315,11 @@ class Engine:
 
         if transfer is not None:
             arguments = arguments | {"extra_args": {"kv_transfer_params": transfer}}
+        if "logprob_token_ids" in arguments and not self._config.use_v2_model_runner:
+            # vLLM's older runner returns chosen tokens in place of the likeliest ones of all other
+            # requests of the batch. All tokens are asked for instead; the chosen are among them.
+            arguments = arguments | {"logprobs": self.capabilities.vocab_size}
+            del arguments["logprob_token_ids"]
         params = TheirParams(**arguments, skip_clone=True)
         self._input._validate_params(params, self._tasks)
         if wanted.bad_words:

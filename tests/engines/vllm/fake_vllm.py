@@ -80,6 +80,7 @@ class EngineArgs(EngineArgsBase):  # type: ignore[misc]
             ),
             device_config=SimpleNamespace(device_type="cpu"),
             speculative_config=None,
+            use_v2_model_runner=False,
             kv_transfer_config=None,
         )
 

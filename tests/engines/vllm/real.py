@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 import pdserve
 from pdserve.clock import SystemClock
@@ -90,10 +91,14 @@ _LOADED: dict[bytes, _Loaded] = {}
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """vLLM's own warnings are not errors."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Warnings of vLLM and of what it loads are not errors."""
+    interval, tqdm.monitor_interval = tqdm.monitor_interval, 0  # or it starts a thread that stays
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        tqdm.monitor_interval = interval
 
 
 def loaded(spec: EngineSpec) -> _Loaded:

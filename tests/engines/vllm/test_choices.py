@@ -6,6 +6,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pdserve.messages.request import GenerateRequest, SamplingParams, TokenLogprob
@@ -26,19 +27,6 @@ class Event:
 @dataclass
 class PrefillStats:
     num_cached_tokens: int
-
-
-class Array:
-    """The one method of numpy's arrays and torch's tensors that is used of rows."""
-
-    def __init__(self, rows: list[Any]) -> None:
-        self._rows = rows
-
-    def __getitem__(self, part: slice) -> Array:
-        return Array(self._rows[part])
-
-    def tolist(self) -> list[Any]:
-        return self._rows
 
 
 class Vector:
@@ -68,10 +56,10 @@ class Vector:
 class Rows:
     """`LogprobsLists` and `LogprobsTensors` of vLLM 0.32.0 (`v1/outputs.py`)."""
 
-    logprob_token_ids: Array
-    logprobs: Array
-    sampled_token_ranks: Array | None = None
-    selected_token_ranks: Array | None = None
+    logprob_token_ids: Any
+    logprobs: Any
+    sampled_token_ranks: Any = None
+    selected_token_ranks: Any = None
 
 
 @dataclass
@@ -233,9 +221,9 @@ def test_times_are_never_negative() -> None:
 
 def test_logprobs_are_the_sampled_token_and_the_likeliest() -> None:
     rows = Rows(
-        Array([[5, 8, 9], [6, 6, 7], [0, 0, 0]]),
-        Array([[-2.0, -1.5, -0.5], [-0.1, -0.1, -3.0], [0.0, 0.0, 0.0]]),
-        sampled_token_ranks=Array([3, 1, 1]),
+        np.array([[5, 8, 9], [6, 6, 7], [0, 0, 0]]),
+        np.array([[-2.0, -1.5, -0.5], [-0.1, -0.1, -3.0], [0.0, 0.0, 0.0]]),
+        sampled_token_ranks=np.array([3, 1, 1]),
     )
     delta = make(logprobs=2).take(Output([5, 6], new_logprobs=rows), 101.0)
     assert delta is not None
@@ -245,8 +233,31 @@ def test_logprobs_are_the_sampled_token_and_the_likeliest() -> None:
     ]
 
 
+def test_alternatives_that_other_requests_want_are_left_out() -> None:
+    rows = Rows(
+        np.array([[5, 9, 8, 7]]),
+        np.array([[-2.0, -0.5, -1.5, -3.0]]),
+        sampled_token_ranks=np.array([3]),
+    )
+    delta = make(logprobs=1).take(Output([5], new_logprobs=rows), 101.0)
+    assert delta is not None
+    assert delta.logprobs == [TokenLogprob(5, -2.0, 3, [(9, -0.5)])]
+
+
+def test_chosen_tokens_are_found_among_all() -> None:
+    rows = Rows(
+        np.array([[5, 9, 8, 5, 7]]),
+        np.array([[-2.0, -0.5, -1.5, -2.0, -3.0]]),
+        sampled_token_ranks=np.array([3]),
+    )
+    choice = make(logprobs=0, logprob_token_ids=(7, 5, 9))
+    delta = choice.take(Output([5], new_logprobs=rows), 101.0)
+    assert delta is not None
+    assert delta.logprobs == [TokenLogprob(5, -2.0, 3, [(9, -0.5), (5, -2.0), (7, -3.0)])]
+
+
 def test_logprobs_that_were_not_asked_for_are_left_out() -> None:
-    rows = Rows(Array([[5]]), Array([[-2.0]]), sampled_token_ranks=Array([1]))
+    rows = Rows(np.array([[5]]), np.array([[-2.0]]), sampled_token_ranks=np.array([1]))
     delta = make().take(Output([5], new_logprobs=rows), 101.0)
     assert delta is not None
     assert delta.logprobs is None
@@ -255,9 +266,9 @@ def test_logprobs_that_were_not_asked_for_are_left_out() -> None:
 def test_prompt_logprobs_come_with_the_first_token() -> None:
     """Also if vLLM has them before it, and without those of earlier output."""
     tensors = Rows(
-        Array([[2, 9], [3, 3], [4, 8], [5, 5], [6, 6]]),
-        Array([[-2.0, -1.0], [-0.5, -0.5], [-3.0, -0.1], [0.0, 0.0], [0.0, 0.0]]),
-        selected_token_ranks=Array([4, 1, 2, 1, 1]),
+        np.array([[2, 9], [3, 3], [4, 8], [5, 5], [6, 6]]),
+        np.array([[-2.0, -1.0], [-0.5, -0.5], [-3.0, -0.1], [0.0, 0.0], [0.0, 0.0]]),
+        selected_token_ranks=np.array([4, 1, 2, 1, 1]),
     )
     choice = make([[5, 6]], prompt_logprobs=1)
     assert choice.take(Output([], new_prompt_logprobs_tensors=tensors), 101.0) is None
