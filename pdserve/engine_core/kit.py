@@ -468,6 +468,11 @@ class SelfSchedulingCore(ABC):
         already."""
         self._end_rejected(rejected_event(handle, error))
 
+    def note_change(self) -> None:
+        """Have the stats reported, though no request has come or gone: the engine's own numbers
+        have changed. In the core's thread."""
+        self._changed = True
+
     def post(self, delta: TokenDelta) -> None:
         """Report output from any thread. Deltas of one choice keep their order."""
         self._posted.append(delta)

@@ -102,7 +102,7 @@ class EngineConformance:
 
     async def nothing_left(self, engine: Engine) -> None:
         """Wait until the engine has no running sequences and no held blocks."""
-        query = getattr(engine, "query_statistics", lambda: None)
+        query = getattr(engine, "query_stats", lambda: None)
 
         def at_rest() -> bool:
             query()

@@ -202,7 +202,7 @@ class SglangCore(SelfSchedulingCore):
         """Rename the blocks of the KV events that have come, and report another load."""
         if self._other_load:
             self._other_load = False
-            self._changed = True
+            self.note_change()
         names = self._names
         for _ in range(len(self._batches)):
             batch = self._batches.popleft()
