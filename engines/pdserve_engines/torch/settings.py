@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from pdserve_engines.torch.model_loader.config import ModelConfig
 
 
+_THREADS_BESIDE_GPU = 2
+
+
 @dataclass(frozen=True, slots=True)
 class TorchSettings:
     """Settings by which one executor computes."""
@@ -45,10 +48,16 @@ def resolve_settings(spec: EngineSpec, config: ModelConfig) -> TorchSettings:
     return TorchSettings(
         device=device,
         dtype=choose_dtype(spec.dtype, config.dtype, device),
-        threads=spec.threads or available_cpus(),
+        threads=choose_threads(spec.threads or available_cpus(), device),
         max_model_len=max_model_len,
         kernels=kernels_option(spec.options),
     )
+
+
+def choose_threads(wanted: int, device: torch.device) -> int:
+    """Compute threads: `wanted`, but few beside a GPU. There the host only prepares small arrays,
+    and on one H100 machine 15 idle OpenMP threads spun through ten cores."""
+    return wanted if device.type == "cpu" else min(wanted, _THREADS_BESIDE_GPU)
 
 
 def choose_device(name: str) -> torch.device:

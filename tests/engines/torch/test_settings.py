@@ -10,7 +10,12 @@ import torch
 
 from pdserve.errors import ConfigError
 from pdserve_engines.torch.model_loader.config import parse_config
-from pdserve_engines.torch.settings import choose_device, choose_dtype, resolve_settings
+from pdserve_engines.torch.settings import (
+    choose_device,
+    choose_dtype,
+    choose_threads,
+    resolve_settings,
+)
 from tests.engines.torch.driver import spec
 from tests.engines.torch.model_loader.test_config import LLAMA, MISTRAL
 
@@ -48,6 +53,12 @@ def test_auto_takes_cuda_exactly_if_it_works() -> None:
 def test_a_device_that_is_not_there_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"device '{name}'"):
         choose_device(name)
+
+
+def test_few_threads_compute_beside_a_gpu() -> None:
+    assert choose_threads(16, torch.device("cpu")) == 16
+    assert choose_threads(16, torch.device("cuda")) == 2
+    assert choose_threads(1, torch.device("cuda")) == 1
 
 
 def test_a_spec_without_wishes_gets_the_machines_threads_and_the_checkpoints_limit() -> None:
