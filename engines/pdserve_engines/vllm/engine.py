@@ -20,6 +20,7 @@ from pdserve.errors import ConfigError, EngineDied, InvalidRequest
 from pdserve.limits.memory import available
 from pdserve.messages.card import NEARLY
 from pdserve.messages.engine import EngineCapabilities, LoadProgress
+from pdserve_engines.vllm.cpu_generators import rewind_generators
 from pdserve_engines.vllm.disagg import check_exchangeable, transfer_config
 from pdserve_engines.vllm.grammar import Constraints, make_backend
 from pdserve_engines.vllm.options import engine_arguments
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from pdserve.engine_core.structured_output import GrammarError
     from pdserve.ids import Bytes, Seconds, TokenId
     from pdserve.messages.engine import EngineSpec
-    from pdserve.messages.request import GenerateRequest, SamplingParams
+    from pdserve.messages.request import GenerateRequest, Pooling, SamplingParams
 
 __all__ = ["WORKER_DIED", "Engine", "load_engine"]
 
@@ -74,7 +75,7 @@ def load_engine(
         arguments["kv_transfer_config"] = transfer_config()
     try:
         config = EngineArgs(**arguments).create_engine_config()
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except _refusals(TypeError, NotImplementedError) as error:
         raise ConfigError(f"vLLM refuses this configuration: {_first_lines(error)}") from error
     if kv_transfer:
         check_exchangeable(config)
@@ -96,10 +97,12 @@ def _start(config: Any, on_failure: Callable[[], None]) -> Any:
             log_stats=True,
             executor_fail_callback=on_failure,
         )
-    except (ValueError, RuntimeError) as error:
+    except _refusals(RuntimeError) as error:
         # An error of a worker process arrives as a RuntimeError, whatever it was there.
         raise ConfigError(f"vLLM cannot load this model: {_first_lines(error)}") from error
     client.collective_rpc(follow_engine, _WORKER_ANSWER, (os.getpid(),))
+    if config.device_config.device_type == "cpu":
+        client.collective_rpc(rewind_generators, _WORKER_ANSWER)
     return client
 
 
@@ -136,6 +139,14 @@ def _kv_events_config(spec: EngineSpec) -> Any:
     if not spec.prefix_cache:
         return None
     return KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+
+
+def _refusals(*others: type[Exception]) -> tuple[type[Exception], ...]:
+    """What vLLM raises for requests and settings that it cannot serve: errors of its own, which are
+    no ValueErrors, ValueErrors of what it calls, and `others`."""
+    from vllm.exceptions import VLLMError
+
+    return (ValueError, VLLMError, *others)
 
 
 def _first_lines(error: BaseException) -> str:
@@ -282,7 +293,7 @@ class Engine:
         try:
             sampling = pooling = None
             if request.pooling:
-                pooling = self._pooling()
+                pooling = self._pooling(request.pooling)
             else:
                 sampling = self._sampling(request.sampling, arguments, grammar, transfer)
             self._client.add_request(
@@ -300,7 +311,7 @@ class Engine:
                     priority=-request.priority,
                 )
             )
-        except ValueError as error:
+        except _refusals() as error:
             raise InvalidRequest(f"vLLM refuses this request: {_first_lines(error)}") from error
 
     def _sampling(
@@ -330,9 +341,18 @@ class Engine:
             params.structured_outputs = StructuredOutputsParams(grammar=grammar)
         return params
 
-    def _pooling(self) -> Any:
+    def _pooling(self, wanted: Pooling) -> Any:
         from vllm.pooling_params import PoolingParams
 
+        pooler = self._config.model_config.pooler_config
+        computed = str(getattr(pooler, "seq_pooling_type", wanted)).lower()
+        if computed != wanted:
+            raise InvalidRequest(
+                f"vLLM computes {computed} pooling of this model, and the worker's card says "
+                f"{wanted}: start the worker with --pooling={computed}, or with --engine-option "
+                f'pooler_config={{"seq_pooling_type":"{wanted.upper()}"}}',
+                param="model",
+            )
         # The frontend normalises and shortens; it needs the plain vector.
         params = PoolingParams(task="embed", use_activation=False)
         self._input._validate_params(params, self._tasks)

@@ -82,7 +82,9 @@ def engine_arguments(spec: EngineSpec, fields: Collection[str], kv_memory: Bytes
 def _lora_arguments(spec: EngineSpec) -> dict[str, Any]:
     return {
         "enable_lora": True,
-        "max_loras": len(spec.loras),
+        # vLLM's kernels on CPUs give sequences without an adapter the one in the last place, so
+        # that place stays empty.
+        "max_loras": len(spec.loras) + 1,
         "max_lora_rank": rank_for(max(adapter.rank for adapter in spec.loras)),
     }
 

@@ -67,6 +67,7 @@ class EngineArgs(EngineArgsBase):  # type: ignore[misc]
             get_vocab_size=lambda: VOCAB,
             get_hidden_size=lambda: 4,
             get_total_num_kv_heads=lambda: 2,
+            pooler_config=SimpleNamespace(seq_pooling_type="LAST"),
         )
         return SimpleNamespace(
             arguments=self,
@@ -666,6 +667,14 @@ class InprocClient:
         self.engine_core.ended = True
 
 
+class VLLMError(Exception):
+    """`exceptions.py`: no ValueError."""
+
+
+class VLLMValidationError(VLLMError):
+    """`exceptions.py`."""
+
+
 class InputProcessor:
     """`v1/engine/input_processor.py`: the checks of one request."""
 
@@ -675,13 +684,13 @@ class InputProcessor:
     def _validate_params(self, params: Any, tasks: tuple[str, ...]) -> None:
         if isinstance(params, PoolingParams):
             if params.task not in tasks:
-                raise ValueError(f"Unsupported task: {params.task!r}")
+                raise VLLMValidationError(f"Unsupported task: {params.task!r}")
             return
         if params.structured_outputs is not None:
-            raise ValueError("the grammar is of a kind that vLLM does not read")
+            raise VLLMValidationError("the grammar is of a kind that vLLM does not read")
         for token in (*(params.logit_bias or ()), *(params.allowed_token_ids or ())):
             if not 0 <= token < VOCAB:
-                raise ValueError(f"token id {token} is out of the vocabulary")
+                raise VLLMValidationError(f"token id {token} is out of the vocabulary")
 
 
 class StructuredOutputBackend:
@@ -702,6 +711,7 @@ def _modules() -> Iterator[tuple[str, dict[str, Any]]]:
         "vllm.sampling_params",
         {"SamplingParams": SamplingParams, "StructuredOutputsParams": StructuredOutputsParams},
     )
+    yield "vllm.exceptions", {"VLLMError": VLLMError}
     yield "vllm.pooling_params", {"PoolingParams": PoolingParams}
     yield "vllm.config.kv_events", {"KVEventsConfig": SimpleNamespace}
     yield (

@@ -203,6 +203,15 @@ def test_a_pooling_request_gives_a_vector(monkeypatch: pytest.MonkeyPatch) -> No
         engine.assert_empty()
 
 
+def test_another_pooling_than_vllms_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_vllm.InprocClient, "tasks", ("embed",))
+    with Inline() as engine:
+        ledger = engine.submit(request(pooling="mean", max_tokens=1))
+        engine.step()
+        assert isinstance(ledger.error, InvalidRequest)
+        assert "--pooling=last" in ledger.error.message
+
+
 def test_a_model_without_embeddings_refuses_them() -> None:
     with Inline() as engine:
         ledger = engine.submit(request(pooling="last", max_tokens=1))

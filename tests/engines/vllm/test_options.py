@@ -138,7 +138,7 @@ def test_every_text_has_a_value(text: str) -> None:
 
 def test_adapters_are_loaded_with_room_for_the_largest() -> None:
     found = arguments(loras=(adapter("a", 5), adapter("b", 17)))
-    assert (found["enable_lora"], found["max_loras"], found["max_lora_rank"]) == (True, 2, 32)
+    assert (found["enable_lora"], found["max_loras"], found["max_lora_rank"]) == (True, 3, 32)
 
 
 @pytest.mark.parametrize(

@@ -303,3 +303,25 @@ def test_chosen_tokens_come_beside_the_likeliest_of_others(engine: InlineEngine)
         assert {token for token, _ in found.top} == set(chosen)
         for token, value in found.top:
             assert value == pytest.approx(float(row[token]), abs=1e-3)
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"logit_bias": {1280: 1.0}},
+    {"allowed_token_ids": (5, 4000)},
+    {"bad_words": ((4000,),)},
+    {"stop_token_ids": (-1,)},
+    {"logprobs": 5000},
+    {"repetition_penalty": 0.0},
+    {"top_p": 7.0},
+]
+
+
+def test_what_vllm_refuses_ends_one_request(engine: InlineEngine) -> None:
+    """Whatever the frontend lets through; an engine that ended would take all others along."""
+    good = engine.submit(real.request(PROMPT, max_tokens=20))
+    for fields in REFUSED:
+        ledger = engine.submit(real.request(PROMPT, n=2, **fields))
+        engine.run()
+        assert ledger.done
+    assert good.error is None
+    assert real.answer(engine, prompt=PROMPT, max_tokens=20) == good.tokens
