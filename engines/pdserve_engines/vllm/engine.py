@@ -20,12 +20,11 @@ from pdserve.errors import ConfigError, EngineDied, InvalidRequest
 from pdserve.limits.memory import available
 from pdserve.messages.card import NEARLY
 from pdserve.messages.engine import EngineCapabilities, LoadProgress
-from pdserve_engines.vllm.cpu_generators import rewind_generators
 from pdserve_engines.vllm.disagg import check_exchangeable, transfer_config
 from pdserve_engines.vllm.grammar import Constraints, make_backend
 from pdserve_engines.vllm.options import engine_arguments
 from pdserve_engines.vllm.versions import untested
-from pdserve_engines.vllm.worker_processes import follow_engine
+from pdserve_engines.vllm.worker_processes import follow_engine, rewind_generators
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -9,14 +9,14 @@ import sys
 
 import psutil
 
-from pdserve_engines.vllm.worker_processes import follow_engine
+from pdserve_engines.vllm.worker_processes import follow_engine, rewind_generators
 
 LONG = 20.0
 """Seconds that no test reaches unless something hangs."""
 
 WORKER = """
 import os, signal
-from pdserve_engines.vllm.worker_processes import follow_engine
+from pdserve_engines.vllm.worker_processes import follow_engine, rewind_generators
 print(follow_engine(None, os.getppid()), os.getpid(), flush=True)
 while True:
     signal.pause()
@@ -51,3 +51,39 @@ def test_other_processes_are_left_alone():
     before = signal.getsignal(signal.SIGTERM)
     assert not follow_engine(None, os.getpid())
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+# ------------------------------------------------------------------ random numbers
+
+
+@pytest.fixture
+def _rewinding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "Generator", torch.Generator)
+    assert rewind_generators(None)
+
+
+def draw(generator: torch.Generator) -> int:
+    """As vLLM does for one sequence of a step (0.32.0, `v1/sample/ops/topk_topp_sampler.py`)."""
+    return int(torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long).item())
+
+
+def take_back(generator: torch.Generator) -> None:
+    """As vLLM does after a chunk (`v1/worker/gpu_model_runner.py`)."""
+    generator.set_offset(generator.get_offset() - 4)
+
+
+@pytest.mark.usefixtures("_rewinding")
+@pytest.mark.parametrize("chunks", [(0,), (1,), (0, 0, 3), (2, 5, 5, 9)])
+def test_draws_are_those_without_chunks(chunks: tuple[int, ...]) -> None:
+    """`chunks`: before which kept draws a number is drawn and taken back."""
+    plain = torch.Generator(device="cpu").manual_seed(7)
+    expected = [draw(plain) for _ in range(12)]
+    generator = torch.Generator(device="cpu")
+    generator.manual_seed(7)
+    found = []
+    for number in range(12):
+        for _ in range(chunks.count(number)):
+            assert draw(generator) == expected[number]
+            take_back(generator)
+        found.append(draw(generator))
+    assert found == expected
