@@ -8,6 +8,8 @@ import subprocess
 import sys
 
 import psutil
+import pytest
+import torch
 
 from pdserve_engines.vllm.worker_processes import follow_engine, rewind_generators
 
