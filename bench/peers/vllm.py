@@ -143,6 +143,9 @@ def processes(
                     )
                 )
             yield [process.pid for process in started]
+        except RuntimeError:
+            print(log.read_text(errors="replace")[-3000:], file=sys.stderr)
+            raise
         finally:
             for process in started:
                 process.terminate()

@@ -53,6 +53,10 @@ class VllmCluster(Cluster):
         self.workers: dict[str, Node] = {}
         self.front: Node
 
+    def __enter__(self) -> VllmCluster:
+        super().__enter__()
+        return self
+
     def make(self, role: str, name: str, *flags: str, **environ: str) -> Node:
         node = super().make(role, name, *flags, **environ)
         node._command[0] = str(PYTHON)

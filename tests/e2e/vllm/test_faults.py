@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.vllm.cluster import (
     TokenStream,
+    VllmCluster,
     answer_of,
     processes_of_vllm,
     vllm_worker,
@@ -18,9 +19,9 @@ from tests.e2e.vllm.cluster import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.chaos.cluster import Node
-    from tests.e2e.vllm.cluster import VllmCluster
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -119,13 +120,13 @@ def test_a_frozen_worker_process_of_vllm_is_a_stalled_engine(disturbed):
 
 
 @pytest.fixture
-def doomed(cluster: VllmCluster, disturbed: Disturbed) -> Iterator[Disturbed]:
-    """A stream whose node ends in this test; another one takes its name and place."""
-    yield disturbed
-    name = disturbed.node.name
-    if disturbed.node.process.poll() is None:
-        disturbed.node.end()
-    cluster.with_vllm(name)
+def doomed(tiny: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Disturbed]:
+    """A stream in its middle, in a cluster of its own: one of its nodes ends in this test."""
+    with VllmCluster(tmp_path / "cluster", tiny) as cluster:
+        cluster.open()
+        running = Disturbed(cluster, f"The story of {request.node.name}. " * 4)
+        yield running
+        running.stream.close()
 
 
 @pytest.mark.long
