@@ -173,6 +173,10 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Requests with earlier output that the engine continued only nearly as it would have gone on:
     drawn with other noise, or with penalties that it cannot apply to earlier output.
     """
+    failed_loads: int = 0
+    """Prompts from other workers whose KV the engine could not load, at least in part: it has
+    computed those tokens itself.
+    """
 
 
 class StartCore(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -99,6 +99,7 @@ class EngineSample:
     stalls: int = 0
     stalled_for: float = 0.0
     inexact_continuations: int = 0
+    failed_loads: int = 0
 
     @property
     def kv_usage(self) -> float:
@@ -208,6 +209,12 @@ _ENGINE = (
         "counter",
         "Requests that were continued after a migration with other noise or penalties than before.",
         lambda s: s.inexact_continuations,
+    ),
+    _engine(
+        "kv_load_failures_total",
+        "counter",
+        "Prompts whose KV came from another worker and could not be loaded: computed again.",
+        lambda s: s.failed_loads,
     ),
     _engine(
         "engine_restarts_total",

@@ -268,6 +268,7 @@ class WorkerService:
             output_tokens=stats.output_tokens,
             preemptions=stats.preemptions,
             inexact_continuations=stats.inexact_continuations,
+            failed_loads=stats.failed_loads,
             steps=stats.steps,
             step_seconds=stats.step_seconds,
             restarts=engine.restarts,

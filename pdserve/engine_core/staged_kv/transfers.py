@@ -208,6 +208,7 @@ class StagedTransfers:
             sent_bytes=sender.sent_bytes,
             attempts=receiver.opened,
             attempts_failed=receiver.failed,
+            failed_loads=admission.failed_loads,
             blocks_quarantined=self._staging.blocks.counts().quarantined,
         )
 
