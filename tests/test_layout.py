@@ -275,6 +275,8 @@ SCENARIOS = {
     "engines/torch/test_loading.py": "memory and pauses of loading, in a process of its own",
     "engines/torch/test_migration.py": "a request moves between torch engines",
     "engines/torch/test_weight_sharing.py": "several executors of one checkpoint",
+    "engines/vllm/test_planted_bugs.py": "bugs that the other tests must see",
+    "engines/vllm/test_real_answers.py": "the real vLLM: answers equal to those without pdserve",
     "engines/vllm/test_real_disagg.py": "the real vLLM: prompts computed by one engine for another",
     "engines/vllm/test_real_engine.py": "the real vLLM: the suite of engines, and processes",
     "engines/vllm/test_real_grammars.py": "the real vLLM: grammars and reasoning",

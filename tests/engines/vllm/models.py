@@ -50,9 +50,8 @@ def _home() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="pdserve-vllm-")
 
 
-@functools.cache
-def checkpoint(family: str, seed: int = 0) -> tuple[Path, Any]:
-    """(directory, transformers' model in float32) with random weights of all kinds."""
+def random_model(family: str, seed: int) -> Any:
+    """Transformers' model in float32 with random weights of all kinds."""
     suffix = "TextConfig" if family == "Gemma3" else "Config"
     config = getattr(transformers, family + suffix)(**_SHAPE | _FIELDS[family])
     torch.manual_seed(seed)
@@ -63,11 +62,18 @@ def checkpoint(family: str, seed: int = 0) -> tuple[Path, Any]:
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(0.0, 0.25)
+    return model.eval()
+
+
+@functools.cache
+def checkpoint(family: str, seed: int = 0) -> tuple[Path, Any]:
+    """(directory, model)."""
+    model = random_model(family, seed)
     directory = Path(_home().name) / f"{family}-{seed}"
     model.save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):  # vLLM reads one, and nothing uses it
         shutil.copy(Path(pdserve.__file__).parent / "bundled" / name, directory)
-    return directory, model.eval()
+    return directory, model
 
 
 @torch.inference_mode()

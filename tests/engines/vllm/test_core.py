@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.clock import ManualClock
 from pdserve.engine.client import CoreClient
-from pdserve.errors import EngineDied, InvalidRequest, Overloaded
+from pdserve.errors import EngineDied, InvalidRequest, Overloaded, StepFailed
 from pdserve.messages.engine import ClearCache, EngineSpec, KvEvents, SetHashSecret
 from pdserve.messages.kv_events import BlockStored, PoolCleared
 from pdserve.messages.lora import LoraAdapter
@@ -212,11 +212,27 @@ def test_a_grammar_that_does_not_compile_rejects_one_request() -> None:
         engine.assert_empty()
 
 
+def test_a_request_that_vllm_ends_with_an_error_is_rejected() -> None:
+    """Such as one whose KV could not be loaded; another worker may serve it."""
+    with Inline() as engine:
+        failed, served = (engine.submit(request(max_tokens=9, n=2)) for _ in range(2))
+        engine.step()
+        scheduler = engine.vllm.scheduler
+        scheduler.failed_grammars.append(scheduler.requests["1.0"])
+        engine.step()
+        assert isinstance(failed.error, StepFailed)
+        engine.run()
+        assert served.done
+        assert served.error is None
+        engine.assert_empty()
+
+
 def test_output_that_leaves_its_grammar_ends_one_request() -> None:
     """As tokens of an earlier attempt by another model would."""
     with Inline() as engine:
-        refused = engine.submit(request(grammar='start: "1"', output=[[500]]))
-        served = engine.submit(request(grammar='start: "1"', eos_token_ids=(3,), ignore_eos=False))
+        shape: dict[str, Any] = {"grammar": 'start: "1"', "eos_token_ids": (3,)}
+        refused = engine.submit(request(output=[[500]], ignore_eos=False, **shape))
+        served = engine.submit(request(ignore_eos=False, **shape))
         engine.run()
         assert refused.error is not None
         assert served.done
