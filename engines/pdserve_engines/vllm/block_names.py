@@ -44,11 +44,13 @@ class BlockNames:
     """The names of all blocks that one vLLM engine holds. Memory grows with its pool, not with
     its requests."""
 
-    def __init__(self, secret: bytes, block_size: int, model: str) -> None:
-        """`model` is the compat hash, equal for all workers whose blocks have the same content."""
+    def __init__(self, secret: bytes, block_size: int, model: str, group: int = 0) -> None:
+        """`model` is the compat hash, equal for all workers whose blocks have the same content.
+        `group`: the group of layers whose blocks are named."""
         self._secret = secret
         self._block_size = block_size
         self._model = model
+        self._group = group
         self._blocks: dict[Hashable, _Block] = {}
 
     def __len__(self) -> int:
@@ -79,8 +81,8 @@ class BlockNames:
         kind = type(event).__name__
         if kind == "AllBlocksCleared":
             yield from self.clear()
-        elif getattr(event, "group_idx", None):
-            return  # a further group of layers, whose blocks hold a part of the same tokens
+        elif event.group_idx not in (None, self._group):
+            return  # another group of layers, whose blocks hold a part of the same tokens
         elif kind == "BlockStored":
             yield from self._stored(event)
         elif kind == "BlockRemoved":

@@ -96,7 +96,9 @@ class VllmCore(StagedCore):
         if engine.names_blocks:
             secret = spec.hash_secret or secrets.token_bytes(32)
             capabilities = engine.capabilities
-            self._names = BlockNames(secret, capabilities.block_size, capabilities.compat_hash)
+            self._names = BlockNames(
+                secret, capabilities.block_size, capabilities.compat_hash, engine.named_group
+            )
         return engine.capabilities
 
     def _exchanges(self, spec: EngineSpec) -> bool:

@@ -211,7 +211,8 @@ class Engine:
         model, cache = self._config.model_config, self._config.cache_config
         limits = read_model_limits(spec)
         groups = self._scheduler.kv_cache_config.kv_cache_groups
-        block_size = int(groups[0].kv_cache_spec.block_size) if groups else spec.block_size
+        named = groups[self.named_group] if groups else None
+        block_size = spec.block_size if named is None else int(named.kv_cache_spec.block_size)
         pool = self._scheduler.kv_cache_manager.block_pool
         dtype = str(model.dtype).removeprefix("torch.")
         embeds = "embed" in self._tasks
@@ -235,6 +236,16 @@ class Engine:
             embedding_size=int(model.get_hidden_size()) if embeds else 0,
             untested=untested(self.version),
         )
+
+    @property
+    def named_group(self) -> int:
+        """The group of layers whose blocks routers hear of: the first one that keeps the blocks of
+        all tokens, and not only those of a window."""
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        groups = self._scheduler.kv_cache_config.kv_cache_groups
+        whole = (isinstance(group.kv_cache_spec, FullAttentionSpec) for group in groups)
+        return next((number for number, keeps in enumerate(whole) if keeps), 0)
 
     def _features(self, spec: EngineSpec, embeds: bool) -> tuple[str, ...]:
         names = ["bans", NEARLY]

@@ -404,6 +404,10 @@ class Grammars:
         return bits[:VOCAB].astype(bool)
 
 
+class FullAttentionSpec(SimpleNamespace):
+    """`v1/kv_cache_interface.py`."""
+
+
 class Scheduler:
     """`v1/core/sched/scheduler.py`, with the policy `priority` and chunked prompts."""
 
@@ -413,7 +417,7 @@ class Scheduler:
         self._prefix = config.cache_config.enable_prefix_caching
         self._grammars = grammars
         size = config.arguments.block_size
-        spec = SimpleNamespace(block_size=size, page_size_bytes=size * 64)
+        spec = FullAttentionSpec(block_size=size, page_size_bytes=size * 64)
         group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])
         self.pool = BlockPool(config.arguments.num_blocks, size)
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
@@ -711,6 +715,7 @@ def _modules() -> Iterator[tuple[str, dict[str, Any]]]:
         "vllm.sampling_params",
         {"SamplingParams": SamplingParams, "StructuredOutputsParams": StructuredOutputsParams},
     )
+    yield "vllm.v1.kv_cache_interface", {"FullAttentionSpec": FullAttentionSpec}
     yield "vllm.exceptions", {"VLLMError": VLLMError}
     yield "vllm.pooling_params", {"PoolingParams": PoolingParams}
     yield "vllm.config.kv_events", {"KVEventsConfig": SimpleNamespace}

@@ -191,6 +191,18 @@ def test_blocks_that_no_frontend_can_name_are_passed_over(changes: dict[str, Any
     assert len(names) == 0
 
 
+def test_the_group_that_is_named_need_not_be_the_first() -> None:
+    """The first one may be of layers with a window."""
+    names, tokens = BlockNames(SECRET, SIZE, MODEL, group=1), [1] * SIZE
+    window, whole = (run_of(names, ["a"], tokens, group_idx=group) for group in (0, 1))
+    assert names.translate([window]) == []
+    assert [getattr(event, "hashes", None) for event in names.translate([whole])] == [
+        names_of(tokens)
+    ]
+    assert names.translate([removed("a", group_idx=0)]) == []
+    assert names.translate([removed("a", group_idx=1)]) == [BlockRemoved(names_of(tokens))]
+
+
 def test_blocks_left_out_of_a_run_do_not_shift_the_names() -> None:
     """vLLM reports no hash for a block outside of a sliding window, though its tokens are there."""
     names, tokens = make(), list(range(3 * SIZE))

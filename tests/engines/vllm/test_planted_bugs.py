@@ -323,8 +323,7 @@ def blocks_of_another_group_are_named(patch: Patch) -> None:
     one = BlockNames._one
 
     def every(self: BlockNames, event: Any) -> Any:
-        if getattr(event, "group_idx", None):
-            event.group_idx = 0
+        event.group_idx = self._group
         return one(self, event)
 
     patch.setattr(BlockNames, "_one", every)
