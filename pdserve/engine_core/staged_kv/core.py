@@ -30,6 +30,7 @@ from pdserve.messages.engine import (
     SetNodeLife,
     SubmitRemote,
 )
+from pdserve.messages.engine_errors import rejected_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -203,7 +204,10 @@ class StagedCore(SelfSchedulingCore):
             self._prompt_tokens += len(command.request.prompt)
             transfers.submit(command, self.clock.now())
         except PdserveError as error:
-            self.reject(command.handle, error)
+            # `reject` says nothing of a submission that was refused before it was registered.
+            transfers.fail(command.handle)
+            self._forget(command.handle)
+            self._events.append(rejected_event(command.handle, error))
 
     # ------------------------------------------------------------------ the end of a submission
 

@@ -438,6 +438,23 @@ def test_a_prompt_that_staging_can_never_hold_is_refused():
     both.close()
 
 
+def test_what_the_engine_could_never_serve_is_rejected_not_swallowed():
+    both = make_staged_pair()
+    long = request(prompt_of(both.d.engine.capabilities.max_model_len + 1))
+    both.d.core.handle(SubmitRemote(handle=91, request=long))
+    (rejected,) = [e for e in both.d.core.step() if isinstance(e, Rejected)]
+    assert (rejected.handle, rejected.kind) == (91, "ContextLengthExceeded")
+    handle, _ = opened(both)
+    both._requests[handle] = long
+    mine = both.prefill(both.opened[handle])
+    both.step_p()
+    assert [(one.handle, one.kind) for one in both.refused] == [(mine, "ContextLengthExceeded")]
+    both.d.core.handle(Abort(handle))
+    both.net.run()
+    both.step_d()
+    both.close()
+
+
 def test_a_deadline_rejects_a_prompt_for_a_peer():
     both = make_staged_pair(p={"max_batch_tokens": 6, "max_sequences": 4})
     handle, ledger = opened(both)
