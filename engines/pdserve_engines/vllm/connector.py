@@ -6,7 +6,7 @@
 
 Both are synchronous: a step that loads computes with what it has loaded, and what a step has saved
 is in staging when the step is reported. A block that cannot be loaded is reported to vLLM, which
-computes it. It knows no peers.
+computes it or ends the request (`settle_failed_loads`). It knows no peers.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class PdserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 assert self._copier is not None
                 self._copier.load(pairs)
             except Exception:
-                # vLLM computes these blocks; a request is not worth an engine.
+                # vLLM is told of these blocks; a request is not worth an engine.
                 _log.exception("the staged KV of request %s cannot be loaded", key)
                 self._failed.update(block for block, _ in pairs)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pdserve_engines.vllm.copy_planner import Copied, CopyPlanner, LetGo
     from pdserve_engines.vllm.kv_copy import CacheForm
 
-__all__ = ["VllmStaging", "check_exchangeable", "transfer_config"]
+__all__ = ["VllmStaging", "check_exchangeable", "settle_failed_loads", "transfer_config"]
 
 _LOG = logging.getLogger("pdserve.engines.vllm")
 
@@ -42,6 +42,17 @@ def transfer_config() -> Any:
     )
 
 
+def settle_failed_loads(config: Any) -> None:
+    """Choose what vLLM does with a request whose KV could not be loaded.
+
+    It computes the blocks itself, but not with asynchronous scheduling: there the next step is
+    under way already, and vLLM would report its token, which follows from blocks that hold nothing.
+    It then ends the request with an error, and the frontend sends it to a worker again.
+    """
+    if config.scheduler_config.async_scheduling:
+        config.kv_transfer_config.kv_load_failure_policy = "fail"
+
+
 def check_exchangeable(config: Any) -> None:
     """Raise `ConfigError` for a configuration of vLLM whose KV cannot be exchanged, before the
     model is loaded. Some models show it only when they are loaded: `VllmStaging` refuses those."""
@@ -51,6 +62,7 @@ def check_exchangeable(config: Any) -> None:
         "it has state-space or linear-attention layers": model.is_hybrid,
         "it has no attention": model.is_attention_free,
         "it has an encoder": model.is_encoder_decoder,
+        "it spans several machines": parallel.nnodes > 1,
         "pipeline_parallel_size is over 1": parallel.pipeline_parallel_size > 1,
         "decode_context_parallel_size is over 1": parallel.decode_context_parallel_size > 1,
         "prefill_context_parallel_size is over 1": parallel.prefill_context_parallel_size > 1,

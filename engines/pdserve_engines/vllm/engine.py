@@ -20,7 +20,11 @@ from pdserve.errors import ConfigError, EngineDied, InvalidRequest
 from pdserve.limits.memory import available
 from pdserve.messages.card import NEARLY
 from pdserve.messages.engine import EngineCapabilities, LoadProgress
-from pdserve_engines.vllm.disagg import check_exchangeable, transfer_config
+from pdserve_engines.vllm.disagg import (
+    check_exchangeable,
+    settle_failed_loads,
+    transfer_config,
+)
 from pdserve_engines.vllm.grammar import Constraints, make_backend
 from pdserve_engines.vllm.options import engine_arguments
 from pdserve_engines.vllm.versions import untested
@@ -78,6 +82,7 @@ def load_engine(
         raise ConfigError(f"vLLM refuses this configuration: {_first_lines(error)}") from error
     if kv_transfer:
         check_exchangeable(config)
+        settle_failed_loads(config)
     progress(LoadProgress(stage="loading the model into vLLM"))
     begun = time.monotonic()
     client = _start(config, on_failure)

@@ -12,7 +12,7 @@ from pdserve.errors import ConfigError
 from pdserve.messages.engine import EngineCapabilities
 from pdserve_engines.vllm import disagg
 from pdserve_engines.vllm.copy_planner import CopyPlanner, LetGo
-from pdserve_engines.vllm.disagg import VllmStaging, check_exchangeable
+from pdserve_engines.vllm.disagg import VllmStaging, check_exchangeable, settle_failed_loads
 from pdserve_engines.vllm.kv_copy import CacheForm
 
 FORM = CacheForm(packing="rows", layers=2, heads=2, tokens=16, dim=8, itemsize=2, blocks=101)
@@ -28,6 +28,7 @@ def config(**changes: Any) -> Any:
             "pipeline_parallel_size",
             "decode_context_parallel_size",
             "prefill_context_parallel_size",
+            "nnodes",
         ),
         1,
     )
@@ -90,6 +91,7 @@ def test_a_plain_model_is_taken():
         ({"is_hybrid": True}, "state-space"),
         ({"is_attention_free": True}, "no attention"),
         ({"is_encoder_decoder": True}, "encoder"),
+        ({"nnodes": 2}, "several machines"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
@@ -100,6 +102,16 @@ def test_others_are_refused_by_name_and_with_the_remedy(changes: dict[str, Any],
     with pytest.raises(ConfigError, match=words) as caught:
         check_exchangeable(config(**changes))
     assert "--mode=aggregated" in caught.value.message
+
+
+@pytest.mark.parametrize(("ahead", "policy"), [(False, "recompute"), (True, "fail")])
+def test_a_failed_load_is_computed_only_if_no_step_is_ahead(ahead: bool, policy: str):
+    wanted = SimpleNamespace(
+        scheduler_config=SimpleNamespace(async_scheduling=ahead),
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute"),
+    )
+    settle_failed_loads(wanted)
+    assert wanted.kv_transfer_config.kv_load_failure_policy == policy
 
 
 def test_what_a_rank_refuses_is_refused():
