@@ -90,6 +90,7 @@ def answers_alone(family: str, tmp_path: Path) -> list[list[int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_one_at_a_time_as_vllm_alone(family: str, tmp_path: Path) -> None:
     expected = answers_alone(family, tmp_path)
     _, theirs, gaps = drawn(family)

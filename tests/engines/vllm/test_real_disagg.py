@@ -84,10 +84,15 @@ def _end(net: FakeNet, spec: EngineSpec) -> _End:
     return _End(engine, mover, guard, SystemClock())  # type: ignore[arg-type]
 
 
+def make_pair(p: EngineSpec, d: EngineSpec) -> _Pair:
+    """Two cores around engines that stay loaded."""
+    net = FakeNet()
+    return _Pair(net, _end(net, p), _end(net, d))
+
+
 @pytest.fixture
 def both() -> Iterator[_Pair]:
-    net = FakeNet()
-    pair = _Pair(net, _end(net, P), _end(net, D))
+    pair = make_pair(P, D)
     yield pair
     pair.close()
 
