@@ -18,7 +18,9 @@ from pdserve.engine_core.engine_loader import (
     load_core,
     missing_parts,
 )
+from pdserve.engine_core.staged_kv.core import StagedCore
 from pdserve.errors import ConfigError
+from pdserve.messages.engine import EngineSpec, TransferSpec
 from pdserve.testing.fake_mover import FakeMover, FakeNet
 from pdserve.testing.scripted import ENGINE
 from pdserve_engines.instant import InstantCore
@@ -49,6 +51,13 @@ def test_an_engine_without_kv_refuses_to_move_any():
 def test_an_engine_without_kv_goes_without_where_that_is_optional():
     core = load_core("instant", ManualClock(), FakeMover(FakeNet()), optional=True)
     assert isinstance(core, InstantCore)
+
+
+def test_a_core_that_stages_kv_gets_the_connector():
+    core = load_core("tests.support.staged_engine:create", ManualClock(), FakeMover(FakeNet()))
+    assert isinstance(core, StagedCore)
+    assert core.wants_kv(EngineSpec(engine="", model="", transfer=TransferSpec()))
+    assert not core.wants_kv(EngineSpec(engine="", model=""))
 
 
 def test_the_engines_of_this_installation_are_listed():
