@@ -229,6 +229,8 @@ class VllmCore(StagedCore):
         outputs, computed = self._vllm.step()
         done = self.clock.now()
         self._resume_at = None if computed else done + _PAUSE
+        if not computed:
+            self._give_prefixes_up()
         for output in outputs:
             if (choice := self._choices.get(output.request_id)) is not None:
                 choice.note_cached(output)
@@ -330,6 +332,14 @@ class VllmCore(StagedCore):
         """Give them back."""
         if self._staged is not None:
             self._staged.holds.release(blocks)
+
+    def _give_prefixes_up(self) -> None:
+        """Held blocks may be what vLLM's first waiting request lacks, while those that would let
+        them go stand behind it: then nothing would ever run again."""
+        if self._staged is not None and self._vllm.only_waits:
+            given = self._staged.holds.give_up()
+            if given:
+                _LOG.info("%d held blocks are given up: requests wait and none runs", given)
 
     def load_staged(self, handle: int, request: GenerateRequest, blocks: StagedBlocks) -> None:
         """Submit a request whose first live choice vLLM loads from staging blocks."""

@@ -406,6 +406,11 @@ class Engine:
         """Requests that vLLM has not begun."""
         return len(self._scheduler.requests) - len(self._scheduler.running)
 
+    @property
+    def only_waits(self) -> bool:
+        """Return whether vLLM has requests and none of them runs."""
+        return bool(self._scheduler.requests) and not self._scheduler.running
+
     def step(self) -> tuple[list[Any], bool]:
         """One step: (outputs, whether the model computed something). Raises `EngineDied` if a
         worker process of vLLM has died, and what vLLM raises."""

@@ -2,11 +2,13 @@
 
 It touches vLLM's cache manager and block pool, between steps, in the core's thread. A held block is
 used for vLLM: it cannot be given to running requests. So only a share of the pool is ever held;
-beyond it nothing is, and the peer sends all blocks.
+beyond it nothing is, and the peer sends all blocks. If held blocks are what the next request lacks,
+they are given up: what had relied on them is computed.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from pdserve_engines.vllm.params import given_output
@@ -30,8 +32,13 @@ class PrefixHolds:
         self._manager = core.scheduler.kv_cache_manager
         self._hasher = core.request_block_hasher
         self._pool = self._manager.block_pool
-        self.held = 0
+        self._references: Counter[int] = Counter()
+        """Block -> how often it is held."""
+
+    @property
+    def held(self) -> int:
         """References that are held now; a block may be held more than once."""
+        return self._references.total()
 
     def find(self, request: GenerateRequest, salt: str | None, lora: Any) -> list[int]:
         """Ids of the leading blocks of a request that vLLM has cached, never the block with its
@@ -58,11 +65,19 @@ class PrefixHolds:
         if self.held + len(blocks) > int(HELD_SHARE * self._pool.num_gpu_blocks):
             return []
         self._pool.touch([self._pool.blocks[block] for block in blocks])
-        self.held += len(blocks)
+        self._references.update(blocks)
         return list(blocks)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give these references back."""
+        """Give these references back, except for those that were given up."""
         # vLLM evicts what is freed first, and a block is of no use without those before it.
-        self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
-        self.held -= len(blocks)
+        kept = [block for block in reversed(blocks) if self._references[block] > 0]
+        self._references -= Counter(kept)
+        self._pool.free_blocks([self._pool.blocks[block] for block in kept])
+
+    def give_up(self) -> int:
+        """Give all references back, whoever has them; returns how many. The blocks stay cached
+        until vLLM needs them."""
+        blocks = list(self._references.elements())
+        self.release(blocks)
+        return len(blocks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -297,6 +298,30 @@ def test_closing_ends_vllm_and_drops_what_runs() -> None:
         engine.submit(request(max_tokens=50, n=2))
         engine.step()
     assert engine.vllm.ended
+
+
+def test_held_prefixes_are_given_up_for_a_request_that_nothing_else_would_let_begin() -> None:
+    """It needs all blocks, some are held, and what would let them go stands behind it."""
+    with Inline(block_size=16, options={"num_blocks": "9"}, max_model_len=128) as engine:
+        pool = engine.vllm.scheduler.pool
+        held = [pool.allocate() for _ in range(2)]
+        given: list[int] = []
+
+        def give_up() -> int:
+            pool.release(held)
+            given.extend(held)
+            return len(held)
+
+        holds = SimpleNamespace(give_up=give_up)
+        engine.vllm_core._staged = SimpleNamespace(holds=holds, events=list)  # type: ignore[assignment]
+        ledger = engine.submit(request(tuple(range(5, 115)), max_tokens=4))
+        engine.step()
+        assert not given, "nothing is given up while something runs"
+        engine.run()
+        assert given == held
+        assert ledger.done
+        assert ledger.error is None
+        engine.assert_empty()
 
 
 # ------------------------------------------------------------------ limits
