@@ -16,7 +16,6 @@ from pdserve.engine_core.structured_output import GrammarError, pick_allowed_tok
 from pdserve.messages.request import SamplingParams, Thinking
 from pdserve.text.grammar.grammar_source import from_schema
 from pdserve_engines.vllm.grammar import ConstrainedChoice, Constraints, grammar_text
-from tests.support.json_schemas import valid
 
 BUNDLED = Path(pdserve.__file__).parent / "bundled"
 VOCAB, END = 1280, 3
@@ -41,6 +40,13 @@ THINKING: dict[str, Any] = {"start": tuple(tokens("<think>")), "end": tuple(toke
 @pytest.fixture(scope="module")
 def constraints() -> Constraints:
     return Constraints(read_tokenizer(BUNDLED), VOCAB, (END,))
+
+
+def valid(schema: dict[str, Any], text: str) -> bool:
+    # Not in vLLM's environment, which reads this file too.
+    from tests.support import json_schemas
+
+    return json_schemas.valid(schema, text)
 
 
 def sampling(schema: dict[str, Any] | None = None, **changes: Any) -> SamplingParams:

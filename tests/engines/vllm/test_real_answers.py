@@ -66,7 +66,14 @@ def until_near(gaps: list[float]) -> int:
     return next((at for at, gap in enumerate(gaps) if gap < NEAR), len(gaps))
 
 
-@pytest.fixture(scope="module", params=models.FAMILIES)
+PARAMS = [
+    pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long] if name == "Qwen3" else [])
+    for name in models.FAMILIES
+]
+"""Each family loads an engine; every run has the plainest and the one with windows."""
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def family(request: pytest.FixtureRequest, engines: None) -> str:
     """Its engine is loaded before the test looks for leaks."""
     real.loaded(spec_of(request.param))

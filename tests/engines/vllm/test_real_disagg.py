@@ -8,8 +8,6 @@ transports.
 from __future__ import annotations
 
 import dataclasses
-import random
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,91 +16,28 @@ import pytest
 from pdserve.clock import SystemClock
 from pdserve.errors import ConfigError
 from pdserve.messages.engine import Abort, PrefillLocally, TransferSpec
-from pdserve.testing.fake_mover import FakeMover, FakeNet, FreeGuard
-from pdserve.testing.inline_engine import InlineEngine
+from pdserve.testing.fake_mover import FakeMover, FakeNet
 from pdserve_engines.vllm.core import VllmCore
 from tests.engines.vllm import real
-from tests.support.disagg_pair import DisaggPair, PairedCore
+from tests.engines.vllm.real_pair import BLOCK, D, P, RealPair, alone, asked, make_pair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pdserve.messages.engine import EngineSpec, Event
     from pdserve.messages.request import FirstTokenStats, GenerateRequest
     from pdserve.testing.output_checker import OutputChecker
 
 real.require_vllm()
 pytestmark = real.MARKS
 
-P = msgspec.structs.replace(real.MAIN, transfer=TransferSpec(verify="all"), seed=1)
-D = msgspec.structs.replace(P, seed=2)
-"""Engines of other seeds, so that the two are not one."""
 engines_of_this_file = real.keeps(P, D)
-
-BLOCK = real.BLOCK
-
-
-class _End(PairedCore):
-    """One of the two cores; everything is checked after every step."""
-
-    @property
-    def core(self) -> Any:
-        return self.engine.core
-
-    @cached_property
-    def staging(self) -> Any:
-        return self.core._staging
-
-    def step(self) -> list[Event]:
-        events = self.engine.step()
-        self.staging.pool.blocks.check()
-        self.guard.check()
-        return events
-
-    def sleep(self) -> bool:
-        """vLLM has a clock of its own, so nothing is skipped."""
-        return bool(self.core.has_work)
-
-
-class _Pair(DisaggPair):
-    p: _End
-    d: _End
-
-    def close(self) -> None:
-        for end in (self.d, self.p):
-            assert end.staging.holds.held == 0
-            assert end.core.close() == 0
-            counts = end.staging.pool.blocks.counts()
-            assert counts.used == counts.quarantined == 0
-
-
-def _end(net: FakeNet, spec: EngineSpec) -> _End:
-    core, mover = real.SharedCore(), FakeMover(net)
-    core.use_connector(mover)
-    engine = InlineEngine(core, spec)
-    guard = FreeGuard(core._staging.pool.blocks, mover)
-    return _End(engine, mover, guard, SystemClock())  # type: ignore[arg-type]
-
-
-def make_pair(p: EngineSpec, d: EngineSpec) -> _Pair:
-    """Two cores around engines that stay loaded."""
-    net = FakeNet()
-    return _Pair(net, _end(net, p), _end(net, d))
 
 
 @pytest.fixture
-def both() -> Iterator[_Pair]:
+def both() -> Iterator[RealPair]:
     pair = make_pair(P, D)
     yield pair
     pair.close()
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(f"{length} {seed}").choices(range(10, 1200), k=length)
-
-
-def asked(length: int, seed: int = 0, **changes: Any) -> GenerateRequest:
-    return real.request(prompt_of(length, seed), **changes)
 
 
 def started(ledger: OutputChecker) -> FirstTokenStats:
@@ -111,15 +46,7 @@ def started(ledger: OutputChecker) -> FirstTokenStats:
     return ledger.starts[0]
 
 
-def alone(both: _Pair, request: GenerateRequest) -> list[list[int]]:
-    """The answer of one engine, which has nothing cached."""
-    both.d.core.clear_cache()
-    tokens = both.d.engine.generate([request])[0]
-    both.d.core.clear_cache()
-    return tokens
-
-
-def opened(both: _Pair, request: GenerateRequest) -> tuple[int, Any]:
+def opened(both: RealPair, request: GenerateRequest) -> tuple[int, Any]:
     """A request whose attempt P may fill."""
     handle, ledger = both.submit(request)
     both.step_d()
@@ -129,7 +56,7 @@ def opened(both: _Pair, request: GenerateRequest) -> tuple[int, Any]:
     return handle, ledger
 
 
-def prefilled(both: _Pair, request: GenerateRequest) -> tuple[int, Any, int]:
+def prefilled(both: RealPair, request: GenerateRequest) -> tuple[int, Any, int]:
     """The same, computed by P, and its parts under way."""
     handle, ledger = opened(both, request)
     mine = both.prefill(both.opened[handle])
@@ -142,7 +69,7 @@ def prefilled(both: _Pair, request: GenerateRequest) -> tuple[int, Any, int]:
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 128, 150])
-def test_answers_are_those_of_one_engine(both: _Pair, length: int):
+def test_answers_are_those_of_one_engine(both: RealPair, length: int):
     wanted = asked(length)
     before = both.d.stats
     (ledger,) = both.generate([wanted])
@@ -158,7 +85,7 @@ def test_answers_are_those_of_one_engine(both: _Pair, length: int):
     assert ledger.tokens == alone(both, wanted)
 
 
-def test_many_prompts_at_once(both: _Pair):
+def test_many_prompts_at_once(both: RealPair):
     wanted = [asked(length, seed=length) for length in (20, 40, 70, 100, 130, 33)]
     ledgers = both.generate(wanted)
     assert both.d.stats.computed_tokens == sum(len(ledger.tokens[0]) for ledger in ledgers)
@@ -167,7 +94,7 @@ def test_many_prompts_at_once(both: _Pair):
 
 @pytest.mark.parametrize("cached_p", [0, 32, 96])
 @pytest.mark.parametrize("cached_d", [0, 32, 96])
-def test_prefixes_that_either_end_has_change_nothing(both: _Pair, cached_p: int, cached_d: int):
+def test_prefixes_that_either_end_has_change_nothing(both: RealPair, cached_p: int, cached_d: int):
     """What D has is not sent, what P has is not computed but copied from its cache."""
     wanted = asked(110)
     reference = alone(both, wanted)
@@ -185,7 +112,7 @@ def test_prefixes_that_either_end_has_change_nothing(both: _Pair, cached_p: int,
     assert both.d.stats.cached_tokens - before_d.cached_tokens == cached_d
 
 
-def test_a_held_prefix_is_not_evicted(both: _Pair):
+def test_a_held_prefix_is_not_evicted(both: RealPair):
     wanted = asked(110)
     reference = alone(both, wanted)
     both.d.engine.generate([real.request(wanted.prompt[:97], max_tokens=1)])
@@ -201,7 +128,7 @@ def test_a_held_prefix_is_not_evicted(both: _Pair):
     assert both.d.stats.received_blocks == 1
 
 
-def test_blocks_that_came_from_p_are_reused_and_announced(both: _Pair):
+def test_blocks_that_came_from_p_are_reused_and_announced(both: RealPair):
     both.generate([asked(100, max_tokens=1)])
     stored = [name for event in both.d.engine.kv_events for name in getattr(event, "hashes", ())]
     assert len(stored) == 3
@@ -212,7 +139,7 @@ def test_blocks_that_came_from_p_are_reused_and_announced(both: _Pair):
     assert started(ledger).cached_tokens == 96
 
 
-def test_choices_share_what_was_loaded(both: _Pair):
+def test_choices_share_what_was_loaded(both: RealPair):
     # One chunk: on CPUs vLLM cannot compute a seeded prompt in several.
     wanted = asked(60, n=3, temperature=0.9, seed=11)
     (ledger,) = both.generate([wanted])
@@ -220,7 +147,7 @@ def test_choices_share_what_was_loaded(both: _Pair):
     assert both.d.stats.received_blocks == 2
 
 
-def test_output_of_an_earlier_attempt_is_prefilled_too(both: _Pair):
+def test_output_of_an_earlier_attempt_is_prefilled_too(both: RealPair):
     whole = alone(both, asked(60, max_tokens=12))[0]
     wanted = asked(60, max_tokens=12, output=[whole[:7]])
     before = both.d.stats.computed_tokens
@@ -229,7 +156,7 @@ def test_output_of_an_earlier_attempt_is_prefilled_too(both: _Pair):
     assert both.d.stats.computed_tokens - before == 5
 
 
-def test_logprobs_of_the_prompt_come_with_the_handoff(both: _Pair):
+def test_logprobs_of_the_prompt_come_with_the_handoff(both: RealPair):
     wanted = asked(40, prompt_logprobs=1, logprobs=2)
     (ledger,) = both.generate([wanted])
     assert ledger.prompt_logprobs[0] is not None
@@ -239,7 +166,7 @@ def test_logprobs_of_the_prompt_come_with_the_handoff(both: _Pair):
 # ------------------------------------------------------------------ what goes wrong
 
 
-def test_a_corrupted_block_is_refused(both: _Pair):
+def test_a_corrupted_block_is_refused(both: RealPair):
     both.net.faults = ["corrupt"]
     handle, ledger, _ = prefilled(both, asked(100))
     both.activate(both.handoffs[handle])
@@ -252,7 +179,7 @@ def test_a_corrupted_block_is_refused(both: _Pair):
     assert ledger.tokens == alone(both, ledger.request)
 
 
-def test_what_cannot_be_loaded_is_computed_by_vllm_and_counted(both: _Pair, monkeypatch):
+def test_what_cannot_be_loaded_is_computed_by_vllm_and_counted(both: RealPair, monkeypatch):
     """The rank is told to read a staging block that does not exist."""
     handle, ledger, _ = prefilled(both, asked(100))
     planner = both.d.staging.planner
@@ -271,7 +198,7 @@ def test_what_cannot_be_loaded_is_computed_by_vllm_and_counted(both: _Pair, monk
 
 
 @pytest.mark.parametrize("stage", ["opened", "filled"])
-def test_an_abort_frees_everything(both: _Pair, stage: str):
+def test_an_abort_frees_everything(both: RealPair, stage: str):
     if stage == "opened":
         handle, ledger = opened(both, asked(100))
         both.prefill(both.opened[handle])
@@ -286,7 +213,7 @@ def test_an_abort_frees_everything(both: _Pair, stage: str):
     assert both.d.staging.pool.blocks.counts().used == 0
 
 
-def test_a_withdrawn_prompt_frees_its_staging_blocks(both: _Pair):
+def test_a_withdrawn_prompt_frees_its_staging_blocks(both: RealPair):
     handle, ledger = opened(both, asked(150))
     mine = both.prefill(both.opened[handle])
     both.step_p()

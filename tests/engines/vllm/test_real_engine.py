@@ -38,6 +38,9 @@ class TestVllm(VllmConformance):
 # ------------------------------------------------------------------ in a process of its own
 
 
+LATER = [pytest.mark.slow, pytest.mark.long]
+
+
 def in_a_process(**options: str) -> CoreClient:
     """The engine as a worker runs it."""
     spec = msgspec.structs.replace(real.MAIN, engine="vllm", options=real.MAIN.options | options)
@@ -61,8 +64,8 @@ async def test_a_process_of_its_own_answers_alike() -> None:
     ("name", "value", "said"),
     [
         ("tensor_paralel_size", "1", "did you mean 'tensor_parallel_size'"),
-        ("max_model_len", "64", "--max-model-len"),
-        ("quantization", "no-such-kind", "no-such-kind"),
+        pytest.param("max_model_len", "64", "--max-model-len", marks=LATER),
+        pytest.param("quantization", "no-such-kind", "no-such-kind", marks=LATER),
     ],
 )
 async def test_an_option_that_vllm_does_not_have_ends_the_start(

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tests.engines.vllm import real
-from tests.engines.vllm.test_real_disagg import BLOCK, P, alone, asked, make_pair
+from tests.engines.vllm.real_pair import BLOCK, P, alone, asked, make_pair
 
 real.require_vllm()
 pytestmark = [
