@@ -131,8 +131,15 @@ class VllmCore(StagedCore):
 
         Raises `Overloaded` if too many choices run or wait, and `InvalidRequest` for what vLLM
         refuses of the request."""
+        self.check_load()
+        self._begin(handle, request)
+
+    def check_load(self) -> None:
+        """Raise `Overloaded` if too many choices run or wait."""
         if self.sequences > self._limit:
             raise Overloaded(f"{self._limit} sequences run or wait", retry_after=1.0)
+
+    def _begin(self, handle: int, request: GenerateRequest) -> None:
         now = self.clock.now()
         submission = _Submission(request, {}, [])
         for number in request.live:
@@ -358,7 +365,7 @@ class VllmCore(StagedCore):
     def _add_staged(self, handle: int, request: GenerateRequest) -> None:
         key = self._stem(handle, request)
         try:
-            self.add(handle, request)
+            self._begin(handle, request)
             if key not in self._choices:
                 raise InvalidRequest("the given output is already complete")
         except PdserveError:

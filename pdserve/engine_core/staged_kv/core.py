@@ -106,6 +106,11 @@ class StagedCore(SelfSchedulingCore):
     def prefill_staged(self, handle: int, request: GenerateRequest, blocks: StagedBlocks) -> None:
         """As `StagedEngine.prefill_staged`."""
 
+    def check_load(self) -> None:
+        """Raise `Overloaded` if too many choices run or wait, those of the newest submission
+        included. Called before a prompt from or for a peer begins to wait; once its KV has been
+        sent, `load_staged` should take it."""
+
     # ------------------------------------------------------------------ what an engine calls
 
     def copied(self, handle: int, tokens: int) -> None:
@@ -201,6 +206,7 @@ class StagedCore(SelfSchedulingCore):
         choices = len(command.request.live) if isinstance(command, SubmitRemote) else 1
         try:
             self._register(command.handle, command.request, choices, counted=True)
+            self.check_load()
             self._prompt_tokens += len(command.request.prompt)
             transfers.submit(command, self.clock.now())
         except PdserveError as error:

@@ -91,9 +91,11 @@ class StagedSender:
         verify: Literal["all", "sample", "off"],
         say: Callable[[Event], None],
         end: Callable[[int, PdserveError | None], None],
+        max_waiting: int,
     ) -> None:
         """`say` sends an event to the node. `end` ends a submission in the core and the engine:
-        with an error it is rejected, without one nothing is said."""
+        with an error it is rejected, without one nothing is said. `max_waiting`: prompts that may
+        wait for staging blocks."""
         self.sent_blocks = 0
         self.sent_bytes = 0
         self._engine = engine
@@ -103,6 +105,7 @@ class StagedSender:
         self._verify: Literal["all", "sample", "off"] = verify
         self._say = say
         self._end_submission = end
+        self._max_waiting = max_waiting
         self._prefills: dict[int, _Prefill] = {}
         """Prompts by handle, until nothing of them is copied or under way."""
         self._waiting: dict[int, _Prefill] = {}
@@ -128,12 +131,16 @@ class StagedSender:
 
     def submit(self, command: PrefillForPeer, now: Seconds) -> None:
         """Take a prompt, which has passed `check_request`. Raises `InvalidRequest` if it cannot be
-        prefilled for a peer, `TransferRefused` if the ticket does not fit it or the staging."""
+        prefilled for a peer, `TransferRefused` if the ticket does not fit it or the staging, and
+        `Overloaded` if too many wait."""
         request, ticket = command.request, command.ticket
         if request.diverged:
             raise InvalidRequest("choices with different outputs cannot be prefilled for a peer")
         if request.pooling:
             raise InvalidRequest("an embedding request cannot be prefilled for a peer")
+        if len(self._waiting) >= self._max_waiting:
+            reason = f"{len(self._waiting)} prompts for other workers wait for staging blocks"
+            raise Overloaded(reason, retry_after=1.0)
         given = request.given
         tokens = len(request.prompt) + len(given)
         self._check(ticket, tokens)

@@ -71,7 +71,7 @@ class StagedTransfers:
         self.receiver = KvReceiver(
             self.admission, staging.blocks, mover, staging.region, verify, say
         )
-        self.sender = StagedSender(engine, staging, mover, verify, say, end)
+        self.sender = StagedSender(engine, staging, mover, verify, say, end, limits.max_waiting)
         self._staging = staging
         self._mover = mover
         self._say = say

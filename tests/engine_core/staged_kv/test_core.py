@@ -15,7 +15,7 @@ import pytest
 from pdserve.clock import ManualClock
 from pdserve.engine_core.engine_loader import load_core, wrap_core
 from pdserve.engine_core.staged_kv.sender import STAGING_TIMEOUT
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, Overloaded
 from pdserve.messages.engine import (
     Abort,
     AbortAttempt,
@@ -452,6 +452,47 @@ def test_what_the_engine_could_never_serve_is_rejected_not_swallowed():
     both.d.core.handle(Abort(handle))
     both.net.run()
     both.step_d()
+    both.close()
+
+
+def test_prompts_for_peers_that_wait_are_bounded():
+    both = make_staged_pair(p={"options": {"staging": "5"}, "max_waiting": 2})
+    asked = [opened(both) for _ in range(4)]
+    mine = [both.prefill(both.opened[handle]) for handle, _ in asked]
+    assert both.p.core.transfers.sender.waiting == 2
+    both.step_p()
+    assert {(one.handle, one.kind) for one in both.refused} == {
+        (handle, "Overloaded") for handle in mine[2:]
+    }
+    for handle, _ in asked[2:]:
+        both.d.core.handle(PrefillLocally(handle))
+    both.activate(both.handoffs[asked[0][0]])
+    both.run()
+    assert all(ledger.tokens == [reference(ledger.request)] for _, ledger in asked)
+    both.close()
+
+
+@pytest.mark.parametrize("side", ["p", "d"])
+def test_an_engine_with_too_many_choices_refuses_before_anything_is_sent(side, monkeypatch):
+    both = make_staged_pair()
+
+    def check_load() -> None:
+        raise Overloaded("the toy has enough", retry_after=1.0)
+
+    if side == "p":
+        handle, ledger = opened(both)
+        monkeypatch.setattr(both.p.core, "check_load", check_load)
+        both.prefill(both.opened[handle])
+        both.step_p()
+        assert [one.kind for one in both.refused] == ["Overloaded"]
+        both.d.core.handle(PrefillLocally(handle))
+        both.run()
+        assert ledger.tokens == [reference(ledger.request)]
+    else:
+        monkeypatch.setattr(both.d.core, "check_load", check_load)
+        _, ledger = both.submit(request(prompt_of(LENGTH)))
+        both.step_d()
+        assert isinstance(ledger.error, Overloaded)
     both.close()
 
 
