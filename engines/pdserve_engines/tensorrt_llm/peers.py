@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from pdserve.engine_core.kit import check_request
-from pdserve.errors import PathLost, PdserveError, TransferRefused
+from pdserve.errors import Overloaded, PathLost, PdserveError, StepFailed, TransferRefused
 from pdserve.messages.engine import (
     Abort,
     AbortAttempt,
@@ -236,6 +236,8 @@ class PeerCore(TensorRtLlmCore):
             check_request(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
             if len(request.live) > 1:
                 raise TransferRefused("TensorRT-LLM hands over one choice at a time")
+            if len(self._prefills) >= self._limit:
+                raise Overloaded(f"{len(self._prefills)} prompts are prefilled", retry_after=1.0)
             number = attempt_id(command.ticket)
             self._check(request)
         except PdserveError as error:
@@ -253,8 +255,11 @@ class PeerCore(TensorRtLlmCore):
 
     def _handed_over(self, choice: Choice) -> Event | None:
         prefill = self._prefills.get(choice.handle)
-        if prefill is None or not choice.chunk:
+        if prefill is None:
             return None
+        if not choice.chunk:
+            error = StepFailed("TensorRT-LLM has ended a prompt without its first token")
+            return rejected_event(choice.handle, error)
         delta = choice.chunk[0]
         token, logprobs = delta.tokens[0], delta.logprobs
         params = choice.result.outputs[0].disaggregated_params
@@ -314,7 +319,9 @@ class PeerCore(TensorRtLlmCore):
         event = self._handed_over(choice)
         if event is not None:
             del self._prefills[choice.handle]
-            self._events += [event, PrefillSent(handle=choice.handle)]
+            self._events.append(event)
+            if isinstance(event, Prefilled):
+                self._events.append(PrefillSent(handle=choice.handle))
 
     def _note_failure(self, choice: Choice, error: PdserveError) -> None:
         handle, remote = choice.handle, self._remote.get(choice.handle)

@@ -14,6 +14,7 @@ from pdserve.messages.engine import (
     Activate,
     EngineSpec,
     OpenAttemptBlocks,
+    PrefillForPeer,
     SubmitRemote,
     TransferSpec,
 )
@@ -21,7 +22,8 @@ from pdserve.messages.handoff import FirstToken, Handoff
 from pdserve.messages.request import FirstTokenStats, GenerateRequest, SamplingParams
 from pdserve.testing.sinks import CheckingSink, until
 from pdserve.testing.thread_launcher import ThreadLauncher
-from pdserve_engines.tensorrt_llm.handoff import context_state
+from pdserve_engines.tensorrt_llm import requests
+from pdserve_engines.tensorrt_llm.handoff import context_state, make_ticket
 from pdserve_engines.tensorrt_llm.peers import PeerCore
 from tests.conformance.test_engines import write_model
 from tests.engine.test_handoff_between_engines import D, P, Pair, Prefilling, Remote, pair
@@ -305,6 +307,39 @@ def test_a_handoff_without_a_first_token_loses_its_attempt(tmp_path):
         (lost,) = [event for event in core.others if type(event).__name__ == "AttemptLost"]
         assert lost.kind == "TransferRefused"
         core.abort(9)
+
+
+def prefill_for_peer(core: Driver, handle: int) -> None:
+    """Have the core prefill a prompt of three tokens."""
+    ticket = make_ticket(1, 1, life=7, epoch=2, tokens=3)
+    core.core.handle(
+        PrefillForPeer(handle=handle, request=core.request(), ticket=ticket, node="d", epoch=2)
+    )
+
+
+@pytest.mark.parametrize("end", ["prefilled", "length"])
+def test_a_prompt_that_ends_without_a_token_fails(tmp_path, monkeypatch, end):
+    """The token came with an answer before the end, or never."""
+    monkeypatch.setattr(requests, "end_of", lambda output, finished: end if finished else "")
+    monkeypatch.setattr(requests, "new_tokens", lambda output, seen: [])
+    with Driver(tmp_path, kind=PeerCore, transfer=TransferSpec()) as core:
+        prefill_for_peer(core, 9)
+        assert core.failed(9).kind == "StepFailed"
+        assert "PrefillSent" not in {type(event).__name__ for event in core.others}
+        assert core.core.stats().sending == 0
+
+
+def test_prompts_for_peers_are_bounded(tmp_path):
+    with Driver(
+        tmp_path, kind=PeerCore, transfer=TransferSpec(), max_sequences=2, max_waiting=1
+    ) as core:
+        core.hold()
+        for handle in (1, 2, 3, 4):
+            prefill_for_peer(core, handle)
+        core.step()
+        assert [(one.handle, one.kind) for one in core.errors.values()] == [(4, "Overloaded")]
+        core.go()
+        core.until(lambda: core.core.stats().sending == 0)
 
 
 async def test_many_handovers_at_once_do_not_mix(spec):
