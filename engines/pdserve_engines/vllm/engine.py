@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.request import GenerateRequest, Pooling, SamplingParams
 
-__all__ = ["WORKER_DIED", "Engine", "load_engine"]
+__all__ = ["WORKER_DIED", "Engine", "load_engine", "visible_device"]
 
 _LOG = logging.getLogger("pdserve.engines.vllm")
 WORKER_DIED = "a worker process of vLLM has died"
@@ -49,6 +49,10 @@ _IDENTITY_BYTES: Bytes = 1 << 16
 _WORKER_ANSWER: Seconds = 60.0
 """Seconds for vLLM's workers to answer a short call."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_SEVERAL = {"tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size"}
+"""Options with which an engine takes several devices."""
+_VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+"""The devices that this process may use, as it was started."""
 
 
 def load_engine(
@@ -114,8 +118,22 @@ def _set_environment(spec: EngineSpec) -> None:
     """Set what vLLM reads at its import. What the user has set wins."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    if spec.device.startswith("cuda:") and "tensor_parallel_size" not in spec.options:
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", spec.device.removeprefix("cuda:"))
+    options = {name.replace("-", "_") for name in spec.options}
+    if spec.device.startswith("cuda:") and not options & _SEVERAL:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_device(spec.device, _VISIBLE)
+
+
+def visible_device(device: str, visible: str) -> str:
+    """The value of CUDA_VISIBLE_DEVICES that leaves only `device`, such as `cuda:1`: the one of
+    that number among those that are `visible` by the same variable; empty: all. vLLM itself would
+    always take the first. Raises `ConfigError` if there is none."""
+    number = device.removeprefix("cuda:")
+    if not visible:
+        return number
+    names = visible.split(",")
+    if not number.isdecimal() or int(number) >= len(names):
+        raise ConfigError(f"--device={device}: CUDA_VISIBLE_DEVICES is {visible!r}")
+    return names[int(number)].strip()
 
 
 def _check_device(wanted: str, platform: str) -> None:

@@ -13,7 +13,8 @@ import pytest
 from pdserve.errors import ConfigError, InvalidRequest
 from pdserve.messages.engine import EngineSpec
 from pdserve.messages.lora import LoraAdapter
-from pdserve_engines.vllm.engine import Engine, load_engine
+from pdserve_engines.vllm import engine as vllm_engine
+from pdserve_engines.vllm.engine import Engine, load_engine, visible_device
 from tests.engines.vllm import fake_vllm
 from tests.engines.vllm.real import BUNDLED
 from tests.engines.vllm.test_core import SPEC, Inline, request
@@ -49,6 +50,37 @@ def load(**changes: Any) -> Engine:
 
 def arguments(engine: Engine) -> Any:
     return engine._config.arguments
+
+
+# ------------------------------------------------------------------ devices
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "left"),
+    [
+        ("cuda:0", "", "0"),
+        ("cuda:1", "", "1"),
+        ("cuda:1", "4, 6", "6"),
+        ("cuda:0", "GPU-ab", "GPU-ab"),
+    ],
+)
+def test_a_device_is_the_one_of_that_number_among_the_visible(device, visible, left) -> None:
+    assert visible_device(device, visible) == left
+
+
+def test_a_device_that_is_not_visible_is_refused() -> None:
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
+        visible_device("cuda:2", "4,6")
+
+
+@pytest.mark.parametrize(
+    ("option", "seen"), [("tensor-parallel-size", None), ("enforce_eager", "1")]
+)
+def test_an_engine_over_several_devices_sees_all(option, seen, monkeypatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(vllm_engine, "_VISIBLE", "")
+    vllm_engine._set_environment(spec(device="cuda:1", options={option: "2"}))
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
 
 
 # ------------------------------------------------------------------ refusals
