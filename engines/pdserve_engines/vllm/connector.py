@@ -61,9 +61,11 @@ class _Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
     step: int
     ranks: int = 1
     failed: set[int] = field(default_factory=set)
+    saved: bool = True
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> _Report:
-        return _Report(self.step, self.ranks + other.ranks, self.failed | other.failed)
+        ranks, failed = self.ranks + other.ranks, self.failed | other.failed
+        return _Report(self.step, ranks, failed, self.saved and other.saved)
 
 
 class PdserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -190,10 +192,16 @@ class PdserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         copies = self._mapped()
         if copies is None:
             return
-        assert self._copier is not None
-        if copies.saves:
-            self._copier.save(copies.saves)
-        self._report = _Report(copies.number, 1, set(self._failed))
+        saved = True
+        try:
+            assert self._copier is not None
+            if copies.saves:
+                self._copier.save(copies.saves)
+        except Exception:
+            # The prompts for peers of this step fail; the others are not worth an engine, either.
+            _log.exception("the KV of a step cannot be saved")
+            saved = False
+        self._report = _Report(copies.number, 1, set(self._failed), saved)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that were not loaded in this step."""
@@ -256,7 +264,7 @@ class PdserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Take the ranks' reports."""
         report = connector_output.kv_connector_worker_meta
         if report is not None:
-            self._plan.reported(report.step, report.ranks, report.failed)
+            self._plan.reported(report.step, report.ranks, report.failed, saved=report.saved)
 
     def request_finished(
         self, request: Any, block_ids: list[int]

@@ -75,6 +75,8 @@ class _Save:
     under_way: dict[int, int] = field(default_factory=dict)
     """Step -> tokens that are in staging when it is done."""
     ended: bool = False
+    broken: bool = False
+    """A step could not be saved: nothing more is reported as copied."""
 
 
 class CopyPlanner:
@@ -89,6 +91,8 @@ class CopyPlanner:
         """Ranks that have reported each step under way."""
         self._failed: dict[int, set[int]] = {}
         """Blocks that some rank could not load, by step."""
+        self._unsaved: set[int] = set()
+        """Steps whose blocks some rank could not save."""
         self._steps = 0
         self._starting: dict[str, _Load] = {}
         """Loads whose blocks were allocated for the step that is being planned."""
@@ -181,18 +185,25 @@ class CopyPlanner:
 
     # ------------------------------------------------------------------ after steps
 
-    def reported(self, number: int, ranks: int, failed: Iterable[int]) -> None:
-        """So many more ranks have done the copies of a step; `failed` blocks were not loaded."""
+    def reported(
+        self, number: int, ranks: int, failed: Iterable[int], *, saved: bool = True
+    ) -> None:
+        """So many more ranks have done the copies of a step; `failed` blocks were not loaded, and
+        without `saved` some were not saved."""
         if number not in self._reports:
             _log.error("vLLM reports step %d, which copies nothing", number)
             return
         self._reports[number] += ranks
         self._failed.setdefault(number, set()).update(failed)
+        if not saved:
+            self._unsaved.add(number)
         if self._reports[number] >= self._ranks:
             del self._reports[number]
             self._done(number, self._failed.pop(number))
 
     def _done(self, number: int, failed: set[int]) -> None:
+        unsaved = number in self._unsaved
+        self._unsaved.discard(number)
         for key, load in list(self._loads.items()):
             if load.step == number:
                 del self._loads[key]
@@ -201,7 +212,8 @@ class CopyPlanner:
             tokens = save.under_way.pop(number, None)
             if tokens is None:
                 continue
-            if not save.ended or tokens == save.blocks.tokens:
+            save.broken |= unsaved
+            if not save.broken and (not save.ended or tokens == save.blocks.tokens):
                 self._events.append(Copied(key, tokens))
             self._settle(key, save)
 

@@ -165,6 +165,23 @@ def test_an_aborted_save_keeps_its_staging_until_the_step_is_done():
     assert p.take_events() == [LetGo("r", 0)]
 
 
+def test_nothing_is_copied_any_more_after_a_step_that_one_rank_could_not_save():
+    p = planner(ranks=2)
+    p.expect_save("r", staged(0, 12))
+    first, second = plan(p, r=4), plan(p, r=8)
+    p.reported(first.number, 1, [], saved=False)
+    p.reported(first.number, 1, [])
+    p.reported(second.number, 2, [])
+    assert p.take_events() == []
+    last = plan(p, r=12)
+    p.finished("r")
+    p.reported(last.number, 2, [])
+    assert p.take_events() == [LetGo("r", 0)]
+    p.expect_save("r", staged(0, 4))
+    p.reported(plan(p, r=4).number, 2, [])
+    assert p.take_events() == [Copied("r", 4), LetGo("r", 0)]
+
+
 def test_steps_without_copies_have_no_number():
     p = planner()
     p.expect_save("r", staged(0, 14))

@@ -197,6 +197,26 @@ def test_what_cannot_be_loaded_is_computed_by_vllm_and_counted(both: RealPair, m
     assert both.d.stats.received_tokens == 0
 
 
+def test_a_prompt_that_cannot_be_saved_fails_alone(both: RealPair, monkeypatch):
+    """The rank is told to write to a staging block that does not exist."""
+    planner = both.p.staging.planner
+    expect = planner.expect_save
+
+    def spoilt(key: str, blocks: Any) -> None:
+        expect(key, dataclasses.replace(blocks, slots=(*blocks.slots[:2], 1 << 20, 1 << 20)))
+
+    handle, ledger = opened(both, asked(100))
+    with monkeypatch.context() as patch:
+        patch.setattr(planner, "expect_save", spoilt)
+        mine = both.prefill(both.opened[handle])
+        while not both.refused:
+            both.step_p()
+    assert [(one.handle, one.kind) for one in both.refused] == [(mine, "StepFailed")]
+    both.open(handle)
+    both.run()
+    assert ledger.tokens == alone(both, ledger.request)
+
+
 @pytest.mark.parametrize("stage", ["opened", "filled"])
 def test_an_abort_frees_everything(both: RealPair, stage: str):
     if stage == "opened":
