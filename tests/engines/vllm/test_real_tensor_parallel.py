@@ -22,7 +22,11 @@ TWO = msgspec.structs.replace(P, options=P.options | {"tensor_parallel_size": "2
 
 @pytest.fixture(scope="module", autouse=True)
 def engines_of_this_file(engines: None) -> None:
-    """vLLM asks for a memory node per rank unless it is told which cores to take."""
+    """vLLM asks for a memory node per rank unless it is told which cores to take. It keeps what it
+    has read of the environment once an engine is loaded."""
+    from vllm import envs
+
+    envs.disable_envs_cache()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
         real.loaded(TWO)
