@@ -131,13 +131,15 @@ class VllmCore(StagedCore):
 
         Raises `Overloaded` if too many choices run or wait, and `InvalidRequest` for what vLLM
         refuses of the request."""
-        self.check_load()
+        self.check_submission(request)
         self._begin(handle, request)
 
-    def check_load(self) -> None:
-        """Raise `Overloaded` if too many choices run or wait."""
+    def check_submission(self, request: GenerateRequest) -> None:
+        """Raise `Overloaded` if too many choices run or wait, and `InvalidRequest` for an adapter
+        that is not here."""
         if self.sequences > self._limit:
             raise Overloaded(f"{self._limit} sequences run or wait", retry_after=1.0)
+        self._vllm.lora(request.lora)
 
     def _begin(self, handle: int, request: GenerateRequest) -> None:
         now = self.clock.now()

@@ -106,10 +106,13 @@ class StagedCore(SelfSchedulingCore):
     def prefill_staged(self, handle: int, request: GenerateRequest, blocks: StagedBlocks) -> None:
         """As `StagedEngine.prefill_staged`."""
 
-    def check_load(self) -> None:
-        """Raise `Overloaded` if too many choices run or wait, those of the newest submission
-        included. Called before a prompt from or for a peer begins to wait; once its KV has been
-        sent, `load_staged` should take it."""
+    def check_submission(self, request: GenerateRequest) -> None:
+        """Raise `Overloaded` if too many choices run or wait, those of this newest submission
+        included, and `InvalidRequest` for what the engine cannot compute.
+
+        Called before a prompt from or for a peer begins to wait. From then on `cached_blocks` must
+        not raise, and `load_staged` should take the request, since its KV has been sent.
+        """
 
     # ------------------------------------------------------------------ what an engine calls
 
@@ -206,7 +209,7 @@ class StagedCore(SelfSchedulingCore):
         choices = len(command.request.live) if isinstance(command, SubmitRemote) else 1
         try:
             self._register(command.handle, command.request, choices, counted=True)
-            self.check_load()
+            self.check_submission(command.request)
             self._prompt_tokens += len(command.request.prompt)
             transfers.submit(command, self.clock.now())
         except PdserveError as error:

@@ -476,12 +476,12 @@ def test_prompts_for_peers_that_wait_are_bounded():
 def test_an_engine_with_too_many_choices_refuses_before_anything_is_sent(side, monkeypatch):
     both = make_staged_pair()
 
-    def check_load() -> None:
+    def check_submission(request: object) -> None:
         raise Overloaded("the toy has enough", retry_after=1.0)
 
     if side == "p":
         handle, ledger = opened(both)
-        monkeypatch.setattr(both.p.core, "check_load", check_load)
+        monkeypatch.setattr(both.p.core, "check_submission", check_submission)
         both.prefill(both.opened[handle])
         both.step_p()
         assert [one.kind for one in both.refused] == ["Overloaded"]
@@ -489,7 +489,7 @@ def test_an_engine_with_too_many_choices_refuses_before_anything_is_sent(side, m
         both.run()
         assert ledger.tokens == [reference(ledger.request)]
     else:
-        monkeypatch.setattr(both.d.core, "check_load", check_load)
+        monkeypatch.setattr(both.d.core, "check_submission", check_submission)
         _, ledger = both.submit(request(prompt_of(LENGTH)))
         both.step_d()
         assert isinstance(ledger.error, Overloaded)

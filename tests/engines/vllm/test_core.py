@@ -252,6 +252,14 @@ def test_an_unknown_adapter_rejects_one_request() -> None:
         engine.assert_empty()
 
 
+def test_an_unknown_adapter_is_found_before_a_peer_computes_anything() -> None:
+    """Later, looking for its cached blocks would end the core."""
+    with Inline() as engine:
+        with pytest.raises(InvalidRequest, match="no LoRA adapter"):
+            engine.vllm_core.check_submission(request(lora="unknown"))
+        engine.vllm_core.check_submission(request())
+
+
 def test_an_exception_of_a_step_ends_the_core() -> None:
     with Inline() as engine:
         engine.submit(request())

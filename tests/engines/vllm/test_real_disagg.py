@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from pdserve.clock import SystemClock
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, InvalidRequest
 from pdserve.messages.engine import Abort, PrefillLocally, TransferSpec
 from pdserve.testing.fake_mover import FakeMover, FakeNet
 from pdserve_engines.vllm.core import VllmCore
@@ -195,6 +195,16 @@ def test_what_cannot_be_loaded_is_computed_by_vllm_and_counted(both: RealPair, m
     assert both.d.core.transfers.admission.failed_loads == 1
     assert started(ledger).received_tokens == 0
     assert both.d.stats.received_tokens == 0
+
+
+def test_an_unknown_adapter_rejects_one_remote_prompt(both: RealPair):
+    _, refused = both.submit(asked(100, lora="unknown"))
+    both.step_d()
+    assert isinstance(refused.error, InvalidRequest)
+    handle, ledger, _ = prefilled(both, asked(100))
+    both.activate(both.handoffs[handle])
+    both.run()
+    assert ledger.tokens == alone(both, ledger.request)
 
 
 def test_a_prompt_that_cannot_be_saved_fails_alone(both: RealPair, monkeypatch):
