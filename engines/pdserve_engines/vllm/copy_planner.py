@@ -64,7 +64,6 @@ class _Load:
     pairs: Pairs = field(default_factory=list)
     start: int = 0
     """The sequence's block that the first pair is about."""
-    ended: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -207,7 +206,7 @@ class CopyPlanner:
         for key, load in list(self._loads.items()):
             if load.step == number:
                 del self._loads[key]
-                self._events.append(LetGo(key, 0 if load.ended else self._lost(load, failed)))
+                self._events.append(LetGo(key, self._lost(load, failed)))
         for key, save in list(self._saves.items()):
             tokens = save.under_way.pop(number, None)
             if tokens is None:
@@ -229,7 +228,6 @@ class CopyPlanner:
         load, save = self._loads.get(key), self._saves.get(key)
         if load is not None:
             self._starting.pop(key, None)
-            load.ended = True
             if load.step is None:
                 del self._loads[key]
                 self._events.append(LetGo(key, 0))

@@ -101,6 +101,17 @@ def test_an_aborted_load_keeps_its_staging_until_the_step_is_done():
     assert p.take_events() == [LetGo("r", 0)]
 
 
+def test_a_failed_load_that_ends_its_request_is_counted_too():
+    p = planner()
+    p.expect_load("r", staged(0, 10))
+    p.matched("r", 0, 10)
+    p.allocated("r", 9, OURS)
+    step = plan(p, r=10)
+    p.finished("r")
+    p.reported(step.number, 1, [OURS[1]])
+    assert p.take_events() == [LetGo("r", 6)]
+
+
 def test_an_abort_before_the_load_lets_go_at_once():
     p = planner()
     p.expect_load("r", staged(0, 10))
