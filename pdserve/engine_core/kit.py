@@ -86,10 +86,11 @@ class Core(Protocol):
     """What the `CoreLoop` of the engine process drives. One thread calls all methods, one at a
     time.
 
-    Only `load` and `step` may take time. Two attributes are optional; the `CoreLoop` sets them
+    Only `load` and `step` may take time. Three attributes are optional; the `CoreLoop` sets them
     after `load`: `on_freed(handle, phase)`, which the core calls once for every `Abort` when the
-    submission holds nothing any more, and `wake()`, which the core calls from any thread when
-    `has_work` has become true without a command.
+    submission holds nothing any more; `wake()`, which the core calls from any thread when
+    `has_work` has become true without a command; and `keep_alive()`, by which any thread says that
+    a step makes progress. Without it a step of more than `--stall-timeout` counts as stalled.
     """
 
     def load(
@@ -372,6 +373,9 @@ class SelfSchedulingCore(ABC):
         self.wake: Callable[[], None] = lambda: None
         """Makes the `CoreLoop` call `step` soon; may be called from any thread. The `CoreLoop` sets
         it."""
+        self.keep_alive: Callable[[], None] = lambda: None
+        """Tells the node that a long step makes progress; may be called from any thread. The
+        `CoreLoop` sets it."""
         self.on_freed: Callable[[int, str], None] = lambda handle, phase: None
         """Called once per `Abort`: the handle and what it was doing. The `CoreLoop` sets it."""
         self.deltas: list[TokenDelta] = []

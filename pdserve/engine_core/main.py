@@ -189,6 +189,8 @@ class CoreLoop:
             core.on_freed = self._note_freed
         if hasattr(core, "wake"):
             core.wake = self._link.nudge
+        if hasattr(core, "keep_alive"):
+            core.keep_alive = self._page.tick
         self._page.heard(1)
         self._link.send([CoreReady(capabilities=capabilities)])
         return core

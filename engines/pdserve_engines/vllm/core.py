@@ -35,6 +35,7 @@ from pdserve_engines.vllm.engine import WORKER_DIED, Engine, load_engine
 from pdserve_engines.vllm.grammar import grammar_text
 from pdserve_engines.vllm.params import given_output, inexact, sampling_arguments
 from pdserve_engines.vllm.step_counts import StepCounts
+from pdserve_engines.vllm.step_watch import StepWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -80,6 +81,8 @@ class VllmCore(StagedCore):
         self._counts = StepCounts()
         self._staged: VllmStaging | None = None
         """Set while KV is exchanged with other workers."""
+        self._watch: StepWatch | None = None
+        """Tells the node of progress within a step; None on GPUs."""
         self._resume_at: Seconds | None = None
         """When the next step is due after one that computed nothing."""
 
@@ -99,6 +102,9 @@ class VllmCore(StagedCore):
             self._names = BlockNames(
                 secret, capabilities.block_size, capabilities.compat_hash, engine.named_group
             )
+        if engine.capabilities.device == "cpu":
+            self._watch = StepWatch(lambda: self.keep_alive())
+            self._watch.start()
         return engine.capabilities
 
     def _exchanges(self, spec: EngineSpec) -> bool:
@@ -111,6 +117,9 @@ class VllmCore(StagedCore):
 
     def shutdown(self) -> int:
         """End vLLM and its worker processes."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
@@ -235,9 +244,10 @@ class VllmCore(StagedCore):
         """One step of vLLM."""
         if not self.busy:
             return
-        outputs, computed = self._vllm.step()
+        outputs, computed = self._watched_step()
         done = self.clock.now()
-        self._resume_at = None if computed else done + _PAUSE
+        idle = not (computed or outputs or self._vllm.in_flight)
+        self._resume_at = done + _PAUSE if idle else None
         if not computed:
             self._give_prefixes_up()
         for output in outputs:
@@ -251,6 +261,15 @@ class VllmCore(StagedCore):
         for output in outputs:
             self._take(output, done)
         self._end_faulty()
+
+    def _watched_step(self) -> tuple[list[Any], bool]:
+        if self._watch is None:
+            return self._vllm.step()
+        self._watch.begin()
+        try:
+            return self._vllm.step()
+        finally:
+            self._watch.end()
 
     def _take(self, output: Any, now: Seconds) -> None:
         choice = self._choices.get(output.request_id)

@@ -420,6 +420,11 @@ class Engine:
         return bool(self._scheduler.has_requests() or self._core.batch_queue)
 
     @property
+    def in_flight(self) -> bool:
+        """Return whether steps have begun whose output is still to come."""
+        return bool(self._core.batch_queue)
+
+    @property
     def waiting(self) -> int:
         """Requests that vLLM has not begun."""
         return len(self._scheduler.requests) - len(self._scheduler.running)
