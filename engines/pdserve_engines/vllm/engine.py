@@ -20,7 +20,7 @@ from pdserve.errors import ConfigError, EngineDied, InvalidRequest
 from pdserve.limits.memory import available
 from pdserve.messages.card import NEARLY
 from pdserve.messages.engine import EngineCapabilities, LoadProgress
-from pdserve_engines.vllm.disagg import (
+from pdserve_engines.vllm.kv_transfer.disagg import (
     check_exchangeable,
     settle_failed_loads,
     transfer_config,

@@ -15,12 +15,12 @@ from pdserve.errors import ConfigError
 from pdserve.limits.memory import available
 from pdserve.messages.transfer import RankKvLayout
 from pdserve.transfer.copy_plan import block_bytes, blocks_for
-from pdserve_engines.vllm.prefix_holds import PrefixHolds
+from pdserve_engines.vllm.kv_transfer.prefix_holds import PrefixHolds
 
 if TYPE_CHECKING:
     from pdserve.messages.engine import EngineCapabilities
-    from pdserve_engines.vllm.copy_planner import Copied, CopyPlanner, LetGo
-    from pdserve_engines.vllm.kv_copy import CacheForm
+    from pdserve_engines.vllm.kv_transfer.copy_planner import Copied, CopyPlanner, LetGo
+    from pdserve_engines.vllm.kv_transfer.kv_copy import CacheForm
 
 __all__ = ["VllmStaging", "check_exchangeable", "settle_failed_loads", "transfer_config"]
 
@@ -36,7 +36,7 @@ def transfer_config() -> Any:
 
     return KVTransferConfig(
         kv_connector="PdserveConnector",
-        kv_connector_module_path="pdserve_engines.vllm.connector",
+        kv_connector_module_path="pdserve_engines.vllm.kv_transfer.connector",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
     )

@@ -24,8 +24,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from pdserve_engines.vllm.copy_planner import CopyPlanner, StepCopies
-from pdserve_engines.vllm.kv_copy import CacheForm, RankCopier
+from pdserve_engines.vllm.kv_transfer.copy_planner import CopyPlanner, StepCopies
+from pdserve_engines.vllm.kv_transfer.kv_copy import CacheForm, RankCopier
 
 if TYPE_CHECKING:
     from pdserve.engine_core.staged_kv.pool import StagingHandle

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pdserve.engine_core.staged_kv.port import StagedBlocks
-from pdserve_engines.vllm.copy_planner import Copied, CopyPlanner, LetGo, StepCopies
+from pdserve_engines.vllm.kv_transfer.copy_planner import Copied, CopyPlanner, LetGo, StepCopies
 
 SIZE = 4
 OURS = list(range(100, 120))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve_engines.vllm.prefix_holds import PrefixHolds
+from pdserve_engines.vllm.kv_transfer.prefix_holds import PrefixHolds
 
 COUNT = 41
 

@@ -13,7 +13,7 @@ import pytest
 from pdserve.engine_core.staged_kv.pool import StagingPool
 from pdserve.messages.transfer import RankKvLayout
 from pdserve.transfer.copy_plan import PlanError
-from pdserve_engines.vllm.kv_copy import CacheForm, RankCopier
+from pdserve_engines.vllm.kv_transfer.kv_copy import CacheForm, RankCopier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -149,7 +149,7 @@ def test_staged_bytes_are_in_the_layout_of_transfers(staging: StagingPool):
 
 
 def test_many_blocks_are_copied_in_chunks(staging: StagingPool, monkeypatch):
-    monkeypatch.setattr("pdserve_engines.vllm.kv_copy._CHUNK", 2)
+    monkeypatch.setattr("pdserve_engines.vllm.kv_transfer.kv_copy._CHUNK", 2)
     sources, (sender,) = ranks_of(1, "heads first", "rows", 1)
     for block in range(5):
         sources[0][0][block] = block + 1

@@ -1,0 +1,1 @@
+"""Moves KV between vLLM's blocks and pdserve's staging pool: prefill and decode apart."""
