@@ -117,9 +117,7 @@ class VllmCore(StagedCore):
 
     def shutdown(self) -> int:
         """End vLLM and its worker processes."""
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.stop()
+        self._stop_watch()
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
@@ -127,6 +125,11 @@ class VllmCore(StagedCore):
         self._submissions_here.clear()
         self._staged = None
         return 0
+
+    def _stop_watch(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
 
     @property
     def _vllm(self) -> Engine:

@@ -150,6 +150,7 @@ class SharedCore(VllmCore):
 
     def shutdown(self) -> int:
         """Leave the engine as it was loaded: no requests, no cached blocks, no events."""
+        self._stop_watch()
         engine, self._engine = self._engine, None
         self._choices.clear()
         self._submissions_here.clear()

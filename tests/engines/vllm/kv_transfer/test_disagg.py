@@ -12,7 +12,11 @@ from pdserve.errors import ConfigError
 from pdserve.messages.engine import EngineCapabilities
 from pdserve_engines.vllm.kv_transfer import disagg
 from pdserve_engines.vllm.kv_transfer.copy_planner import CopyPlanner, LetGo
-from pdserve_engines.vllm.kv_transfer.disagg import VllmStaging, check_exchangeable, settle_failed_loads
+from pdserve_engines.vllm.kv_transfer.disagg import (
+    VllmStaging,
+    check_exchangeable,
+    settle_failed_loads,
+)
 from pdserve_engines.vllm.kv_transfer.kv_copy import CacheForm
 
 FORM = CacheForm(packing="rows", layers=2, heads=2, tokens=16, dim=8, itemsize=2, blocks=101)
