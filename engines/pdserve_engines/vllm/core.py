@@ -29,10 +29,10 @@ from pdserve.errors import (
 )
 from pdserve_engines.vllm.block_names import BlockNames
 from pdserve_engines.vllm.choices import VllmChoice, request_id
-from pdserve_engines.vllm.kv_transfer.copy_planner import Copied
-from pdserve_engines.vllm.kv_transfer.disagg import VllmStaging
 from pdserve_engines.vllm.engine import WORKER_DIED, Engine, load_engine
 from pdserve_engines.vllm.grammar import grammar_text
+from pdserve_engines.vllm.kv_transfer.copy_planner import Copied
+from pdserve_engines.vllm.kv_transfer.disagg import VllmStaging
 from pdserve_engines.vllm.params import given_output, inexact, sampling_arguments
 from pdserve_engines.vllm.step_counts import StepCounts
 from pdserve_engines.vllm.step_watch import StepWatch

@@ -20,12 +20,12 @@ from pdserve.errors import ConfigError, EngineDied, InvalidRequest
 from pdserve.limits.memory import available
 from pdserve.messages.card import NEARLY
 from pdserve.messages.engine import EngineCapabilities, LoadProgress
+from pdserve_engines.vllm.grammar import Constraints, make_backend
 from pdserve_engines.vllm.kv_transfer.disagg import (
     check_exchangeable,
     settle_failed_loads,
     transfer_config,
 )
-from pdserve_engines.vllm.grammar import Constraints, make_backend
 from pdserve_engines.vllm.options import engine_arguments
 from pdserve_engines.vllm.versions import untested
 from pdserve_engines.vllm.worker_processes import follow_engine, rewind_generators
