@@ -3,7 +3,8 @@
 Its KV is divided by heads among "ranks", each with an array per layer, tokens before heads. Every
 token's KV depends on the one before it, and the next token is a hash of all KV read back from the
 ranks. So a wrong head, block or token changes the output. `reference` computes the same without
-blocks. It has a prefix cache, computes prompts in chunks, and counts the tokens it computes.
+blocks. It has a prefix cache, computes prompts in chunks, and counts the tokens it computes. With a
+CUDA driver its staging blocks are in device memory; its ranks are then all in this process.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 
     from pdserve.clock import Clock
     from pdserve.engine_core.staged_kv.port import StagedBlocks
-    from pdserve.ids import Seconds
+    from pdserve.ids import Bytes, Seconds
+    from pdserve.transfer.cuda.driver import CudaDriver
 
     Bytes2 = npt.NDArray[np.uint8]
 
@@ -48,6 +50,44 @@ def create() -> ToyEngine:
     return ToyEngine(ManualClock())
 
 
+class DeviceBlocks:
+    """Device memory as `StagingMemory`."""
+
+    local = 1
+
+    def __init__(self, driver: CudaDriver, size: Bytes) -> None:
+        self._driver = driver
+        self.address = driver.allocate(size)
+        self._open = True
+
+    def read(self, at: int, size: Bytes) -> bytes:
+        return self._driver.read(self.address + at, size)
+
+    def write(self, at: int, data: bytes) -> None:
+        self._driver.write(self.address + at, data)
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._driver.free(self.address)
+
+
+class HostBlocks:
+    """Staging memory of the host, mapped as a process of its own would."""
+
+    def __init__(self, handle: StagingHandle) -> None:
+        self._map = open_staging(handle)
+
+    def read(self, at: int, size: Bytes) -> bytes:
+        return self._map[at : at + size]
+
+    def write(self, at: int, data: bytes) -> None:
+        self._map[at : at + len(data)] = data
+
+    def close(self) -> None:
+        self._map.close()
+
+
 class Rank:
     """One rank process: its heads of every layer, as [blocks][tokens][heads][k|v][dim]."""
 
@@ -55,7 +95,8 @@ class Rank:
         self.heads = heads
         shape = (blocks, tokens, len(heads), 2, _ROW)
         self.cache: list[Bytes2] = [np.full(shape, 0xEE, np.uint8) for _ in range(LAYERS)]
-        self._staged: Bytes2 | None = None
+        self._staged: HostBlocks | DeviceBlocks | None = None
+        self._tokens = tokens
 
     def write(self, block: int, token: int, content: Bytes2) -> None:
         """Store one token's KV: [layer][head][k|v][dim]."""
@@ -66,28 +107,30 @@ class Rank:
         """One token's KV by layer."""
         return [cache[block, token] for cache in self.cache]
 
-    def map(self, handle: StagingHandle) -> None:
-        """Map the staging memory, as a process of its own would."""
-        self._map = open_staging(handle)
-        shape = (handle.blocks, LAYERS, 2, HEADS, handle.layout.tokens, _ROW)
-        self._staged = np.frombuffer(self._map, np.uint8).reshape(shape)
+    def map(self, handle: StagingHandle, device: DeviceBlocks | None) -> None:
+        """Reach the staging memory; `device`: what the handle's number stands for."""
+        assert bool(handle.local) == (device is not None)
+        self._staged = device or HostBlocks(handle)
 
     def close(self) -> None:
-        """Unmap the staging memory."""
-        if self._staged is not None:
-            self._staged = None
-            self._map.close()
+        """Let go of the staging memory; a device's belongs to the engine."""
+        if isinstance(self._staged, HostBlocks):
+            self._staged.close()
+        self._staged = None
 
     def stage(self, block: int, slot: int, *, out: bool) -> None:
         """Copy this rank's heads of a block to a staging block, or back."""
         assert self._staged is not None
+        run = self._tokens * _ROW
         for layer, cache in enumerate(self.cache):
-            staged = self._staged[slot, layer, :, self.heads.start : self.heads.stop]
-            ours = cache[block].transpose(2, 1, 0, 3)
-            if out:
-                staged[:] = ours
-            else:
-                ours[:] = staged
+            for kv in (0, 1):
+                ours = cache[block, :, :, kv].transpose(1, 0, 2)
+                at = (((slot * LAYERS + layer) * 2 + kv) * HEADS + self.heads.start) * run
+                if out:
+                    self._staged.write(at, ours.tobytes())
+                else:
+                    content = self._staged.read(at, len(self.heads) * run)
+                    ours[:] = np.frombuffer(content, np.uint8).reshape(ours.shape)
 
 
 @dataclass(eq=False)
@@ -112,8 +155,9 @@ class _Sequence:
 class ToyEngine(StagedCore):
     """The engine. Options: `blocks`, `tp`, `staging` (blocks), `compat`."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, device: CudaDriver | None = None) -> None:
         super().__init__(clock)
+        self._device = device
         self.computed_tokens = 0
         self.broken_loads: set[int] = set()
         """Staging blocks that cannot be read."""
@@ -161,9 +205,12 @@ class ToyEngine(StagedCore):
             dim=DIM,
             itemsize=ITEM,
         )
-        self.staging = StagingPool(layout, int(self._options["staging"]))
+        blocks, memory = int(self._options["staging"]), None
+        if self._device is not None:
+            memory = DeviceBlocks(self._device, blocks * _TOKEN * self._size)
+        self.staging = StagingPool(layout, blocks, memory)
         for rank in self.ranks:
-            rank.map(self.staging.handle())
+            rank.map(self.staging.handle(), memory)
         return self.staging
 
     def add(self, handle: int, request: GenerateRequest) -> None:

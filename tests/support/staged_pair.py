@@ -1,20 +1,48 @@
-"""Two `ToyEngine`s, one of which prefills for the other, in one process; see `disagg_pair`."""
+"""Two `ToyEngine`s, one of which prefills for the other, in one process; see `disagg_pair`.
+
+Their staging blocks are in host memory or, with `MEMORY` set, in that of a fake CUDA device.
+`make_transport_pair` connects the two by a real transport instead of a `FakeNet`.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import threading
+import time
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from pdserve.clock import ManualClock
-from pdserve.messages.engine import EngineSpec, TransferSpec
+from pdserve.engine_core.kv_transfer.thread_connector import ThreadKvConnector
+from pdserve.messages.engine import (
+    EngineSpec,
+    InboundControl,
+    InboundControlReply,
+    OutboundControl,
+    OutboundControlReply,
+    SetNodeLife,
+    TransferSpec,
+)
 from pdserve.testing.fake_mover import FakeMover, FakeNet, FreeGuard
 from pdserve.testing.inline_engine import InlineEngine
+from pdserve.transfer.base import Region
 from tests.support.disagg_pair import DisaggPair, PairedCore
+from tests.support.fake_cuda import FakeCuda
 from tests.support.staged_engine import ToyEngine
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from pdserve.messages.engine import Event
+    from pdserve.transfer.backends import TransferBackend
+    from pdserve.transfer.cuda.driver import CudaDriver
+
+MEMORY = "host"
+"""Where new pairs have their staging blocks: `host` or `device`."""
+PATIENCE = 30.0
+"""Seconds for a real transport to do anything."""
 
 SPEC = EngineSpec(
     engine="tests.support.staged_engine:create",
@@ -65,8 +93,85 @@ def make_staged_pair(
 
 
 def _end(net: FakeNet, changes: dict[str, Any]) -> StagedEnd:
-    mover, clock = FakeMover(net), ManualClock()
-    core = ToyEngine(clock)
+    mover, clock, device = FakeMover(net), ManualClock(), None
+    if MEMORY == "device":
+        mover, device = DeviceMover(net), FakeCuda(Random(1))
+    core = ToyEngine(clock, device)
     core.use_connector(mover)
     engine = InlineEngine(core, msgspec.structs.replace(SPEC, **changes))
     return StagedEnd(engine, mover, FreeGuard(core.staging.blocks, mover), clock)
+
+
+class DeviceMover(FakeMover):
+    """Moves the bytes of a fake device, whose memory is the host's. The core sees no view of it."""
+
+    def start(self, region: Region, wake: Callable[[], None]) -> tuple[str, ...]:
+        assert region.view is None
+        memory = (ctypes.c_char * region.size).from_address(region.address)
+        view = memoryview(memory).cast("B")
+        seen = Region(region.layout, region.blocks, view, address=region.address)
+        return FakeMover.start(self, seen, wake)
+
+
+# ------------------------------------------------------------------ over real transports
+
+
+class TransportEnd(StagedEnd):
+    """One of two engines that a real transport connects: free blocks cannot be watched."""
+
+    def step(self) -> list[Event]:
+        events = self.engine.step()
+        self.core.cache.check()
+        self.core.staging.blocks.check()
+        return events
+
+
+class TransportPair(StagedPair):
+    """P and D over a real transport. The test carries its control messages, as nodes do."""
+
+    moved: threading.Event
+    """Set by the transports' threads."""
+
+    def step_d(self) -> list[Event]:
+        return self._carry("d", super().step_d())
+
+    def step_p(self) -> list[Event]:
+        return self._carry("p", super().step_p())
+
+    def _carry(self, name: str, events: list[Event]) -> list[Event]:
+        peer = self.p if name == "d" else self.d
+        for event in events:
+            if isinstance(event, OutboundControl):
+                number, control = event.number, event.control
+                peer.core.handle(InboundControl(number, name, 1, event.backend, control))
+            elif isinstance(event, InboundControlReply):
+                reply = OutboundControlReply(event.number, event.control, event.kind, event.message)
+                peer.core.handle(reply)
+        return events
+
+    def until(self, met: Callable[[], bool]) -> None:
+        """Take turns until it is so. Raises AssertionError if that takes too long."""
+        end = time.monotonic() + PATIENCE
+        while not met():
+            self.moved.clear()
+            self.turn()
+            if not (met() or self.d.core.has_work or self.p.core.has_work):
+                assert self.moved.wait(end - time.monotonic()), "the transport does nothing"
+
+
+def make_transport_pair(
+    backends: Sequence[TransferBackend], devices: Sequence[CudaDriver]
+) -> TransportPair:
+    """Create P and D, each with its back end and the driver of its device."""
+    moved = threading.Event()
+    ends = []
+    for name, backend, device in zip("pd", backends, devices, strict=True):
+        mover, clock = ThreadKvConnector([backend], moved.set), ManualClock()
+        core = ToyEngine(clock, device)
+        core.use_connector(mover)
+        engine = InlineEngine(core, SPEC)
+        core.handle(SetNodeLife(name, 1))
+        ends.append(TransportEnd(engine, mover, None, clock))  # type: ignore[arg-type]
+    pair = TransportPair(FakeNet(), ends[0], ends[1])
+    pair.moved = moved
+    return pair

@@ -5,8 +5,11 @@ never see that cache. They read and write staging blocks, which hold all heads i
 transfers, `[layer][k|v][head][token][dim]`. The engine's ranks copy their heads between their cache
 and the staging blocks, so two workers may have different tensor-parallel sizes.
 
-The engine process owns the memory. A rank process maps it by `open_staging`. Who uses which block
-is decided elsewhere (`StagedAdmission`, `StagedSender`).
+    host memory      of the engine process; a rank process maps it by `open_staging`
+    other memory     of a device, say: the engine brings it, and its ranks, which compute in the
+                     engine process, find it by `StagingHandle.local`
+
+Who uses which block is decided elsewhere (`StagedAdmission`, `StagedSender`).
 """
 
 from __future__ import annotations
@@ -14,49 +17,81 @@ from __future__ import annotations
 import mmap
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pdserve.engine_core.kv_transfer.kv_region import region_in_memory
 from pdserve.errors import ConfigError, EngineError
 from pdserve.kv.block_pool import BlockPool
 from pdserve.kv.storage import BlockMemory
+from pdserve.transfer.base import Region
 from pdserve.transfer.copy_plan import block_bytes
 
 if TYPE_CHECKING:
     from pdserve.ids import Bytes
     from pdserve.messages.transfer import RankKvLayout
 
-__all__ = ["StagingHandle", "StagingPool", "open_staging"]
+__all__ = ["StagingHandle", "StagingMemory", "StagingPool", "open_staging"]
 
 
 @dataclass(frozen=True, slots=True)
 class StagingHandle:
-    """What a rank process needs to map the staging memory of its engine process."""
+    """What a rank needs to reach the staging memory of its engine process."""
 
     pid: int
     """The engine process."""
     fd: int
-    """The memory's descriptor in that process."""
+    """The memory's descriptor in that process; -1: it has none."""
     inode: int
     """Identifies the memory: a process id or descriptor may mean something else by now."""
     size: Bytes
     blocks: int
     layout: RankKvLayout
+    local: int = 0
+    """Number of memory that only the engine process itself can use; its engine knows what it
+    stands for. 0: host memory, which `open_staging` maps."""
+
+
+class StagingMemory(Protocol):
+    """Memory that an engine brings for staging blocks, without a view in this process."""
+
+    @property
+    def local(self) -> int:
+        """Its number for ranks in this process; not 0."""
+        ...
+
+    @property
+    def address(self) -> int:
+        """Where its first block begins, as `Region.address`."""
+        ...
+
+    def close(self) -> None:
+        """Free it. Idempotent."""
+        ...
 
 
 class StagingPool:
     """The staging blocks of one engine: their memory, and which of them are free."""
 
-    def __init__(self, layout: RankKvLayout, blocks: int) -> None:
-        """Raises `ConfigError` if the memory cannot be allocated or not be shared."""
-        shape = (layout.layers, 2, layout.heads, layout.tokens, layout.dim)
+    def __init__(
+        self, layout: RankKvLayout, blocks: int, memory: StagingMemory | None = None
+    ) -> None:
+        """`memory`: what holds the blocks, without gaps; None: host memory. The pool closes it.
+        Raises `ConfigError` if host memory cannot be allocated or not be shared."""
         self.layout = layout
-        self.memory = BlockMemory(blocks, shape, layout.itemsize)
-        if self.memory.backing != "memfd":
-            self.memory.close()
-            raise ConfigError("staging KV needs memory that processes can share (memfd)")
         self.blocks = BlockPool(blocks, layout.tokens)
-        self.region = region_in_memory(layout, self.memory)
+        self._local = 0 if memory is None else memory.local
+        self._memory: StagingMemory | BlockMemory
+        if memory is None:
+            self._memory = host = _shared_memory(layout, blocks)
+            self.region = region_in_memory(layout, host)
+        else:
+            self._memory = memory
+            self.region = Region(layout, blocks, address=memory.address)
+
+    @property
+    def in_device(self) -> bool:
+        """Return whether the blocks are in memory that the engine has brought."""
+        return self._local != 0
 
     @property
     def block_bytes(self) -> Bytes:
@@ -64,26 +99,43 @@ class StagingPool:
         return block_bytes(self.layout)
 
     def handle(self) -> StagingHandle:
-        """What rank processes need to map the memory, while this process lives."""
-        export = self.memory.export()
-        inode = os.fstat(export.fd).st_ino
+        """What ranks need to reach the memory, while this process lives."""
+        fd = self.region.fd
         return StagingHandle(
-            os.getpid(), export.fd, inode, export.size, self.memory.num_blocks, self.layout
+            os.getpid(),
+            -1 if fd is None else fd,
+            0 if fd is None else os.fstat(fd).st_ino,
+            self.region.size,
+            self.region.blocks,
+            self.layout,
+            self._local,
         )
 
     def close(self) -> None:
         """Free the memory; mappings of rank processes stay valid. Idempotent."""
         if self.region.view is not None:
             self.region.view.release()
-        self.memory.close()
+        self._memory.close()
+
+
+def _shared_memory(layout: RankKvLayout, blocks: int) -> BlockMemory:
+    shape = (layout.layers, 2, layout.heads, layout.tokens, layout.dim)
+    memory = BlockMemory(blocks, shape, layout.itemsize)
+    if memory.backing != "memfd":
+        memory.close()
+        raise ConfigError("staging KV needs memory that processes can share (memfd)")
+    return memory
 
 
 def open_staging(handle: StagingHandle) -> mmap.mmap:
-    """Map the staging memory in this process. Raises `EngineError` if it is not there any more.
+    """Map staging memory of the host in this process. Raises `EngineError` if it is not there any
+    more, or is none of the host.
 
     Ranks are children of the engine process and end with it, so opening its descriptor by path is
     safe; the inode shows that it is the memory that was meant.
     """
+    if handle.local:
+        raise EngineError("this staging memory can only be used in the engine process itself")
     path = f"/proc/{handle.pid}/fd/{handle.fd}"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

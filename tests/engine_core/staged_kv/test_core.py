@@ -35,6 +35,7 @@ from pdserve.messages.transfer import PathReady
 from pdserve.testing.fake_mover import FakeMover, FakeNet
 from pdserve.testing.inline_engine import InlineEngine
 from tests.engine_core.kv_transfer.test_handoff import prompt_of, request
+from tests.support import staged_pair
 from tests.support.staged_engine import ToyEngine, reference
 from tests.support.staged_pair import SPEC, StagedPair, make_staged_pair
 
@@ -43,6 +44,16 @@ if TYPE_CHECKING:
 
 LENGTH = 18
 BLOCKS = 5
+
+HOST = pytest.mark.parametrize("memory", ["host"], indirect=True)
+
+
+@pytest.fixture(params=["host", "device"], autouse=True)
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where both engines have their staging blocks."""
+    kind = str(request.param)
+    monkeypatch.setattr(staged_pair, "MEMORY", kind)
+    return kind
 
 
 def check_received(both: StagedPair, ledgers: list[OutputChecker], cached: int = 0) -> None:
@@ -200,9 +211,11 @@ def test_parts_are_sent_while_the_prompt_is_computed():
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_courses_leave_nothing_behind(seed: int):
+def test_random_courses_leave_nothing_behind(seed: int, memory: str):
     rng = random.Random(seed)
-    faults = rng.choices(["", "", "lost", "late", "corrupt"], k=30)
+    # The transports themselves compare what is in device memory.
+    corrupt = "corrupt" if memory == "host" else "lost"
+    faults = rng.choices(["", "", "lost", "late", corrupt], k=30)
     both = make_staged_pair(
         p={"options": {"tp": "2", "staging": "12"}, "max_batch_tokens": 9, "max_sequences": 4},
         d={"options": {"tp": "1", "staging": "14"}},
@@ -242,6 +255,7 @@ def test_blocks_of_an_attempt_that_is_given_up_come_back_with_the_fence():
     finish(both, handle, ledger)
 
 
+@HOST
 @pytest.mark.parametrize("verify", ["all", "sample"])
 def test_a_corrupted_block_is_refused(verify):
     both = make_staged_pair(d={"transfer": TransferSpec(verify=verify)})

@@ -1,4 +1,5 @@
-"""Staging memory: mapped by other processes, and only while it is what was meant."""
+"""Staging memory: mapped by other processes, and only while it is what was meant; or brought by an
+engine, for its own process."""
 
 from __future__ import annotations
 
@@ -59,3 +60,33 @@ def test_other_memory_is_not_taken_for_it(staging: StagingPool):
 
 def test_closing_twice_is_allowed(staging: StagingPool):
     staging.close()
+
+
+class Brought:
+    """Memory of an engine's device."""
+
+    local, address = 3, 0x7000
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_memory_that_the_engine_brings_is_of_its_own_process():
+    memory = Brought()
+    pool = StagingPool(LAYOUT, 6, memory)
+    assert (pool.region.address, pool.region.view, pool.region.fd) == (0x7000, None, None)
+    assert pool.region.size == pool.handle().size == 6 * pool.block_bytes
+    assert pool.in_device
+    assert pool.handle().local == 3
+    with pytest.raises(EngineError, match="only be used in the engine process"):
+        open_staging(pool.handle())
+    pool.close()
+    assert memory.closed == 1
+
+
+def test_host_memory_has_no_number(staging: StagingPool):
+    assert not staging.in_device
+    assert staging.handle().local == 0

@@ -1,0 +1,86 @@
+"""Staging blocks in device memory, moved by cuda_ipc: two engines in one process.
+
+Without a GPU over fake drivers, one for each end, whose copies come as late as they may. With one,
+over its memory.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.messages.engine import AbortAttempt
+from pdserve.transfer.backends import TransferBackend
+from pdserve.transfer.cuda import nvidia
+from pdserve.transfer.same_host.cuda_ipc import CudaIpcTransport
+from tests.engine_core.kv_transfer.test_handoff import prompt_of, request
+from tests.support.fake_cuda import FakeCuda
+from tests.support.staged_engine import reference
+from tests.support.staged_pair import TransportPair, make_transport_pair
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pdserve.transfer.cuda.driver import CudaDriver
+
+LENGTH = 18
+
+
+def cuda_ipc(driver: CudaDriver) -> TransferBackend:
+    return TransferBackend(
+        name="cuda_ipc",
+        make=lambda key, regions, ask: CudaIpcTransport(
+            *key, regions, ask, verify="all", driver=driver
+        ),
+        places=lambda: ("here",),
+    )
+
+
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        nvidia.unavailable_reason() is not None, reason=str(nvidia.unavailable_reason())
+    ),
+]
+
+
+@pytest.fixture(params=["fake", pytest.param("nvidia", marks=ON_GPU)])
+def both(request: pytest.FixtureRequest, seed: int) -> Iterator[TransportPair]:
+    """P and D, which are closed in the end and leave nothing."""
+    drivers: list[CudaDriver]
+    if request.param == "fake":
+        drivers = [FakeCuda(Random(seed + n), name) for n, name in enumerate((b"p", b"d"))]
+    else:
+        drivers = [nvidia.NvidiaDriver()] * 2
+    made = make_transport_pair([cuda_ipc(driver) for driver in drivers], drivers)
+    yield made
+    made.close()
+    for driver in drivers:
+        if isinstance(driver, FakeCuda):
+            assert not driver.broken
+            assert driver.mapped == 0, "memory that was opened or allocated is left"
+
+
+def test_kv_goes_from_device_to_device(both: TransportPair) -> None:
+    wanted = [request(prompt_of(length, seed=length)) for length in (1, 4, 18, 33)]
+    ledgers = [both.submit(one)[1] for one in wanted]
+    both.until(lambda: all(ledger.done for ledger in ledgers))
+    assert [ledger.tokens for ledger in ledgers] == [[reference(one)] for one in wanted]
+    assert both.d.core.computed_tokens == sum(len(reference(one)) for one in wanted)
+    assert both.d.stats.received_tokens == sum(len(one.prompt) for one in wanted)
+    both.until(lambda: len(both.sent) == len(wanted))
+    assert [one.kind for one in both.sent] == [""] * len(wanted)
+    assert both.p.stats.sent_bytes == both.d.stats.received_bytes > 0
+
+
+def test_blocks_come_back_after_an_attempt_that_was_given_up(both: TransportPair) -> None:
+    handle, ledger = both.submit(request(prompt_of(LENGTH)))
+    both.until(lambda: handle in both.opened)
+    both.d.core.handle(AbortAttempt(handle, 1))
+    both.until(lambda: both.d.core.staging.blocks.counts().used == 0)
+    both.until(lambda: both.d.core.staging.blocks.counts().quarantined == 0)
+    both.open(handle)
+    both.until(lambda: ledger.done)
+    assert ledger.tokens == [reference(ledger.request)]
