@@ -21,6 +21,7 @@ from pdserve.limits.memory import available
 from pdserve.messages.card import NEARLY
 from pdserve.messages.engine import EngineCapabilities, LoadProgress
 from pdserve_engines.vllm.grammar import Constraints, make_backend
+from pdserve_engines.vllm.kv_transfer.device_staging import keeping_room, stages_on_device
 from pdserve_engines.vllm.kv_transfer.disagg import (
     check_exchangeable,
     settle_failed_loads,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from pdserve.engine_core.structured_output import GrammarError
     from pdserve.ids import Bytes, Seconds, TokenId
-    from pdserve.messages.engine import EngineSpec
+    from pdserve.messages.engine import EngineSpec, TransferSpec
     from pdserve.messages.request import GenerateRequest, Pooling, SamplingParams
 
 __all__ = ["WORKER_DIED", "Engine", "load_engine", "visible_device"]
@@ -89,19 +90,29 @@ def load_engine(
         settle_failed_loads(config)
     progress(LoadProgress(stage="loading the model into vLLM"))
     begun = time.monotonic()
-    client = _start(config, on_failure)
+    executor = _executor(config, spec.transfer if kv_transfer else None)
+    client = _start(config, executor, on_failure)
     _LOG.info("vLLM %s has loaded the model in %.1f s", __version__, time.monotonic() - begun)
     return Engine(spec, config, client, str(__version__))
 
 
-def _start(config: Any, on_failure: Callable[[], None]) -> Any:
-    from vllm.v1.engine.core_client import InprocClient
+def _executor(config: Any, transfer: TransferSpec | None) -> Any:
+    """vLLM's executor class, which leaves room for staging blocks if they go on its device."""
     from vllm.v1.executor.abstract import Executor
+
+    chosen = Executor.get_class(config)
+    if transfer is None or not stages_on_device(config, transfer.backends):
+        return chosen
+    return keeping_room(chosen, transfer.unfilled)
+
+
+def _start(config: Any, executor: Any, on_failure: Callable[[], None]) -> Any:
+    from vllm.v1.engine.core_client import InprocClient
 
     try:
         client = InprocClient(
             config,
-            Executor.get_class(config),
+            executor,
             log_stats=True,
             executor_fail_callback=on_failure,
         )

@@ -6,15 +6,16 @@ import builtins
 import os
 import shutil
 import struct
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pdserve.errors import ConfigError, InvalidRequest
-from pdserve.messages.engine import EngineSpec
+from pdserve.messages.engine import EngineSpec, TransferSpec
 from pdserve.messages.lora import LoraAdapter
 from pdserve_engines.vllm import engine as vllm_engine
-from pdserve_engines.vllm.engine import Engine, load_engine, visible_device
+from pdserve_engines.vllm.engine import Engine, _executor, load_engine, visible_device
 from tests.engines.vllm import fake_vllm
 from tests.engines.vllm.real import BUNDLED
 from tests.engines.vllm.test_core import SPEC, Inline, request
@@ -50,6 +51,28 @@ def load(**changes: Any) -> Engine:
 
 def arguments(engine: Engine) -> Any:
     return engine._config.arguments
+
+
+# ------------------------------------------------------------------ the executor
+
+
+@pytest.mark.parametrize(
+    ("device", "transfer", "keeps"),
+    [
+        ("cuda", TransferSpec(), True),
+        ("cuda", TransferSpec(backends=("tcp",)), False),
+        ("cuda", None, False),
+        ("cpu", TransferSpec(), False),
+    ],
+)
+def test_room_is_kept_only_for_staging_on_the_device(
+    device: str, transfer: TransferSpec | None, keeps: bool
+):
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(world_size=1, distributed_executor_backend="uni"),
+        device_config=SimpleNamespace(device_type=device),
+    )
+    assert hasattr(_executor(config, transfer), "kept_for_staging") is keeps
 
 
 # ------------------------------------------------------------------ devices

@@ -173,7 +173,7 @@ class PdserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._failed.update(block for block, _ in pairs)
 
     def _mapped(self) -> StepCopies | None:
-        """This step's copies, if there are any, with the staging memory mapped."""
+        """This step's copies, if there are any, with the staging memory at hand."""
         meta = self._connector_metadata
         if meta is None or meta.copies is None or self._copier is None:
             return None
@@ -214,7 +214,7 @@ class PdserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return report
 
     def shutdown(self) -> None:
-        """Unmap the staging memory."""
+        """Let go of the staging memory."""
         if self._copier is not None:
             self._copier.close()
 

@@ -15,9 +15,11 @@ from pdserve.errors import ConfigError
 from pdserve.limits.memory import available
 from pdserve.messages.transfer import RankKvLayout
 from pdserve.transfer.copy_plan import block_bytes, blocks_for
+from pdserve_engines.vllm.kv_transfer.device_staging import device_pool, kept_for_staging
 from pdserve_engines.vllm.kv_transfer.prefix_holds import PrefixHolds
 
 if TYPE_CHECKING:
+    from pdserve.ids import Bytes
     from pdserve.messages.engine import EngineCapabilities
     from pdserve_engines.vllm.kv_transfer.copy_planner import Copied, CopyPlanner, LetGo
     from pdserve_engines.vllm.kv_transfer.kv_copy import CacheForm
@@ -85,19 +87,21 @@ class VllmStaging:
 
     def __init__(self, core: Any, capabilities: EngineCapabilities, unfilled: float) -> None:
         """`core`: vLLM's `EngineCore`. `unfilled`: staging blocks, as a share of vLLM's blocks.
-        Raises `ConfigError` if this model's KV cannot be exchanged."""
+        They are on the device if the executor has kept memory for them there. Raises `ConfigError`
+        if this model's KV cannot be exchanged."""
         connector = core.scheduler.connector
         form = _common_form(connector.forms)
         model = core.vllm_config.model_config
         layout = _layout(form, int(model.get_total_num_kv_heads()), capabilities)
-        self.pool = StagingPool(layout, _count(layout, capabilities, unfilled))
+        self.pool = _make_pool(layout, capabilities, unfilled, kept_for_staging(core))
         connector.staging = self.pool.handle()
         self.planner: CopyPlanner = connector.planner
         self.holds = PrefixHolds(core)
         _LOG.info(
-            "KV is exchanged by %d staging blocks of %d bytes, packed as %s",
+            "KV is exchanged by %d staging blocks of %d bytes in %s memory, packed as %s",
             self.pool.blocks.num_blocks,
             self.pool.block_bytes,
+            "device" if self.pool.in_device else "host",
             form.packing,
         )
 
@@ -130,12 +134,28 @@ def _layout(form: CacheForm, heads: int, capabilities: EngineCapabilities) -> Ra
     )
 
 
-def _count(layout: RankKvLayout, capabilities: EngineCapabilities, unfilled: float) -> int:
-    """How many staging blocks: a share of vLLM's, at least two whole sequences, and no more than a
-    share of the host's memory holds."""
+def _make_pool(
+    layout: RankKvLayout, capabilities: EngineCapabilities, unfilled: float, kept: Bytes
+) -> StagingPool:
+    """On the device in the `kept` bytes, or in host memory if there are none or the device refuses.
+    Raises `ConfigError`."""
+    most = kept // block_bytes(layout)
+    if most:
+        try:
+            return device_pool(layout, _count(layout, capabilities, unfilled, most))
+        except ConfigError as error:
+            _LOG.warning("staging blocks are in host memory: %s", error.message)
+    most = int(_HOST_SHARE * available().free) // block_bytes(layout)
+    return StagingPool(layout, _count(layout, capabilities, unfilled, most))
+
+
+def _count(
+    layout: RankKvLayout, capabilities: EngineCapabilities, unfilled: float, most: int
+) -> int:
+    """How many staging blocks: a share of vLLM's, at least two whole sequences, and no more than
+    the memory holds."""
     whole = blocks_for(capabilities.max_model_len, layout.tokens)
     wanted = max(2 * whole, int(unfilled * capabilities.num_blocks))
-    most = int(_HOST_SHARE * available().free) // block_bytes(layout)
     if most < 1:
         raise ConfigError("there is no memory for staging blocks of KV")
     if most < min(wanted, whole):

@@ -8,21 +8,28 @@ and v depends on the attention back end:
     planes    the k of all tokens come first, then the v, packed for the processor
 
 vLLM may divide its blocks for its kernels; a staging block is always a whole block of its manager.
+
+Staging blocks are in host memory, which the rank maps, or on the rank's own device. There the
+copies are work of the device, and each call waits for it: peers may read what was saved, and reuse
+what was loaded, as soon as the call has returned.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from pdserve.engine_core.staged_kv.pool import open_staging
+from pdserve.errors import EngineError
 from pdserve.transfer.copy_plan import heads_of
+from pdserve_engines.vllm.kv_transfer.device_staging import synchronise, tensor_of
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pdserve.engine_core.staged_kv.pool import StagingHandle
     from pdserve.messages.transfer import RankKvLayout
@@ -67,13 +74,14 @@ def layer_view(cache: Any, form: CacheForm) -> Any:
 
 
 def staged_views(memory: Any, handle: StagingHandle, heads: range, parts: int) -> list[Any]:
-    """This rank's heads of the staging blocks, for each layer, in the axes of `layer_view`."""
+    """This rank's heads of the staging blocks, for each layer, in the axes of `layer_view`.
+    `memory`: a tensor of bytes."""
     import torch
 
     layout = handle.layout
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     shape = (handle.blocks, layout.layers, 2, layout.heads, layout.tokens, layout.dim)
-    whole: Any = torch.frombuffer(memory, dtype=integers[layout.itemsize]).view(shape)
+    whole: Any = memory.view(integers[layout.itemsize]).view(shape)
     ours = whole[:, :, :, heads.start : heads.stop].unflatten(4, (parts, layout.tokens // parts))
     return [ours[:, layer] for layer in range(layout.layers)]
 
@@ -97,8 +105,8 @@ class RankCopier:
         """The staging memory as the device's driver knows it; None: on a CPU, or refused."""
 
     def map(self, handle: StagingHandle) -> None:
-        """Map the staging memory of the engine process, once. Raises `EngineError`, and `PlanError`
-        if the heads cannot be divided."""
+        """Find the staging memory of the engine process, once. Raises `EngineError` if it is not
+        there, `PlanError` if the heads cannot be divided."""
         if handle == self._handle:
             return
         self.close()
@@ -106,40 +114,60 @@ class RankCopier:
         heads = heads_of(layout)
         # If ranks hold the same head, one of them writes it.
         self._writes = self._tp <= layout.heads or self._rank % (self._tp // layout.heads) == 0
-        self._map = open_staging(handle)
-        self._pin()
-        self._staged = staged_views(self._map, handle, heads, self._parts)
+        memory = self._beside(handle) if handle.local else self._mapped(handle)
+        self._staged = staged_views(memory, handle, heads, self._parts)
         self._handle = handle
 
-    def _pin(self) -> None:
-        """Let a device copy to and from the staging memory directly."""
-        if self._device.type != "cuda":
-            return
+    def _beside(self, handle: StagingHandle) -> Any:
+        """Staging memory on this rank's device."""
+        memory = tensor_of(handle)
+        if memory.device != self._device:
+            raise EngineError(f"staging is on {memory.device}, and the KV on {self._device}")
+        return memory
+
+    def _mapped(self, handle: StagingHandle) -> Any:
+        """Staging memory of the host, which a device copies to and from directly if it can."""
         import torch
 
+        self._map = open_staging(handle)
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        status = _driver().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0)
-        self._pinned = whole if int(status) == 0 else None
+        if self._device.type == "cuda":
+            status = _driver().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0)
+            self._pinned = whole if int(status) == 0 else None
+        return whole
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks of the cache to staging blocks: (block, staging block). Returns when the
         bytes are there."""
         if not self._writes:
             return
-        for some in _chunks(pairs):
-            blocks, slots = self._indices(some)
-            # Gathered on the device first, so that the device's wait is one for all layers.
-            picked = [cache.index_select(0, blocks) for cache in self._caches]
-            for staged, content in zip(self._staged, picked, strict=True):
-                staged.index_copy_(0, slots, content.cpu())
+        with self._settled():
+            for some in _chunks(pairs):
+                blocks, slots = self._indices(some)
+                # Gathered on the device first, so that the device's wait is one for all layers.
+                picked = [cache.index_select(0, blocks) for cache in self._caches]
+                for staged, content in zip(self._staged, picked, strict=True):
+                    staged.index_copy_(0, slots, content.to(staged.device))
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy staging blocks to blocks of the cache: (block, staging block)."""
-        for some in _chunks(pairs):
-            blocks, slots = self._indices(some)
-            for cache, staged in zip(self._caches, self._staged, strict=True):
-                content = staged.index_select(0, slots)
-                cache.index_copy_(0, blocks, content.to(self._device))
+        """Copy staging blocks to blocks of the cache: (block, staging block). Returns when the
+        staging blocks are not read any more."""
+        with self._settled():
+            for some in _chunks(pairs):
+                blocks, slots = self._indices(some)
+                for cache, staged in zip(self._caches, self._staged, strict=True):
+                    content = staged.index_select(0, slots)
+                    cache.index_copy_(0, blocks, content.to(self._device))
+
+    @contextlib.contextmanager
+    def _settled(self) -> Iterator[None]:
+        """Wait in the end, also after an error, for copies from and to staging blocks on the
+        device. Those of host memory have waited for themselves."""
+        try:
+            yield
+        finally:
+            if self._handle is not None and self._handle.local:
+                synchronise(self._device)
 
     def _indices(self, pairs: Sequence[tuple[int, int]]) -> tuple[Any, Any]:
         """Raises IndexError for a block that does not exist: torch would read other memory."""
@@ -150,7 +178,8 @@ class RankCopier:
             if not (0 <= block < self.form.blocks and 0 <= slot < self._handle.blocks):
                 raise IndexError(f"there is no block {block} or no staging block {slot}")
         blocks = torch.tensor([block for block, _ in pairs], device=self._device)
-        return blocks, torch.tensor([slot for _, slot in pairs])
+        slots = torch.tensor([slot for _, slot in pairs], device=self._staged[0].device)
+        return blocks, slots
 
     def close(self) -> None:
         """Unmap the staging memory. Idempotent."""

@@ -10,7 +10,7 @@ import pytest
 from pdserve.engine_core.staged_kv.port import StagedBlocks
 from pdserve.errors import ConfigError
 from pdserve.messages.engine import EngineCapabilities
-from pdserve_engines.vllm.kv_transfer import disagg
+from pdserve_engines.vllm.kv_transfer import device_staging, disagg
 from pdserve_engines.vllm.kv_transfer.copy_planner import CopyPlanner, LetGo
 from pdserve_engines.vllm.kv_transfer.disagg import (
     VllmStaging,
@@ -73,6 +73,7 @@ def core_of(*forms: Any) -> Any:
     return SimpleNamespace(
         scheduler=SimpleNamespace(connector=connector, kv_cache_manager=manager),
         vllm_config=SimpleNamespace(model_config=model),
+        model_executor=SimpleNamespace(),
         request_block_hasher=None,
     )
 
@@ -166,6 +167,47 @@ def test_no_memory_is_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(disagg, "available", lambda: SimpleNamespace(free=100))
     with pytest.raises(ConfigError, match="no memory"):
         VllmStaging(core_of(said()), capabilities(), 0.3)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A CPU tensor stands for the device's memory. What the test sets: why it is `refused`."""
+    torch = pytest.importorskip("torch")
+    facts = {"refused": ""}
+    monkeypatch.setattr(device_staging, "_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(device_staging, "_unsupported", lambda region: facts["refused"])
+    monkeypatch.setattr(disagg, "available", lambda: SimpleNamespace(free=1 << 30))
+    return facts
+
+
+@pytest.mark.parametrize(("kept", "blocks"), [(1 << 20, 30), (25 * 4096 + 17, 25)])
+def test_staging_is_in_the_memory_that_the_executor_has_kept(
+    device: dict[str, Any], kept: int, blocks: int
+):
+    core = core_of(said())
+    core.model_executor.kept_for_staging = kept
+    staging = VllmStaging(core, capabilities(), 0.3)
+    assert staging.pool.in_device
+    assert staging.pool.blocks.num_blocks == blocks
+    assert core.scheduler.connector.staging.local
+    tensor = device_staging.tensor_of(core.scheduler.connector.staging)
+    assert staging.pool.region.address == tensor.data_ptr()
+    staging.pool.close()
+
+
+@pytest.mark.parametrize(("kept", "refused"), [(1 << 20, "no peer can open it"), (4095, "")])
+def test_without_room_that_peers_can_open_staging_is_in_host_memory(
+    device: dict[str, Any], caplog: pytest.LogCaptureFixture, kept: int, refused: str
+):
+    device["refused"] = refused
+    core = core_of(said())
+    core.model_executor.kept_for_staging = kept
+    staging = VllmStaging(core, capabilities(), 0.3)
+    assert not staging.pool.in_device
+    assert staging.pool.region.fd is not None
+    assert refused in caplog.text
+    assert not device_staging._TENSORS
+    staging.pool.close()
 
 
 def test_events_come_with_their_handles():

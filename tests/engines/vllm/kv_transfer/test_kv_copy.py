@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.engine_core.staged_kv.pool import StagingPool
+from pdserve.errors import EngineError
 from pdserve.messages.transfer import RankKvLayout
-from pdserve.transfer.copy_plan import PlanError
+from pdserve.transfer.copy_plan import PlanError, block_bytes
+from pdserve_engines.vllm.kv_transfer import kv_copy
+from pdserve_engines.vllm.kv_transfer.device_staging import StagingTensor, tensor_of
 from pdserve_engines.vllm.kv_transfer.kv_copy import CacheForm, RankCopier
 
 if TYPE_CHECKING:
@@ -30,11 +33,24 @@ ORDERS = {
 }
 
 
-@pytest.fixture
-def staging() -> Iterator[StagingPool]:
-    pool = StagingPool(LAYOUT, SLOTS)
+@pytest.fixture(params=["host", "device"])
+def staging(request: pytest.FixtureRequest) -> Iterator[StagingPool]:
+    """Staging blocks in host memory, or in a tensor that stands for a device's memory."""
+    memory = None
+    if request.param == "device":
+        size = SLOTS * block_bytes(LAYOUT)
+        memory = StagingTensor(torch.zeros(size, dtype=torch.uint8))
+    pool = StagingPool(LAYOUT, SLOTS, memory)
     yield pool
     pool.close()
+
+
+def staged_bytes(staging: StagingPool, slot: int) -> bytearray:
+    size = staging.block_bytes
+    if staging.region.view is not None:
+        return bytearray(staging.region.view[slot * size : (slot + 1) * size])
+    whole = tensor_of(staging.handle())
+    return bytearray(whole[slot * size : (slot + 1) * size].numpy().tobytes())
 
 
 def cache_of(order: str, packing: str, heads: int, parts: int) -> Any:
@@ -135,9 +151,7 @@ def test_staged_bytes_are_in_the_layout_of_transfers(staging: StagingPool):
     sender.map(staging.handle())
     sender.save([(0, 1)])
     sender.close()
-    assert staging.region.view is not None
-    size = staging.block_bytes
-    block = bytearray(staging.region.view[size : 2 * size])
+    block = staged_bytes(staging, 1)
     staged = torch.frombuffer(block, dtype=torch.bfloat16).view(LAYERS, 2, HEADS, TOKENS, DIM)
     for layer in range(LAYERS):
         for kv in (0, 1):
@@ -177,4 +191,44 @@ def test_heads_that_cannot_be_divided_are_refused(staging: StagingPool):
     copier = RankCopier([cache_of("heads first", "rows", 1, 1)] * LAYERS, form, 3, 0)
     with pytest.raises(PlanError):
         copier.map(staging.handle())
+    copier.close()
+
+
+# ------------------------------------------------------------------ on the device
+
+
+def test_the_device_is_waited_for_after_each_copy(staging: StagingPool, monkeypatch):
+    """Peers read what was saved, and reuse what was loaded, once the call has ended."""
+    seen: list[float] = []
+    caches, (copier,) = ranks_of(1, "heads first", "rows", 1)
+    copier.map(staging.handle())
+    fill(caches, "rows", 3, 1)
+
+    def waited(device: Any) -> None:
+        seen.append(float(sum(staged_bytes(staging, 2))) + float(caches[0][0][7].sum()))
+
+    monkeypatch.setattr(kv_copy, "synchronise", waited)
+    copier.save([(3, 2)])
+    copier.load([(7, 2)])
+    with pytest.raises(IndexError):
+        copier.load([(0, SLOTS)])
+    if staging.in_device:
+        saved, loaded, failed = seen
+        assert 0 < saved < loaded == failed
+    else:
+        assert seen == []
+    copier.close()
+
+
+def test_memory_that_is_gone_or_elsewhere_is_refused():
+    _, (copier,) = ranks_of(1, "heads first", "rows", 1)
+    size = SLOTS * block_bytes(LAYOUT)
+    pool = StagingPool(LAYOUT, SLOTS, StagingTensor(torch.zeros(size, dtype=torch.uint8)))
+    copier._device = torch.device("meta")
+    with pytest.raises(EngineError, match="staging is on cpu"):
+        copier.map(pool.handle())
+    pool.close()
+    pool.close()
+    with pytest.raises(EngineError, match="no staging memory"):
+        copier.map(pool.handle())
     copier.close()
