@@ -47,7 +47,8 @@ serve: $(VENV)/.deps-serve $(BUILT)
 test: $(VENV)/.deps-dev $(BUILT)
 	@$(MAKE) --no-print-directory -j2 lint check docs rewritten
 	@$(SAY) "pytest, seed $(PDSERVE_TEST_SEED)"
-	@env -u PDSERVE_REQUIRE_VLLM $(BIN)/python .ci/pytest.py -q --hypothesis-seed=$(PDSERVE_TEST_SEED) $(PYTEST)
+	@env -u PDSERVE_REQUIRE_VLLM $(BIN)/python .ci/pytest.py -q -m "not vllm" \
+	  --hypothesis-seed=$(PDSERVE_TEST_SEED) $(PYTEST)
 	@if [ -e .venv-vllm ] || [ -n "$(PDSERVE_REQUIRE_VLLM)" ]; then \
 	  $(MAKE) --no-print-directory test-vllm; \
 	else $(SAY) "tests with vLLM are left out: make vllm makes their environment"; fi

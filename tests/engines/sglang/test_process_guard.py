@@ -26,6 +26,7 @@ def on_term(number, frame):
     raise SystemExit(0)
 
 signal.signal(signal.SIGTERM, on_term)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell may have started us with it ignored
 handler = logging.StreamHandler(sys.stderr)
 logging.getLogger().handlers = [handler]
 logging.getLogger().setLevel(logging.INFO)

@@ -44,11 +44,14 @@ _NUMBERS = itertools.count(1)
 
 def stages_on_device(config: Any, backends: Sequence[str]) -> bool:
     """Return whether staging blocks go to the device. `backends`: those that may be used; empty:
-    all."""
+    all.
+
+    Only if `cuda_ipc` is asked for by name: memory on the device is not reached by shm and tcp, and
+    by rdma only with the right driver. With host memory workers on any two hosts find a way."""
     parallel = config.parallel_config
     here = parallel.world_size == 1 and parallel.distributed_executor_backend == "uni"
     on_gpu = str(config.device_config.device_type) == "cuda"
-    return here and on_gpu and (not backends or "cuda_ipc" in backends)
+    return here and on_gpu and "cuda_ipc" in backends
 
 
 # ------------------------------------------------------------------ room on the device

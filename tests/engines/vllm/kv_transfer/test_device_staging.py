@@ -26,15 +26,15 @@ LAYOUT = RankKvLayout(content="c", layers=2, heads=4, tokens=4, dim=8, itemsize=
 @pytest.mark.parametrize(
     ("device", "ranks", "executor", "backends", "there"),
     [
-        ("cuda", 1, "uni", (), True),
+        ("cuda", 1, "uni", (), False),
         ("cuda", 1, "uni", ("tcp", "cuda_ipc"), True),
         ("cuda", 1, "uni", ("rdma", "shm"), False),
-        ("cuda", 1, "mp", (), False),
-        ("cuda", 2, "mp", (), False),
-        ("cpu", 1, "uni", (), False),
+        ("cuda", 1, "mp", ("cuda_ipc",), False),
+        ("cuda", 2, "mp", ("cuda_ipc",), False),
+        ("cpu", 1, "uni", ("cuda_ipc",), False),
     ],
 )
-def test_one_rank_in_this_process_stages_on_its_device(
+def test_one_rank_in_this_process_stages_on_its_device_if_asked_to(
     device: str, ranks: int, executor: str, backends: tuple[str, ...], there: bool
 ):
     parallel = SimpleNamespace(world_size=ranks, distributed_executor_backend=executor)
