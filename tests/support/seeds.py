@@ -38,6 +38,16 @@ def in_slice(nodeid: str, seed: str) -> bool:
     return (number_for(nodeid) + number_for(seed)) % SLICES == 0
 
 
+def is_in_slice(item: pytest.Item, seed: str) -> bool:
+    """Whether a run with this seed takes this test. `long(whole_file=True)` marks files whose
+    set-up costs more than their tests: all of their tests are taken, or none."""
+    marker = item.get_closest_marker("long")
+    if marker is None:
+        return True
+    name = item.nodeid.partition("::")[0] if marker.kwargs.get("whole_file") else item.nodeid
+    return in_slice(name, seed)
+
+
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """This test's own seed in [0, 2**64): another per test and per run, the same when repeated."""
@@ -62,11 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     parts.leave_out(config, items)
     if is_long() or any("::" in argument for argument in config.args):
         return
-    left_out = [
-        item
-        for item in items
-        if item.get_closest_marker("long") and not in_slice(item.nodeid, run_seed())
-    ]
+    left_out = [item for item in items if not is_in_slice(item, run_seed())]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = set(left_out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.seeds import SLICES, in_slice, number_for
+from tests.support.seeds import SLICES, in_slice, is_in_slice, number_for
 
 LONG = """
 import pytest
@@ -64,3 +64,15 @@ def test_slices_cover_every_long_test() -> None:
     for nodeid in map(str, range(50)):
         share = sum(in_slice(nodeid, seed) for seed in seeds) / len(seeds)
         assert 0 < share < 0.5
+
+
+@pytest.mark.parametrize(("mark", "shares"), [("long(whole_file=True)", {0, 40}), ("long", None)])
+def test_a_file_may_be_taken_or_left_as_a_whole(
+    pytester: pytest.Pytester, mark: str, shares: set[int] | None
+) -> None:
+    lines = [f"pytestmark = pytest.mark.{mark}", "@pytest.mark.parametrize('n', range(40))"]
+    module = pytester.getmodulecol("\n".join(["import pytest", *lines, "def test(n): pass"]))
+    items = pytester.genitems([module])
+    taken = {sum(is_in_slice(item, str(seed)) for item in items) for seed in range(60)}
+    assert len(items) == 40
+    assert taken == shares if shares else 0 < min(taken) <= max(taken) < 40

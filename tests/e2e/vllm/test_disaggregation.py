@@ -37,7 +37,11 @@ if TYPE_CHECKING:
 
     from tests.chaos.cluster import Node
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.long(whole_file=True),  # it loads four engines
+    pytest.mark.timeout(900),
+]
 
 BACKENDS = ("shm", "tcp")
 BLOCK_BYTES = 2 * 2 * 2 * 32 * 4 * BLOCK

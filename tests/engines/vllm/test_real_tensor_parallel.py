@@ -13,6 +13,7 @@ from tests.engines.vllm.real_pair import BLOCK, P, alone, asked, make_pair
 real.require_vllm()
 pytestmark = [
     *real.MARKS,
+    pytest.mark.long(whole_file=True),
     pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="a rank needs a core of its own"),
 ]
 
