@@ -113,9 +113,10 @@ def test_keys_are_read_again_on_a_hangup(server, keys):
 
 
 def test_who_hangs_up_frees_everything(server):
-    with asking(server, KEY, **ENDLESS) as response:
+    # Several choices: one is over before a busy machine has answered the next question.
+    with asking(server, KEY, n=8, **ENDLESS) as response:
         next(events(response))
-        assert server.metric("pdserve_http_requests_in_flight") == 1
+        server.wait_for_metric("pdserve_http_requests_in_flight", 1, timeout=5)
     server.wait_for_metric("pdserve_http_requests_in_flight", 0, timeout=5)
     server.wait_for_metric("pdserve_num_requests_running", 0, timeout=5)
     server.wait_for_metric("pdserve_kv_blocks_used", 0, timeout=5)

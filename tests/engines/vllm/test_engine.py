@@ -59,7 +59,8 @@ def arguments(engine: Engine) -> Any:
 @pytest.mark.parametrize(
     ("device", "transfer", "keeps"),
     [
-        ("cuda", TransferSpec(), True),
+        ("cuda", TransferSpec(backends=("cuda_ipc",)), True),
+        ("cuda", TransferSpec(), False),
         ("cuda", TransferSpec(backends=("tcp",)), False),
         ("cuda", None, False),
         ("cpu", TransferSpec(), False),
