@@ -1,27 +1,22 @@
 """Reads SGLang's KV events and renames their blocks, so that routers know them. Imports no SGLang.
 
 Batches come over a socket that may lose some; `BatchOrder` finds gaps by their numbers. `decode`
-reads a batch. `NamedBlocks` makes pdserve's hashes from the tokens in the events: SGLang names a
-block by a hash of its own, which serves only as a key. The root of a chain travels as the request's
-`cache_salt`, which keeps blocks of tenants, adapters and secrets apart in SGLang, too.
+reads a batch. `NamedBlocks` makes pdserve's hashes from the tokens in the events.
 
 Pure: sockets are `event_feed`'s.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from pdserve.blocks.hashing import block_hashes, prompt_root
-from pdserve.messages.kv_events import BlockRemoved, BlockStored, PoolCleared
+from pdserve_engines.renamed_blocks import RenamedBlocks, root_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from pdserve.blocks.hashing import BlockHash
     from pdserve.ids import TokenId
     from pdserve.messages.kv_events import KvEvent, Tier
 
@@ -29,9 +24,6 @@ __all__ = ["END", "BatchOrder", "NamedBlocks", "decode"]
 
 END: Final = (-1).to_bytes(8, "big", signed=True)
 """The number that ends a replay."""
-
-_SALT: Final = "pdserve:"
-"""Begins a `cache_salt` that carries a root."""
 
 _TIERS: Final[Mapping[str | None, Tier]] = {
     None: "device",
@@ -96,43 +88,8 @@ class BatchOrder:
         return number > self.next
 
 
-@dataclass(slots=True)
-class _Block:
-    name: BlockHash
-    copies: dict[Tier, int] = field(default_factory=dict)
-
-
-class NamedBlocks:
-    """The names of all blocks that one SGLang engine holds. Memory grows with its pools, not with
-    its requests."""
-
-    def __init__(self, secret: bytes, block_size: int, model: str) -> None:
-        """`model` is the compat hash, equal for all workers whose blocks have the same content."""
-        self._secret = secret
-        self._block_size = block_size
-        self._model = model
-        self._blocks: dict[int, _Block] = {}
-
-    def __len__(self) -> int:
-        """Number of different blocks that are held."""
-        return len(self._blocks)
-
-    def salt(self, cache_salt: str, lora: str) -> str:
-        """The `cache_salt` for SGLang of a request with this salt and adapter."""
-        return _SALT + prompt_root(self._secret, self._model, cache_salt, lora).hex()
-
-    def rekey(self, secret: bytes) -> list[KvEvent]:
-        """Use another secret. Blocks that SGLang still holds are forgotten: no later request can
-        reach them, since its salt differs."""
-        self._secret = secret
-        return self.clear()
-
-    def clear(self) -> list[KvEvent]:
-        """Forget all blocks: the pool was cleared, or events about it were lost."""
-        tiers: set[Tier] = {tier for block in self._blocks.values() for tier in block.copies}
-        tiers.add("device")
-        self._blocks.clear()
-        return [PoolCleared(tier=tier) for tier in sorted(tiers)]
+class NamedBlocks(RenamedBlocks):
+    """The names of all blocks that one SGLang engine holds."""
 
     def translate(self, events: Iterable[Mapping[str, Any]]) -> list[KvEvent]:
         """Our events for SGLang's."""
@@ -145,62 +102,23 @@ class NamedBlocks:
             case "BlockStored":
                 yield from self._stored(event)
             case "BlockRemoved":
-                yield from self._removed(event)
+                yield from self.remove(event["block_hashes"], _tier(event))
 
     def _stored(self, event: Mapping[str, Any]) -> Iterator[KvEvent]:
         parent = self._parent(event)
         if parent is None or event["block_size"] != self._block_size:
             return  # a chain that is not known or not made by pdserve, or a partial block
-        tier = _TIERS.get(event.get("medium"), "remote")
-        tokens = [_token(token) for token in event["token_ids"]]
-        names = block_hashes(tokens, self._block_size, parent=parent, secret=self._secret)
-        run: list[bytes] = []
-        before: bytes = parent
-        for key, name in zip(event["block_hashes"], names, strict=False):
-            if self._add(key, name, tier):
-                run.append(name)
-                continue
-            if run:
-                yield BlockStored(hashes=run, parent=before, tier=tier)
-            run, before = [], name
-        if run:
-            yield BlockStored(hashes=run, parent=before, tier=tier)
+        names = self.hashes([_token(token) for token in event["token_ids"]], parent)
+        yield from self.store(event["block_hashes"], names, parent, _tier(event))
 
     def _parent(self, event: Mapping[str, Any]) -> bytes | None:
         """Our hash of the block before; None: it is not known."""
         before = event.get("parent_block_hash")
-        if before is not None:
-            block = self._blocks.get(before)
-            return None if block is None else block.name
-        salt = event.get("cache_salt") or ""
-        return bytes.fromhex(salt.removeprefix(_SALT)) if salt.startswith(_SALT) else None
+        return root_of(event.get("cache_salt")) if before is None else self.name_of(before)
 
-    def _add(self, key: int, name: BlockHash, tier: Tier) -> bool:
-        """Count one more copy; True if it is the first in its tier."""
-        block = self._blocks.get(key)
-        if block is None:
-            block = self._blocks[key] = _Block(name)
-        block.copies[tier] = block.copies.get(tier, 0) + 1
-        return block.copies[tier] == 1
 
-    def _removed(self, event: Mapping[str, Any]) -> Iterator[KvEvent]:
-        tier = _TIERS.get(event.get("medium"), "remote")
-        gone = [name for key in event["block_hashes"] if (name := self._release(key, tier))]
-        if gone:
-            yield BlockRemoved(hashes=gone, tier=tier)
-
-    def _release(self, key: int, tier: Tier) -> bytes | None:
-        """Count one copy less; the block's name if it was the last one in its tier."""
-        block = self._blocks.get(key)
-        if block is None or tier not in block.copies:
-            return None
-        block.copies[tier] -= 1
-        if block.copies[tier]:
-            return None
-        del block.copies[tier]
-        if not block.copies:
-            del self._blocks[key]
-        return block.name
+def _tier(event: Mapping[str, Any]) -> Tier:
+    return _TIERS.get(event.get("medium"), "remote")
 
 
 def _token(token: TokenId | Sequence[TokenId]) -> TokenId:

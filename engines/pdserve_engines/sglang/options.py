@@ -7,18 +7,20 @@ refused with the flag that sets them.
 
 from __future__ import annotations
 
-import difflib
 import json
 from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import ConfigError
+from pdserve_engines.engine_options import field_of, parse_value
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from pdserve.messages.engine import EngineSpec
 
-__all__ = ["OURS", "event_endpoints", "parse_value", "server_arguments"]
+__all__ = ["OURS", "event_endpoints", "server_arguments"]
+
+_FIELDS = "SGLang's ServerArgs, such as tp_size, quantization or attention_backend"
 
 OURS = {
     "model_path": "--model",
@@ -90,7 +92,7 @@ def server_arguments(spec: EngineSpec, fields: Collection[str], events: str) -> 
     if events:
         arguments["kv_events_config"] = _events_config(events)
     for name, text in spec.options.items():
-        arguments[_checked(name, fields)] = parse_value(text)
+        arguments[field_of("sglang", name, fields, OURS, _FIELDS)] = parse_value(text)
     missing = sorted(arguments.keys() - set(fields))
     if missing:
         raise ConfigError(
@@ -125,26 +127,3 @@ def event_endpoints(folder: str) -> tuple[str, str]:
 def _events_config(folder: str) -> str:
     live, replay = event_endpoints(folder)
     return json.dumps({"publisher": "zmq", "endpoint": live, "replay_endpoint": replay})
-
-
-def parse_value(text: str) -> Any:
-    """The value of an option: JSON where it is JSON, else the text itself."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return {"True": True, "False": False, "None": None}.get(text, text)
-
-
-def _checked(name: str, fields: Collection[str]) -> str:
-    """The field that an option names; dashes are underscores. Raises `ConfigError`."""
-    field = name.replace("-", "_")
-    if field in OURS:
-        raise ConfigError(f"the sglang engine's option {name} is set by {OURS[field]}")
-    if field in fields and not field.startswith("_"):
-        return field
-    close = difflib.get_close_matches(field, [*fields, *OURS], n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
-    raise ConfigError(
-        f"the sglang engine has no option {name!r}{hint} Options are the fields of SGLang's "
-        "ServerArgs, such as tp_size, quantization or attention_backend"
-    )

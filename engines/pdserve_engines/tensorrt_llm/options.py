@@ -8,19 +8,19 @@ optional, and refused if it is not. Every `--engine-option` is a field of `Torch
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import ConfigError
+from pdserve_engines.engine_options import parse_value
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from pdserve.messages.engine import EngineSpec
 
-__all__ = ["MINIMUM", "OURS", "LlmArguments", "Schema", "llm_arguments", "parse_value"]
+__all__ = ["MINIMUM", "OURS", "LlmArguments", "Schema", "llm_arguments"]
 
 Schema = Mapping[str, Any]
 """Fields of an argument model. The value is a schema for a field that is a model itself, a
@@ -136,14 +136,6 @@ def _wanted(spec: EngineSpec, max_model_len: int) -> dict[str, Any]:
     if spec.transfer is not None:
         wanted["cache_transceiver_config.backend"] = "DEFAULT"
     return wanted
-
-
-def parse_value(text: str) -> Any:
-    """The value of an option: JSON where it is JSON, else the text itself."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return {"True": True, "False": False, "None": None}.get(text, text)
 
 
 def _accepts(schema: Schema, path: str) -> bool:

@@ -7,11 +7,10 @@ the flag that sets them.
 
 from __future__ import annotations
 
-import difflib
-import json
 from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import ConfigError
+from pdserve_engines.engine_options import field_of, parse_value
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -19,7 +18,9 @@ if TYPE_CHECKING:
     from pdserve.ids import Bytes
     from pdserve.messages.engine import EngineSpec
 
-__all__ = ["OURS", "engine_arguments", "parse_value", "rank_for"]
+__all__ = ["OURS", "engine_arguments", "rank_for"]
+
+_FIELDS = "vLLM's EngineArgs, such as tensor_parallel_size, quantization or enforce_eager"
 
 OURS = {
     "model": "--model",
@@ -75,7 +76,7 @@ def engine_arguments(spec: EngineSpec, fields: Collection[str], kv_memory: Bytes
     if spec.loras:
         arguments |= _lora_arguments(spec)
     for name, text in spec.options.items():
-        arguments[_checked(name, fields)] = parse_value(text)
+        arguments[field_of("vllm", name, fields, OURS, _FIELDS)] = parse_value(text)
     return arguments
 
 
@@ -98,26 +99,3 @@ def rank_for(rank: int) -> int:
         if most >= wanted:
             return most
     raise ConfigError(f"an adapter of rank {rank} is larger than vLLM's limit of {_RANKS[-1]}")
-
-
-def parse_value(text: str) -> Any:
-    """The value of an option: JSON where it is JSON, else the text itself."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return {"True": True, "False": False, "None": None}.get(text, text)
-
-
-def _checked(name: str, fields: Collection[str]) -> str:
-    """The field that an option names; dashes are underscores. Raises `ConfigError`."""
-    field = name.replace("-", "_")
-    if field in OURS:
-        raise ConfigError(f"the vllm engine's option {name} is set by {OURS[field]}")
-    if field in fields and not field.startswith("_"):
-        return field
-    close = difflib.get_close_matches(field, [*fields, *OURS], n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
-    raise ConfigError(
-        f"the vllm engine has no option {name!r}{hint} Options are the fields of vLLM's "
-        "EngineArgs, such as tensor_parallel_size, quantization or enforce_eager"
-    )

@@ -10,7 +10,8 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.messages.engine import EngineSpec
 from pdserve.messages.lora import LoraAdapter
-from pdserve_engines.sglang.options import OURS, event_endpoints, parse_value, server_arguments
+from pdserve_engines.engine_options import parse_value
+from pdserve_engines.sglang.options import OURS, event_endpoints, server_arguments
 from tests.contracts.contract import load
 
 (ENTRY,) = [entry for entry in load("sglang").entries if entry.at.endswith(":ServerArgs")]

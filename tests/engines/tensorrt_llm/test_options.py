@@ -8,7 +8,8 @@ import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.messages.engine import EngineSpec, TransferSpec
-from pdserve_engines.tensorrt_llm.options import MINIMUM, OURS, llm_arguments, parse_value
+from pdserve_engines.engine_options import parse_value
+from pdserve_engines.tensorrt_llm.options import MINIMUM, OURS, llm_arguments
 from pdserve_engines.tensorrt_llm.package import schema_of
 from tests.engines.tensorrt_llm.fake_llm import TorchLlmArgs
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pdserve.errors import ConfigError
 from pdserve.messages.engine import EngineSpec
 from pdserve.messages.lora import LoraAdapter
-from pdserve_engines.vllm.options import OURS, engine_arguments, parse_value, rank_for
+from pdserve_engines.engine_options import parse_value
+from pdserve_engines.vllm.options import OURS, engine_arguments, rank_for
 
 FIELDS = frozenset(OURS) | {
     "enforce_eager",
