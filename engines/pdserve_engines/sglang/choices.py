@@ -57,7 +57,7 @@ class SglangChoice:
 
     @property
     def begun(self) -> bool:
-        """Whether a token has come."""
+        """True once the first token has come."""
         return self._first is not None
 
     def ended_before(self, now: Seconds) -> TokenDelta | None:

@@ -221,7 +221,13 @@ class SglangCore(SelfSchedulingCore):
     def clear_cache(self) -> None:
         """Drop cached blocks; SGLang does it only while no request runs."""
         if self._loop is not None:
-            self._loop.submit(self._sglang.clear_cache(), "sglang-clear-cache")
+            self._loop.submit(self._clear(), "sglang-clear-cache")
+
+    async def _clear(self) -> None:
+        try:
+            await self._sglang.clear_cache()
+        except Exception as error:
+            _log.warning("SGLang has not dropped its cache: %s", error)
 
     def rekey(self, hash_secret: bytes) -> None:
         """Name blocks by another secret; what SGLang has cached is not found any more."""
@@ -333,8 +339,16 @@ class SglangCore(SelfSchedulingCore):
     # ------------------------------------------------------------------ tasks for the engine's life
 
     async def _poll(self) -> None:
+        failing = False
         while True:
-            load = await self._sglang.load()
+            try:
+                load = await self._sglang.load()
+                failing = False
+            except Exception as error:
+                # Requests show whether the engine works; statistics alone do not end it.
+                if not failing:
+                    _log.warning("SGLang does not report its load: %s", error)
+                load, failing = None, True
             if load is not None:
                 before, self._load = self._load, load
                 if before is None or before.num_used_tokens != load.num_used_tokens:

@@ -130,7 +130,11 @@ class TensorRtLlmCore(SelfSchedulingCore):
     ) -> None:
         self._loop = loop = LoopThread("tensorrt-llm", self._broke)
         reports = Reports(
-            self._report_delta, self._report_error, self._failed, self._report_prefilled
+            self._report_delta,
+            self._report_error,
+            self._failed,
+            self._report_prefilled,
+            lambda: self.wake(),
         )
         self._package_used = package
         self._requests = Requests(loop, package, self._llm, self._support, self.clock, reports)

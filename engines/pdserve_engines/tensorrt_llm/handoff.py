@@ -90,7 +90,7 @@ class CancelAnswer(Enum):
 
     @property
     def safe(self) -> bool:
-        """The blocks may be freed: nobody can write to them or read them any more."""
+        """True if the blocks may be freed: no transfer reads or writes them any more."""
         return self in (
             CancelAnswer.NOT_FOUND,
             CancelAnswer.ALREADY_COMPLETE,

@@ -82,7 +82,7 @@ class LlmArguments:
     """Optional fields that were left out."""
 
     def has(self, path: str) -> bool:
-        """Whether a field, or one of a nested model (`outer.inner`), is set."""
+        """Return whether a field, or a field of a nested model (`outer.inner`), is set."""
         outer, _, inner = path.partition(".")
         value = self.values.get(outer)
         return outer in self.values if not inner else isinstance(value, dict) and inner in value

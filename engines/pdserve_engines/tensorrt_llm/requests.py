@@ -48,6 +48,8 @@ class Reports:
     failure: Callable[[BaseException], None]
     prefilled: Callable[[Choice], None] = field(default=lambda choice: None)
     """A prompt was prefilled for a peer."""
+    due: Callable[[], None] = field(default=lambda: None)
+    """`Requests.oldest_cancel` has a new value, so the core must wake at another time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -250,7 +252,8 @@ class Requests:
             self._fire(choice, RequestEvent.FINISH)
 
     def _take_prefill(self, choice: Choice, end: End) -> None:
-        """TensorRT-LLM keeps the blocks until the peer has them, and tells nobody when."""
+        """End a prefill for a peer. TensorRT-LLM keeps the blocks until the peer has fetched them,
+        and does not report that moment."""
         failure = None if end == "prefilled" else failure_of(end)
         if failure is not None:
             self._fire(choice, RequestEvent.ERROR, failure)
@@ -316,6 +319,7 @@ class Requests:
         # Safe or not, TensorRT-LLM owns the blocks until its last answer comes.
         self._cancelled[choice] = now
         self.oldest_cancel = min(self._cancelled.values())
+        self._reports.due()
 
     def _forget(self, choice: Choice) -> None:
         submission = self._submissions.get(choice.handle)
@@ -338,9 +342,11 @@ def _logprobs_of(choice: Choice, output: Any, seen: int, count: int) -> list[Tok
 
 
 def _goes_on(choice: Choice, part: Part, made: int, end: End) -> bool:
-    """Whether a choice goes on after a part that made so many tokens, though pdserve's rules have
-    not ended it: as planned, or because the engine stopped at an end token of the checkpoint that
-    the request ignores. Only a complete grammar may end a choice otherwise."""
+    """Return whether another part follows after one that made so many tokens.
+
+    It does if the parts were planned so, or if the engine stopped at an end token of the checkpoint
+    that the request ignores. Only a complete grammar ends a choice that pdserve's rules have not
+    ended."""
     if part.endless:
         return made >= part.max_tokens
     return end == "stop" and made > 0 and not choice.request.sampling.grammar

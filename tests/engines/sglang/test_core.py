@@ -450,12 +450,42 @@ def test_a_broken_task_ends_the_core(tmp_path: Path):
     """The node starts another one."""
     with Direct(spec_of(tmp_path)) as direct:
 
-        async def broken() -> list[Any]:
-            raise RuntimeError("the scheduler is gone")
+        async def broken() -> None:
+            raise RuntimeError("the sockets are gone")
 
-        direct.manager.get_loads = broken
+        assert direct.core._loop is not None
+        direct.core._loop.submit(broken(), "sglang-kv-events")
         direct.until(lambda: bool(direct.of(CoreFailed)))
-        assert "the scheduler is gone" in direct.of(CoreFailed)[0].message
+        assert "the sockets are gone" in direct.of(CoreFailed)[0].message
+
+
+def test_statistics_and_a_cache_that_fail_do_not_end_the_core(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Each is said once, and statistics go on when they come again."""
+    with Direct(spec_of(tmp_path)) as direct:
+        asked = 0
+
+        async def broken() -> list[Any]:
+            nonlocal asked
+            asked += 1
+            raise RuntimeError("busy")
+
+        direct.manager.get_loads = direct.manager.flush_cache = broken
+        direct.core.handle(ClearCache())
+        direct.until(lambda: asked > 3)
+        direct.submit(1, prompt=[5] * 9)
+        direct.until(lambda: direct.finished == 1)
+        assert not direct.of(CoreFailed)
+
+        async def load() -> list[Any]:
+            return [SimpleNamespace(num_used_tokens=9, num_waiting_uncached_tokens=5)]
+
+        direct.manager.get_loads = load
+        direct.until(lambda: any(event.stats.kv_tokens == 9 for event in direct.of(Stats)))
+    said = [record.message for record in caplog.records if "busy" in record.message]
+    assert len([line for line in said if "load" in line]) == 1
+    assert len([line for line in said if "cache" in line]) == 1
 
 
 # ---------------------------------------------------------------- what it is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -226,8 +227,11 @@ def test_an_engine_that_does_not_end_a_cancelled_request_is_broken(tmp_path) -> 
         core.hold()
         handle = core.submit(core.request())
         core.wait_for(lambda: core.llm.running == 1)
+        woken = threading.Event()
+        core.core.wake = woken.set
         core.abort(handle)
         core.wait_for(lambda: core.llm.requests[0].cancelled)
+        assert woken.wait(10.0)  # an idle core would sleep past the limit otherwise
         assert core.core.wake_at() == CANCEL_LIMIT
         clock.advance(CANCEL_LIMIT - 1)
         core.step()

@@ -76,8 +76,8 @@ class PrefixHolds:
         self._pool.free_blocks([self._pool.blocks[block] for block in kept])
 
     def give_up(self) -> int:
-        """Give all references back, whoever has them; returns how many. The blocks stay cached
-        until vLLM needs them."""
+        """Release all references of all requests; returns how many. The blocks stay cached until
+        vLLM needs them."""
         blocks = list(self._references.elements())
         self.release(blocks)
         return len(blocks)
