@@ -35,7 +35,8 @@ from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     wanted = json.load(sys.stdin)
     llm = LLM(wanted["model"], dtype="float32", max_model_len=192, enforce_eager=True,
-              num_gpu_blocks_override=41, max_num_seqs=12, skip_tokenizer_init=True)
+              num_gpu_blocks_override=41, max_num_seqs=12, skip_tokenizer_init=True,
+              kv_cache_memory_bytes=64 << 20)
     params = SamplingParams(max_tokens=wanted["count"], temperature=0, ignore_eos=True,
                             detokenize=False)
     answers = [list(llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0]
@@ -85,13 +86,14 @@ def answers_alone(family: str, tmp_path: Path) -> list[list[int]]:
     script, result = tmp_path / "alone.py", tmp_path / "answers.json"
     script.write_text(ALONE)
     wanted = {"model": str(drawn(family)[0]), "prompts": PROMPTS, "count": COUNT}
-    subprocess.run(
+    done = subprocess.run(
         [sys.executable, script, result],
         input=json.dumps(wanted).encode(),
         capture_output=True,
-        check=True,
+        check=False,
         timeout=200,
     )
+    assert done.returncode == 0, done.stderr.decode()[-6000:]
     found: list[list[int]] = json.loads(result.read_text())
     return found
 
