@@ -6,6 +6,8 @@ card, so a frontend can serve a model that its own machine has never seen.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from pdserve.messages.lora import LoraSummary
@@ -16,6 +18,8 @@ EXACT_PREFIX = "exact:"
 kernels compute bit-identical tokens and logprobs for a request, whatever else is in the batch.
 Without it, near ties between two candidate tokens may fall either way.
 """
+
+ScoreActivation = Literal["", "sigmoid", "identity"]
 
 NEARLY = "nearly"
 """Entry of `ModelCard.features` of an engine that continues a migrated request only nearly as it
@@ -71,14 +75,18 @@ class ModelCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     embedding_size: int = 0
     """Dimensions of an embedding."""
     features: tuple[str, ...] = ()
-    """What its engine can beyond plain text: `grammar`, `thinking`, `bans`, `embeddings`, `lora`;
-    and `EXACT_PREFIX` with the name of its kernels, if it promises that."""
+    """What its engine can beyond plain text: `grammar`, `thinking`, `bans`, `embeddings`, `lora`,
+    `classify`; and `EXACT_PREFIX` with the name of its kernels, if it promises that."""
     dimensions: tuple[int, ...] = ()
     """Sizes that embeddings may be cut to; 0 stands for every size below `embedding_size`. Empty: a
     shortened embedding is not meaningful.
     """
     loras: tuple[LoraSummary, ...] = ()
     """LoRA adapters of the model. Each is requested by its name, and served by this card."""
+    num_labels: int = 0
+    """Outputs of its classification head; 0: it has none. One output scores pairs of texts."""
+    score_activation: ScoreActivation = ""
+    """What turns a score's logit into the score."""
 
     def lora(self, name: str) -> LoraSummary | None:
         """The adapter that `name` asks for; None: `name` is the model or an alias."""

@@ -121,6 +121,8 @@ class EngineCapabilities(msgspec.Struct, frozen=True, array_like=True, kw_only=T
     """Why the engine's library may behave otherwise than this release of pdserve expects, and the
     remedy; empty: its version is a tested one.
     """
+    num_labels: int = 0
+    """Outputs of the model's classification head; 0: it has none."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from pdserve.messages.card import GenerationDefaults, ModelCard
+from pdserve.messages.card import GenerationDefaults, ModelCard, ScoreActivation
 from pdserve.messages.lora import LoraSummary
 from pdserve.messages.request import Pooling
 
@@ -48,6 +48,8 @@ class ModelSummary(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     features: tuple[str, ...] = ()
     dimensions: tuple[int, ...] = ()
     loras: tuple[LoraSummary, ...] = ()
+    num_labels: int = 0
+    score_activation: ScoreActivation = ""
 
     @property
     def parts(self) -> tuple[bytes, ...]:
@@ -137,6 +139,8 @@ def summarize_card(card: ModelCard) -> tuple[ModelSummary, dict[bytes, bytes]]:
         features=card.features,
         dimensions=card.dimensions,
         loras=card.loras,
+        num_labels=card.num_labels,
+        score_activation=card.score_activation,
     )
     return small, parts
 
@@ -167,4 +171,6 @@ def model_card(offer: ModelSummary, parts: dict[bytes, bytes]) -> ModelCard:
         features=offer.features,
         dimensions=offer.dimensions,
         loras=offer.loras,
+        num_labels=offer.num_labels,
+        score_activation=offer.score_activation,
     )

@@ -160,6 +160,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     """Id of the LoRA adapter (`LoraAdapter.id`) that computes prompt and output; empty: the model
     itself.
     """
+    classify: bool = False
+    """With `pooling` `last`: the vector is what the model's classification head makes of the pooled
+    one, its logits.
+    """
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -171,7 +175,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
             "grammar": bool(sampling.grammar),
             "thinking": thinking is not None and thinking.budget is not None,
             "bans": any(lists),
-            "embeddings": bool(self.pooling),
+            "embeddings": bool(self.pooling) and not self.classify,
+            "classify": self.classify,
             "lora": bool(self.lora),
         }
         return tuple(name for name, needed in wanted.items() if needed)
