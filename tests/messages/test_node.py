@@ -32,6 +32,8 @@ FULL = ModelCard(
     features=("grammar",),
     dimensions=(32, 16),
     loras=(LoraSummary(name="poet", revision="1f"),),
+    num_labels=1,
+    score_activation="sigmoid",
 )
 BARE = ModelCard(
     name="bare", max_model_len=1, vocab_size=1, block_size=1, tokenizer_json=b"", chat_template=None
