@@ -33,6 +33,10 @@ class FrontendConfig:
     """Connections that the kernel completes before they are accepted; enough for bursts of
     clients."""
 
+    parser_modules: frozenset[str] = frozenset()
+    """Formats `module:attribute` of tool calls and reasoning that this process was told to load.
+    Others that a worker names are not imported."""
+
     max_connections: int = 4096
     """Most open connections; for one more, an idle one of the host with the most is closed. An
     eighth of them, at most 64, cannot be used for work, so that probes find a place. Each idle one

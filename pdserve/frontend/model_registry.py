@@ -29,18 +29,18 @@ from pdserve.errors import (
 from pdserve.protocols.completion_responses import Model
 from pdserve.protocols.unsupported_fields import shorten
 from pdserve.text.chat.chat_template import ChatTemplates
-from pdserve.text.reasoning_parser import REASONING_FORMATS
+from pdserve.text.reasoning_parsers import REASONING_PARSERS, reasoning_format
 from pdserve.text.text_pool import LARGE_CHARS
 from pdserve.text.tokenization.tokenizer import Tokenizer
-from pdserve.text.tool_parsers import TOOL_FORMATS
+from pdserve.text.tool_parsers import TOOL_PARSERS, tool_format
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from pdserve.frontend.access.api_keys import ApiKey
     from pdserve.frontend.dispatch.backend import Backend
     from pdserve.messages.card import ModelCard
-    from pdserve.text.reasoning_parser import ReasoningFormat
+    from pdserve.text.reasoning_parsers.base import ReasoningFormat
     from pdserve.text.text_pool import TextPool
     from pdserve.text.tool_parsers.base import ToolFormat
 
@@ -82,16 +82,21 @@ class PreparedModel:
     """Id of the adapter that requests use; empty: the model itself."""
 
     @classmethod
-    def from_card(cls, card: ModelCard) -> PreparedModel:
-        """Makes the tokenizer and templates; blocks for as long as that takes. Errors:
-        `ConfigError`."""
+    def from_card(cls, card: ModelCard, modules: Collection[str] = ()) -> PreparedModel:
+        """Makes the tokenizer and templates; blocks for as long as that takes.
+
+        `modules`: formats `module:attribute` that may be imported. Errors: `ConfigError`.
+        """
         templates = ChatTemplates.from_card(card)
         if "default" in templates.names:
             # Computed here, so that the first request does not wait for it.
             _ = templates.select().content_format
         tokenizer = Tokenizer.from_card(card)
-        tools = _format(TOOL_FORMATS, card.tool_parser, card, "calls of tools")
-        reasoning = _format(REASONING_FORMATS, card.reasoning_parser, card, "reasoning")
+        tools = reasoning = None
+        if _known(card, "tool-parser", card.tool_parser, TOOL_PARSERS, modules):
+            tools = _format(tool_format, card.tool_parser, card)
+        if _known(card, "reasoning-parser", card.reasoning_parser, REASONING_PARSERS, modules):
+            reasoning = _format(reasoning_format, card.reasoning_parser, card)
         return cls(
             card,
             tokenizer,
@@ -115,16 +120,27 @@ class PreparedModel:
         return self.reasoning_marks | self.tool_marks if tools else self.reasoning_marks
 
 
-def _format(formats: Mapping[str, F], name: str, card: ModelCard, what: str) -> F | None:
-    """Looks up a format. A worker of another release may name one that this release does not
-    know."""
-    found = formats.get(name)
-    if name and found is None:
-        logger.warning(
-            "model %s: %s are not read: this release knows no format %r (%s)",
-            *(card.name, what, name, ", ".join(formats)),
-        )
-    return found
+def _known(
+    card: ModelCard, option: str, name: str, known: Collection[str], modules: Collection[str]
+) -> bool:
+    """Whether a format may be loaded. Code that only a worker names is not imported."""
+    if ":" not in name or name in known or name in modules:
+        return bool(name)
+    logger.warning(
+        "model %s: its worker reads its answers with %s, which this frontend was not told to load: "
+        "start it with --%s=%s",
+        *(card.name, name, option, name),
+    )
+    return False
+
+
+def _format(load: Callable[[str], F], name: str, card: ModelCard) -> F | None:
+    """Loads a format. A worker of another release may name one that is not known here."""
+    try:
+        return load(name)
+    except ConfigError as error:
+        logger.warning("model %s: its answers are not read: %s", card.name, error.message)
+        return None
 
 
 def _marks(
@@ -148,8 +164,10 @@ def fingerprint(card: ModelCard, lora: str = "") -> str:
 class ModelRegistry:
     """Looks models up by name. Owned by the service, used on the event loop's thread."""
 
-    def __init__(self, backend: Backend, pool: TextPool) -> None:
+    def __init__(self, backend: Backend, pool: TextPool, modules: Collection[str] = ()) -> None:
+        """`modules`: formats `module:attribute` that workers may name."""
         self._backend = backend
+        self._modules = modules
         self._work = pool.of(_NO_TENANT)
         # The keys are identities of cards, which every entry keeps alive.
         self._ready: dict[int, PreparedModel] = {}
@@ -254,7 +272,9 @@ class ModelRegistry:
 
     async def _make(self, card: ModelCard) -> PreparedModel:
         try:
-            model = await self._work.run(_ALWAYS_A_THREAD, PreparedModel.from_card, card)
+            model = await self._work.run(
+                _ALWAYS_A_THREAD, PreparedModel.from_card, card, self._modules
+            )
             self._ready[id(card)] = model
             return model
         except ConfigError as error:

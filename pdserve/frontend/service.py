@@ -120,7 +120,7 @@ class FrontendService:
         keys = self._read_keys()
         self._pool = TextPool()
         self._pool.on_stuck = self._note_stuck
-        self._models = ModelRegistry(self._backend, self._pool)
+        self._models = ModelRegistry(self._backend, self._pool, config.parser_modules)
         self._bodies = bodies = BodyReader(config)
         self._active_requests = active_requests = ActiveRequests(config, bodies, SystemClock().now)
         self._generations = GenerationHandler(

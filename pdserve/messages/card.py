@@ -28,6 +28,17 @@ elsewhere.
 """
 
 
+class ImagePlaceholder(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How a prompt says where its images are, and how many there may be."""
+
+    token: int
+    """The token in a prompt that stands for one image."""
+    text: str
+    """The text that stands for one image, for chat templates that take no parts."""
+    most: int
+    """Most images per prompt."""
+
+
 class GenerationDefaults(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What `generation_config.json` recommends; a request's own fields win. None: no opinion."""
 
@@ -67,7 +78,7 @@ class ModelCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Name in `text.tool_parsers` of the parser for the model's tool calls; empty: it makes
     none."""
     reasoning_parser: str = ""
-    """Name in `text.reasoning_parser` of the parser for its reasoning; empty: it marks none."""
+    """Name in `text.reasoning_parsers` of the parser for its reasoning; empty: it marks none."""
     pooling: Pooling = ""
     """How a text becomes an embedding; empty: the model makes none."""
     normalize: bool = False
@@ -76,7 +87,7 @@ class ModelCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Dimensions of an embedding."""
     features: tuple[str, ...] = ()
     """What its engine can beyond plain text: `grammar`, `thinking`, `bans`, `embeddings`, `lora`,
-    `classify`; and `EXACT_PREFIX` with the name of its kernels, if it promises that."""
+    `images`, `classify`; and `EXACT_PREFIX` with the name of its kernels, if it promises that."""
     dimensions: tuple[int, ...] = ()
     """Sizes that embeddings may be cut to; 0 stands for every size below `embedding_size`. Empty: a
     shortened embedding is not meaningful.
@@ -87,6 +98,8 @@ class ModelCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Outputs of its classification head; 0: it has none. One output scores pairs of texts."""
     score_activation: ScoreActivation = ""
     """What turns a score's logit into the score."""
+    image: ImagePlaceholder | None = None
+    """Set with the feature `images`."""
 
     def lora(self, name: str) -> LoraSummary | None:
         """The adapter that `name` asks for; None: `name` is the model or an alias."""

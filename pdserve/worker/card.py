@@ -16,7 +16,7 @@ import msgspec
 
 from pdserve.errors import ConfigError
 from pdserve.messages.card import GenerationDefaults, ModelCard
-from pdserve.text.reasoning_parser import detect_reasoning_format as detect_reasoning
+from pdserve.text.reasoning_parsers import detect_reasoning_format as detect_reasoning
 from pdserve.text.tokenization.tekken import from_tekken
 from pdserve.text.tokenization.tokenizer_config import parse_tokenizer_config
 from pdserve.text.tool_parsers import detect_tool_format as detect_tools
@@ -75,7 +75,7 @@ def read_card(
 ) -> ModelCard:
     """Returns the card of the checkpoint in `path`, served under `names` (the name, then aliases).
 
-    Args: the parsers are names from `text.tool_parsers` and `text.reasoning_parser`, `none`, or
+    Args: the parsers are names from `text.tool_parsers` and `text.reasoning_parsers`, `none`, or
     `auto` to detect them in the chat template; `pooling` is one of the options of `worker.pooling`.
     Errors: `ConfigError` names the file that is missing or broken.
     """

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from pdserve.errors import ConfigError
+from pdserve.text.reasoning_parsers import reasoning_format
+from pdserve.text.tool_parsers import tool_format
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,9 +24,6 @@ DISAGG = ("rule", "predict", "always", "never")
 TRANSFERS = ("auto", "rdma", "shm", "cuda_ipc", "tcp")
 VERIFY = ("all", "sample", "off")
 POOLINGS = ("auto", "none", "mean", "last")
-# Names of parsers in `pdserve.text`, which is not imported to explain an option.
-TOOL_PARSERS = ("auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral")
-REASONING_PARSERS = ("auto", "none", "think", "mistral")
 
 Verify = Literal["all", "sample", "off"]
 
@@ -47,13 +46,11 @@ class WorkerConfig:
     download_dir: str = ""
     """Directory for hub models; empty: the Hugging Face cache, shared with other programs."""
     tool_parser: str = "auto"
-    """One of `TOOL_PARSERS`: the syntax of the model's tool calls; `auto`: read it from the chat
-    template.
-    """
+    """Format of the model's tool calls: a name in `text.tool_parsers`, an entry point in the group
+    `pdserve.tool_parsers`, or `module:attribute`; `auto`: read from the chat template; `none`."""
     reasoning_parser: str = "auto"
-    """One of `REASONING_PARSERS`: how the model marks its reasoning; `auto`: read it from the chat
-    template.
-    """
+    """How the model marks its reasoning: a name in `text.reasoning_parsers`, an entry point in the
+    group `pdserve.reasoning_parsers`, or `module:attribute`; `auto`, `none` as above."""
     engine: str = "torch"
     """Entry-point name in the group `pdserve.engines`, or `module:attribute`."""
     engine_options: Mapping[str, str] = field(default_factory=dict)
@@ -137,11 +134,13 @@ class WorkerConfig:
             ("transfer", self.transfer_backend, TRANSFERS),
             ("verify-kv", self.verify_kv, VERIFY),
             ("pooling", self.pooling, POOLINGS),
-            ("tool-parser", self.tool_parser, TOOL_PARSERS),
-            ("reasoning-parser", self.reasoning_parser, REASONING_PARSERS),
         ):
             if value not in known:
                 raise ConfigError(f"{key} {value!r} is unknown: use one of {', '.join(known)}")
+        if self.tool_parser not in ("auto", "none"):
+            tool_format(self.tool_parser)
+        if self.reasoning_parser not in ("auto", "none"):
+            reasoning_format(self.reasoning_parser)
         if self.stall_timeout < 0 or self.canary_interval < 0:
             raise ConfigError("stall-timeout and canary-interval must not be negative")
         if self.disagg_min_tokens < 0 or self.disagg_max_queue < 0:

@@ -33,10 +33,10 @@ from pdserve.frontend.config import FrontendConfig
 from pdserve.frontend.preprocess import input_processor
 from pdserve.frontend.service import FrontendService
 from pdserve.text import text_pool
-from pdserve.text.tool_parsers.pythonic_grammar import PythonicGrammar
-from pdserve.text.tool_parsers.qwen3_values import ParameterTypes
+from pdserve.text.tool_parsers.python_calls.pythonic_grammar import PythonicGrammar
 from pdserve.text.tool_parsers.schema_budget import SchemaBudget
 from pdserve.text.tool_parsers.tool_call_grammar import resolve_reference
+from pdserve.text.tool_parsers.typed_values import ParameterTypes
 from tests.frontend.support import card, tokens
 from tests.fuzz.hostile import FORMATS, Case, draw
 from tests.support.fake_backend import FakeBackend, Script

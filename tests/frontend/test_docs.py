@@ -24,8 +24,8 @@ from pdserve.protocols.unsupported_fields import (
 from pdserve.text.chat.chat_messages import MAX_NESTING
 from pdserve.text.text_pool import INLINE_CHARS
 from pdserve.text.tool_parsers import python_literals
-from pdserve.text.tool_parsers.qwen3_values import MAX_PARAMETER_STEPS
 from pdserve.text.tool_parsers.schema_budget import MAX_STEPS
+from pdserve.text.tool_parsers.typed_values import MAX_PARAMETER_STEPS
 
 DOCS = Path(__file__).parents[2] / "docs"
 API = (DOCS / "api.md").read_text()

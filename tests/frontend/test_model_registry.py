@@ -37,9 +37,9 @@ async def test_a_model_is_made_once_however_many_ask(pool, monkeypatch):
     made = []
     real = PreparedModel.from_card
 
-    def from_card(card):
+    def from_card(card, modules):
         made.append(card)
-        return real(card)
+        return real(card, modules)
 
     monkeypatch.setattr(PreparedModel, "from_card", from_card)
     tiny = card()
@@ -99,7 +99,7 @@ async def test_asking_for_a_failed_model_again_and_again_leaves_nothing_behind(p
 
 
 async def test_a_fault_in_making_a_model_is_its_end_and_no_one_elses(pool, monkeypatch, caplog):
-    def from_card(card):
+    def from_card(card, modules):
         raise RuntimeError("not foreseen")
 
     monkeypatch.setattr(PreparedModel, "from_card", from_card)

@@ -18,8 +18,8 @@ from pdserve.text.output_parts import (
     ToolCallStart,
     merge_parts,
 )
-from pdserve.text.reasoning_parser import REASONING_FORMATS
-from pdserve.text.tool_parsers import TOOL_FORMATS
+from pdserve.text.reasoning_parsers import REASONING_PARSERS, reasoning_format
+from pdserve.text.tool_parsers import TOOL_PARSERS, tool_format
 from tests.fuzz.input import Input
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ TOOLS: Final = [
 ]
 PARSERS: Final = [
     (tool, reasoning, begun)
-    for tool in (None, *sorted(TOOL_FORMATS))
-    for reasoning in (None, *sorted(REASONING_FORMATS))
+    for tool in (None, *sorted(TOOL_PARSERS))
+    for reasoning in (None, *sorted(REASONING_PARSERS))
     for begun in (False, True)
     if (tool or reasoning) and not (begun and reasoning is None)
 ]
@@ -45,9 +45,9 @@ PARSERS: Final = [
 
 def _parser(number: int) -> OutputParser:
     tool, reasoning, begun = PARSERS[number % len(PARSERS)]
-    inner = None if tool is None else TOOL_FORMATS[tool].parser(TOOLS)
+    inner = None if tool is None else tool_format(tool).parser(TOOLS)
     if reasoning is not None:
-        return REASONING_FORMATS[reasoning].parser(begun, inner)
+        return reasoning_format(reasoning).parser(begun, inner)
     assert inner is not None  # PARSERS has no empty entry
     return inner
 

@@ -50,7 +50,6 @@ from pdserve.protocols.completion_requests import (
     TokenizeRequest,
     Tool,
 )
-from pdserve.text.reasoning_parser import opens_reasoning
 from pdserve.text.text_pool import TextWork
 
 if TYPE_CHECKING:
@@ -191,7 +190,7 @@ def _encode_chat(request: ChatRequest | TokenizeRequest, text: str, context: Pla
         check_chars_to_count(text, model, "messages")
     final = request.messages[-1] if request.messages and request.continue_final_message else None
     continued = "" if final is None else _continued(final, model)
-    begun = model.reasoning is not None and opens_reasoning(text, model.reasoning, continued)
+    begun = model.reasoning is not None and model.reasoning.opens(text, continued)
     salt = cache_salt_of(context.key, getattr(request, "cache_salt", None))
     tokens = model.tokenizer.encode(text, bool(request.add_special_tokens), salt)
     if not isinstance(request, ChatRequest):

@@ -2,7 +2,7 @@
 
 Checks the request's tools and reasoning fields against what is known of the model, and puts the
 parser into the plan. Pure; the formats of model families are in `text/tool_parsers` and
-`text/reasoning_parser.py`.
+`text/reasoning_parsers`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from pdserve.errors import InvalidRequest
 from pdserve.frontend.plan import new_call_id
 from pdserve.protocols.completion_requests import NamedTool
-from pdserve.text.tool_parsers import TOOL_FORMATS
+from pdserve.text.tool_parsers import TOOL_PARSERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +48,7 @@ def callable_tools(request: ChatRequest, model: PreparedModel) -> tuple[Tool, ..
     if model.tools is None:
         raise InvalidRequest(
             f"'tools': how '{model.card.name}' writes calls is not known from its chat template; "
-            f"its worker can be told with --tool-parser ({', '.join(TOOL_FORMATS)}), and with "
+            f"its worker can be told with --tool-parser ({', '.join(TOOL_PARSERS)}), and with "
             "'tool_choice' \"none\" the request is answered without calls",
             param="tools",
         )
@@ -85,11 +85,12 @@ def with_output_parser(
 
 
 def _parser(model: PreparedModel, tools: Sequence[Tool], begun: bool) -> OutputParser:
-    calls, marker = None, ""
+    calls: OutputParser | None = None
+    starts: tuple[str, ...] = ()
     if tools and model.tools is not None:
-        calls, marker = model.tools.parser(tools), model.tools.markers[0]
+        calls, starts = model.tools.parser(tools), model.tools.starts
     if model.reasoning is not None:
-        return model.reasoning.parser(begun, calls, marker)
+        return model.reasoning.parser(begun, calls, starts)
     # The caller makes a parser only if there are calls or reasoning to read.
     assert calls is not None
     return calls

@@ -173,7 +173,7 @@ def thinking_of(request: GenerationRequest, model: PreparedModel, begun: bool) -
 
 def _call_marker(request: ChatRequest, model: PreparedModel) -> str:
     """The text with which a call begins, as the answer's parser expects it; empty without tools."""
-    return model.tools.markers[0] if model.tools is not None and _tools(request) else ""
+    return model.tools.starts[0] if model.tools is not None and _tools(request) else ""
 
 
 # ---------------------------------------------------------------- the answer

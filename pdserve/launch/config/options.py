@@ -17,12 +17,12 @@ from pdserve.ids import MAX_CHOICES
 from pdserve.launch.config import units
 from pdserve.net import address
 from pdserve.observe.logs import LEVELS
+from pdserve.text.reasoning_parsers import REASONING_PARSERS
+from pdserve.text.tool_parsers import TOOL_PARSERS
 from pdserve.worker.config import (
     DISAGG,
     MODES,
     POOLINGS,
-    REASONING_PARSERS,
-    TOOL_PARSERS,
     TRANSFERS,
     VERIFY,
 )
@@ -287,23 +287,25 @@ OPTIONS: tuple[Option, ...] = (
         "Maximum prompt and output tokens of a request together; auto: the checkpoint's limit.",
         auto=True,
     ),
-    Option(
+    _text(
         "tool-parser",
         "worker.tool_parser",
         "model",
-        f"Syntax of the model's tool calls: {', '.join(TOOL_PARSERS[2:])}; none: it makes no "
-        "calls; auto: read it from the chat template.",
+        f"Format of the model's tool calls: {', '.join(sorted(TOOL_PARSERS))}, or "
+        "module:attribute, which frontends must be given, too; none: it makes no calls; auto: read it from the chat "
+        "template.",
         "NAME",
-        _choice(*TOOL_PARSERS),
+        imports=True,
     ),
-    Option(
+    _text(
         "reasoning-parser",
         "worker.reasoning_parser",
         "model",
-        f"How the model marks its reasoning: {', '.join(REASONING_PARSERS[2:])}; none: it does "
-        "not; auto: read it from the chat template.",
+        f"How the model marks its reasoning: {', '.join(sorted(REASONING_PARSERS))}, or "
+        "module:attribute, which frontends must be given, too; none: it does not; auto: read it "
+        "from the chat template.",
         "NAME",
-        _choice(*REASONING_PARSERS),
+        imports=True,
     ),
     Option(
         "pooling",

@@ -37,8 +37,8 @@ RESERVED_PREFIXES = ("PDSERVE_TEST_", "PDSERVE_BENCH_", "PDSERVE_REQUIRE_")
 
 _ROLES = ("frontend", "router", "worker")
 """Components of the configuration that belong to one role only."""
-_FOR_ALL = ("host", "drain-timeout")
-"""Options of the frontend that other roles use too, for probes and for the drain."""
+_FOR_ALL = ("host", "drain-timeout", "tool-parser", "reasoning-parser")
+"""Options of one role that others use too: for probes, for the drain, to read what models write."""
 _FILE_NAME = "pdserve.toml"
 
 
@@ -118,10 +118,12 @@ def resolve(
             _refuse_code(path, found, environ)
         given = found | given
     values = {name: _parse(BY_NAME[name], one) for name, one in given.items()} | {"config": path}
+    worker = WorkerConfig(**_fields("worker", values))
+    modules = frozenset(one for one in (worker.tool_parser, worker.reasoning_parser) if ":" in one)
     config = Config(
         ProcessConfig(**_fields("process", values)),
-        FrontendConfig(**_fields("frontend", values)),
-        WorkerConfig(**_fields("worker", values)),
+        FrontendConfig(**_fields("frontend", values), parser_modules=modules),
+        worker,
         RouterConfig(**_fields("router", values)),
         ClusterConfig(**_fields("cluster", values)),
         {name: one.source for name, one in given.items()},

@@ -167,7 +167,14 @@ class Tokenizer:
             found += self._encode_at_once(batch, add_special_tokens)
         return found
 
-    def _encode_at_once(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
+        """Return the token ids of pairs of texts, joined as the tokenizer's post-processor says.
+        Raises `InvalidRequest` for a lone surrogate."""
+        return self._encode_at_once(list(pairs), add_special_tokens=True)
+
+    def _encode_at_once(
+        self, texts: list[str] | list[tuple[str, str]], add_special_tokens: bool
+    ) -> list[list[int]]:
         try:
             # A single text is passed as a batch too, because only batches release the GIL.
             encodings = self._raw.encode_batch_fast(texts, add_special_tokens=add_special_tokens)

@@ -1,30 +1,48 @@
 """Parses and constrains tool calls in the format of each model family: one file per format, no I/O.
 
-`docs/tools.md` says how each format is recognised and what happens to malformed markup.
+`docs/tools.md` says how each format is recognised and what happens to malformed markup. Formats lie
+in folders by the shape of a call: JSON objects, tags around each argument, Python calls.
 """
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Final
+from functools import cache
+from typing import TYPE_CHECKING, Final, cast
 
-from pdserve.text.tool_parsers.hermes import Hermes
-from pdserve.text.tool_parsers.llama3_json import Llama3Json
-from pdserve.text.tool_parsers.mistral import Mistral
-from pdserve.text.tool_parsers.pythonic import Pythonic
-from pdserve.text.tool_parsers.qwen3_coder import Qwen3Coder
+from pdserve.text.format_loader import load_format
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pdserve.text.tool_parsers.base import ToolFormat
 
-__all__ = ["TOOL_FORMATS", "detect_tool_format"]
+__all__ = [
+    "TOOL_PARSERS",
+    "TOOL_PARSER_GROUP",
+    "detect_tool_format",
+    "tool_format",
+]
 
-TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
-    each.name: each for each in (Hermes(), Qwen3Coder(), Llama3Json(), Pythonic(), Mistral())
+_HERE: Final = "pdserve.text.tool_parsers."
+
+_OF_FAMILIES: Final[Mapping[str, str]] = {}
+"""Formats that are recognised by a marker that only one family's templates have."""
+
+_SHARED: Final[Mapping[str, str]] = {
+    "qwen3_coder": f"{_HERE}tagged_calls.qwen3_coder:Qwen3Coder",
+    "hermes": f"{_HERE}json_calls.hermes:Hermes",
+    "mistral": f"{_HERE}json_calls.mistral:Mistral",
+    "pythonic": f"{_HERE}python_calls.pythonic:Pythonic",
+    "llama3_json": f"{_HERE}json_calls.llama3_json:Llama3Json",
 }
+"""Formats whose words other families' templates may contain, too: they are recognised last."""
 
+TOOL_PARSERS: Final[Mapping[str, str]] = {**_OF_FAMILIES, **_SHARED}
+"""`module:attribute` of each format, in the order in which templates are tried."""
+TOOL_PARSER_GROUP: Final = "pdserve.tool_parsers"
+"""Group of entry points with which other packages add formats."""
+
+_NEEDED: Final = ("markers", "starts", "detect", "check", "parser", "grammar", "call_id")
 
 _UNREAD: Final = (
     "]<]minimax[>[",  # MiniMax M3
@@ -44,8 +62,18 @@ _UNREAD: Final = (
     "<function_calls>",  # OLMo
     "functools[",  # Phi
 )
-"""Marks of model families whose format has no parser here. No format is detected for them, even if
-their templates contain the words of another family."""
+"""Marks of model families whose format has no parser here. No shared format is chosen for them,
+even if their templates contain its words."""
+
+
+@cache
+def tool_format(name: str) -> ToolFormat:
+    """The format called `name`: one of `TOOL_PARSERS`, an entry point, or `module:attribute`.
+
+    Errors: `ConfigError` with the remedy.
+    """
+    found = load_format("tool-parser", name, TOOL_PARSERS, TOOL_PARSER_GROUP, _NEEDED)
+    return cast("ToolFormat", found)
 
 
 def detect_tool_format(template: str | None) -> str:
@@ -56,35 +84,9 @@ def detect_tool_format(template: str | None) -> str:
     """
     if template is None or "tools" not in template:
         return ""
+    for name in _OF_FAMILIES:
+        if tool_format(name).detect(template):
+            return name
     if any(mark in template for mark in _UNREAD):
         return ""
-    if "<tool_call>" in template:
-        if "<function=" in template:
-            return "qwen3_coder" if "<parameter=" in template else ""
-        return "hermes" if _writes_json_calls(template) else ""
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<|python_start|>" in template or "[func_name1(" in template:
-        return "pythonic"
-    if "<function=" in template:
-        return ""
-    if "<|python_tag|>" in template or _is_llama3(template):
-        return "llama3_json"
-    return ""
-
-
-_NAME_KEY: Final = re.compile(r"""\\?["']name\\?["']\s*:""")
-_ARGUMENTS_KEY: Final = re.compile(r"""\\?["']arguments\\?["']\s*:""")
-_WHOLE_CALL: Final = re.compile(r"\btool_call(\.function)?\s*\|\s*tojson")
-
-
-def _writes_json_calls(template: str) -> bool:
-    """Whether an object with a name and arguments, or a call printed as JSON, follows the marker.
-    The words alone are in every template that prints calls."""
-    behind = template[template.index("<tool_call>") :]
-    keys = _NAME_KEY.search(behind) and _ARGUMENTS_KEY.search(behind)
-    return bool(keys or _WHOLE_CALL.search(behind))
-
-
-def _is_llama3(template: str) -> bool:
-    return "<|start_header_id|>" in template and '"parameters": ' in template
+    return next((name for name in _SHARED if tool_format(name).detect(template)), "")

@@ -28,11 +28,18 @@ class ToolFormat(Protocol):
     """Tool-call format of a model family: its markers, parser and grammar."""
 
     @property
-    def name(self) -> str: ...
+    def markers(self) -> tuple[str, ...]:
+        """Markers. The detokenizer must show those that are special tokens."""
+        ...
 
     @property
-    def markers(self) -> tuple[str, ...]:
-        """Markers, the first begins a call. The detokenizer must show those that are special."""
+    def starts(self) -> tuple[str, ...]:
+        """Markers that begin a call; they end open reasoning. The engine looks for the first."""
+        ...
+
+    def detect(self, template: str) -> bool:
+        """Return True if a chat template writes calls in this format. It is asked only for
+        templates that use `tools`, and only if no earlier format claimed the template."""
         ...
 
     def check(self, tools: Sequence[Tool]) -> None:

@@ -22,7 +22,7 @@ from pdserve.frontend.preprocess.structured_output import grammar_source_of
 from pdserve.protocols.request_decoder import CHAT, COMPLETION
 from pdserve.text.grammar.grammar_compiler import GrammarCompiler
 from pdserve.text.grammar.grammar_source import from_regex, from_schema
-from pdserve.text.reasoning_parser import REASONING_FORMATS
+from pdserve.text.reasoning_parsers import reasoning_format
 from pdserve.text.text_pool import TextPool
 from tests.frontend.support import HELLO, card
 
@@ -481,7 +481,7 @@ async def test_the_tool_whose_schema_is_wrong_is_named_with_the_place_in_it(pool
 async def test_the_reasoning_goes_before_the_grammar(pool):
     served = model(reasoning_parser="think")
     sampling = await sampling_of(pool, served, response_format={"type": "json_object"})
-    think = REASONING_FORMATS["think"]
+    think = reasoning_format("think")
     assert sampling.thinking is not None
     assert served.tokenizer.decode(sampling.thinking.start) == think.start
     assert served.tokenizer.decode(sampling.thinking.end) == think.end

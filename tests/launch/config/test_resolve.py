@@ -16,6 +16,7 @@ from pdserve.launch.config.resolve import (
 
 INTERNAL = {
     *("frontend.reuse_port", "frontend.group"),  # for several frontends on one port
+    "frontend.parser_modules",  # of the options of parsers
     "frontend.retry_after",  # a measured constant
     *("router.booking_ttl", "router.max_bookings", "router.sweep_interval"),  # guards
     *("router.gone_model_memory", "router.gone_models", "router.retry_after"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.text import templates
 from tests.text.golden.samples import Call, Cut, Sample
 
 PARIS = ("get_weather", {"city": "Paris"})
@@ -218,4 +219,21 @@ SAMPLES = [
         '<tool_call>{"name": "now", "arguments": [1, 2]}</tool_call>',
         '{"name": "now", "arguments": [1, 2]}',
     ),
+]
+
+PIECES = ["<tool_call>", "</tool_call>", '{"name": "now", "arguments": ', '"name"', "</tool"]
+LONG_CALLS = {
+    "call": '<tool_call>\n{"name": "now", "arguments": {"a": "%s"}}\n</tool_call>',
+    "arguments first": '<tool_call>{"arguments": {"a": "%s"}, "name": "now"}',
+    "content": "%s",
+    "blank": '<tool_call>{"name": "now", "arguments": {}}</tool_call>%s',
+    "no call": '<tool_call>{"a": "%s"}',
+}
+TRIGGER = "Well.\n<tool_call>"
+TEMPLATES = [
+    templates.QWEN,
+    '{% if tools %}<tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>',
+    r"{% if tools %}<tool_call>\n{\"name\": <name>, \"arguments\": <object>}",
+    "{% if tools %}<tool_call>\n{'arguments': <args>, 'name': <name>}",
+    "{% if tools %}{{ '<tool_call>' + tool_call.function | tojson }}",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.text import templates
 from tests.text.golden.samples import Cut, Sample
 
 PARIS = ("get_weather", {"city": "Paris"})
@@ -118,4 +119,14 @@ SAMPLES = [
     ),
     Sample("cut in the tag", "Hm <|pyth", "Hm <|pyth"),
     Sample("cut in the second tag", f"<|python_tag|>{CALL}\n<|pyth", "", [PARIS]),
+]
+
+PIECES = ["<|python_tag|>", '{"name": "now", "parameters": ', '"name"', ";", "<|py"]
+LONG_CALLS = {
+    "call": '{"name": "now", "parameters": {"a": "%s"}}',
+}
+TRIGGER = "{"
+TEMPLATES = [
+    templates.LLAMA3,
+    "{% if tools %}<|python_tag|>",
 ]

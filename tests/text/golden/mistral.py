@@ -107,3 +107,13 @@ SAMPLES = [
     ),
     Sample("cut in the next marker", "[TOOL_CALLS]now[ARGS]{}[TOOL", "", [NOW]),
 ]
+
+PIECES = ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "now", '{"name": "now", "arguments": ']
+LONG_CALLS = {
+    "call": '[TOOL_CALLS]now[ARGS]{"a": "%s"}',
+    "blank": "[TOOL_CALLS]%s",
+}
+TRIGGER = "Well.\n[TOOL_CALLS]"
+TEMPLATES = [
+    "[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]",
+]

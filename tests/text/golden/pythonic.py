@@ -102,3 +102,14 @@ SAMPLES = [
     Sample("cut in the second", '[now(), get_weather(city="Par', 'get_weather(city="Par', [NOW]),
     Sample("cut before the end", "[now()", "", [NOW]),
 ]
+
+PIECES = ["<|python_start|>", "<|python_end|>", "[now(", "a=", "(", ")", "'", "=", "-1"]
+LONG_CALLS = {
+    "call": '[now(a="%s")]',
+    "blank": "[now()%s, now()]",
+}
+TRIGGER = "["
+TEMPLATES = [
+    "{% if tools %}[func_name1(params_name1=params_value1)]",
+    "{% if tools %}<|python_start|>",
+]

@@ -199,3 +199,18 @@ SAMPLES = [
         [("now", {"x": "y"})],
     ),
 ]
+
+PIECES = [
+    *("<tool_call>", "</tool_call>", "<function=", "now>", "</function>", "<parameter="),
+    *("city>", "opt_days>", "</parameter>", "\n<", "</", '{"name": "now", "arguments": '),
+]
+LONG_CALLS = {
+    "call": "<tool_call>\n<function=now>\n<parameter=a>\n%s\n</parameter>\n</function>",
+    "blank": "<tool_call>\n<function=now>\n%s</function>",
+    "junk": "<tool_call>\n<function=now>\nx%s</function>",
+}
+TRIGGER = "Well.\n<tool_call>"
+TEMPLATES = [
+    "{% if tools %}<tool_call>\n<function=f>\n<parameter=p>",
+]
+UNIONS_AS_TEXT = True

@@ -12,11 +12,10 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from pdserve.text.incremental_reader import IncrementalReader
-from pdserve.text.reasoning_parser import REASONING_FORMATS
-from pdserve.text.tool_parsers import TOOL_FORMATS, detect_tool_format
+from pdserve.text.reasoning_parsers import reasoning_format
+from pdserve.text.tool_parsers import TOOL_PARSERS, detect_tool_format
 from tests.support.seeds import is_long, number_for, run_seed
-from tests.text import templates
-from tests.text.golden import hermes, llama3_json, mistral, pythonic, qwen3_coder
+from tests.text.formats import CORPORA, FORMATS, SLICE
 from tests.text.golden.samples import TOOLS, Sample
 from tests.text.tool_parsers.reading import calls, content, cut, decoded, read, reasoning
 
@@ -25,23 +24,13 @@ if TYPE_CHECKING:
 
     from pdserve.text.output_parts import OutputParser
 
-GOLDEN = {
-    "hermes": hermes.SAMPLES,
-    "qwen3_coder": qwen3_coder.SAMPLES,
-    "llama3_json": llama3_json.SAMPLES,
-    "pythonic": pythonic.SAMPLES,
-    "mistral": mistral.SAMPLES,
-}
-MARKERS = {
-    "hermes": ("<tool_call>", "</tool_call>"),
-    "qwen3_coder": ("<tool_call>", "</tool_call>"),
-    "llama3_json": ("<|python_tag|>",),
-    "pythonic": ("<|python_start|>", "<|python_end|>"),
-    "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-}
-EVERY = [(name, sample) for name, samples in GOLDEN.items() for sample in samples]
+EVERY = [(name, sample) for name in FORMATS for sample in CORPORA[name].SAMPLES]
+DRAWN = [(name, sample) for name, sample in EVERY if name in SLICE]
 every_sample = pytest.mark.parametrize(
     ("name", "sample"), EVERY, ids=[f"{name}: {sample.about}" for name, sample in EVERY]
+)
+drawn_samples = pytest.mark.parametrize(
+    ("name", "sample"), DRAWN, ids=[f"{name}: {sample.about}" for name, sample in DRAWN]
 )
 PAIRS_UP_TO = 200 if is_long() else 48
 """Characters of a sample that is cut at every two places."""
@@ -50,21 +39,21 @@ SEED = number_for(run_seed(), __name__)
 
 
 def parser(name: str) -> Callable[[], OutputParser]:
-    return partial(TOOL_FORMATS[name].parser, TOOLS)
+    return partial(FORMATS[name].parser, TOOLS)
 
 
 def thoughtful(name: str) -> Callable[[], OutputParser]:
-    return lambda: REASONING_FORMATS["think"].parser(False, parser(name)())
+    return lambda: reasoning_format("think").parser(False, parser(name)())
 
 
 def shows_no_marker(name: str, text: str, sample: Sample) -> bool:
-    return not any(each in text for each in MARKERS[name] if each not in sample.literal)
+    return not any(each in text for each in FORMATS[name].markers if each not in sample.literal)
 
 
 def test_every_format_has_its_samples():
-    assert set(GOLDEN) == set(TOOL_FORMATS) == set(MARKERS)
-    assert all(len(samples) >= 20 for samples in GOLDEN.values())
-    assert all(name == format.name for name, format in TOOL_FORMATS.items())
+    assert set(FORMATS) == set(TOOL_PARSERS)
+    assert all(len(corpus.SAMPLES) >= 20 for corpus in CORPORA.values())
+    assert all("call" in corpus.LONG_CALLS for corpus in CORPORA.values())
 
 
 @every_sample
@@ -84,7 +73,7 @@ def test_reasoning_goes_before_it(name: str, sample: Sample):
     assert decoded(calls(found), sample.calls) == list(sample.calls)
 
 
-@every_sample
+@drawn_samples
 def test_a_cut_changes_nothing(name: str, sample: Sample):
     text = sample.text
     whole = read(parser(name), [text])
@@ -96,7 +85,7 @@ def test_a_cut_changes_nothing(name: str, sample: Sample):
             assert read(parser(name), cut(text, pair)) == whole, f"cut at {pair}"
 
 
-@every_sample
+@drawn_samples
 def test_an_answer_may_end_anywhere(name: str, sample: Sample):
     """Wherever it ends, it ends well: no marker is shown and nothing depends on cuts."""
     for end in range(len(sample.text)):
@@ -109,7 +98,7 @@ def test_an_answer_may_end_anywhere(name: str, sample: Sample):
         assert names == expected[: len(names)] or not expected, text
 
 
-@every_sample
+@drawn_samples
 def test_nothing_shown_is_taken_back(name: str, sample: Sample):
     """What is said of a beginning is the beginning of what is said of the whole."""
     whole = read(parser(name), [sample.text])
@@ -126,24 +115,14 @@ def test_nothing_shown_is_taken_back(name: str, sample: Sample):
 @seed(SEED)
 @settings(max_examples=EXAMPLES, deadline=None, database=None)
 @given(st.data())
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", SLICE)
 def test_samples_in_a_row_are_cut_at_random(name: str, data: st.DataObject):
-    picked = data.draw(st.lists(st.sampled_from(GOLDEN[name]), min_size=1, max_size=3))
+    picked = data.draw(st.lists(st.sampled_from(CORPORA[name].SAMPLES), min_size=1, max_size=3))
     text = data.draw(st.sampled_from(["", "\n", "x"])).join(each.text for each in picked)
     borders = data.draw(st.lists(st.integers(0, len(text)), max_size=12))
     assert read(thoughtful(name), cut(text, borders)) == read(thoughtful(name), [text])
 
 
-PIECES = {
-    "hermes": ["<tool_call>", "</tool_call>", '{"name": "now", "arguments": ', '"name"', "</tool"],
-    "qwen3_coder": [
-        *("<tool_call>", "</tool_call>", "<function=", "now>", "</function>", "<parameter="),
-        *("city>", "opt_days>", "</parameter>", "\n<", "</", '{"name": "now", "arguments": '),
-    ],
-    "llama3_json": ["<|python_tag|>", '{"name": "now", "parameters": ', '"name"', ";", "<|py"],
-    "pythonic": ["<|python_start|>", "<|python_end|>", "[now(", "a=", "(", ")", "'", "=", "-1"],
-    "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "now", '{"name": "now", "arguments": '],
-}
 COMMON = [
     '"',
     "\\",
@@ -169,14 +148,14 @@ def check_soup(name: str, text: str, borders: list[int]) -> None:
     assert read(parser(name), cut(text, borders)) == found
     assert read(parser(name), text) == found
     shown = content(found)
-    for marker in MARKERS[name]:
+    for marker in FORMATS[name].markers:
         # Content may only look like a marker where one was cut out of another's middle.
         assert marker not in shown or _can_be_spliced(name, text, marker), (marker, shown)
 
 
 def _can_be_spliced(name: str, text: str, marker: str) -> bool:
     rest = text
-    for each in MARKERS[name]:
+    for each in FORMATS[name].markers:
         rest = rest.replace(each, "")
     return marker in rest or marker in ("[ARGS]", "[CALL_ID]")
 
@@ -184,9 +163,9 @@ def _can_be_spliced(name: str, text: str, marker: str) -> bool:
 @seed(SEED)
 @settings(max_examples=EXAMPLES * 4, deadline=None, database=None)
 @given(st.data())
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", SLICE)
 def test_any_soup_of_markup_is_read_alike_however_cut(name: str, data: st.DataObject):
-    pieces = st.sampled_from([*PIECES[name], *COMMON])
+    pieces = st.sampled_from([*CORPORA[name].PIECES, *COMMON])
     text = "".join(data.draw(st.lists(pieces, max_size=14)))
     check_soup(name, text, data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
 
@@ -194,28 +173,14 @@ def test_any_soup_of_markup_is_read_alike_however_cut(name: str, data: st.DataOb
 @seed(SEED)
 @settings(max_examples=EXAMPLES, deadline=None, database=None)
 @given(st.text(max_size=60))
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", SLICE)
 def test_text_without_markup_comes_out_as_it_is(name: str, text: str):
     text = text.replace("<", "(").replace("[", "(").replace("{", "(")
     assert content(read(parser(name), text)) == text
 
 
 LONG_VALUE = 'a\\n\\"b\\" {[<日> ' * (12_500 if is_long() else 3_000)
-LONG_CALLS = {
-    "hermes": '<tool_call>\n{"name": "now", "arguments": {"a": "%s"}}\n</tool_call>',
-    "qwen3_coder": "<tool_call>\n<function=now>\n<parameter=a>\n%s\n</parameter>\n</function>",
-    "llama3_json": '{"name": "now", "parameters": {"a": "%s"}}',
-    "pythonic": '[now(a="%s")]',
-    "mistral": '[TOOL_CALLS]now[ARGS]{"a": "%s"}',
-    "hermes, arguments first": '<tool_call>{"arguments": {"a": "%s"}, "name": "now"}',
-    "hermes, content": "%s",
-    "hermes, blank": '<tool_call>{"name": "now", "arguments": {}}</tool_call>%s',
-    "mistral, blank": "[TOOL_CALLS]%s",
-    "qwen3_coder, blank": "<tool_call>\n<function=now>\n%s</function>",
-    "pythonic, blank": "[now()%s, now()]",
-    "qwen3_coder, junk": "<tool_call>\n<function=now>\nx%s</function>",
-    "hermes, no call": '<tool_call>{"a": "%s"}',
-}
+LONG_CALLS = [(name, case) for name in SLICE for case in CORPORA[name].LONG_CALLS]
 
 
 def work(make: Callable[[], OutputParser], text: str) -> tuple[int, int]:
@@ -241,68 +206,48 @@ def work(make: Callable[[], OutputParser], text: str) -> tuple[int, int]:
     return count, held
 
 
-@pytest.mark.parametrize("case", LONG_CALLS)
-def test_long_answers_cost_no_more_than_their_length(case: str):
+@pytest.mark.parametrize(("name", "case"), LONG_CALLS)
+def test_long_answers_cost_no_more_than_their_length(name: str, case: str):
     """Steps per character do not grow, and nothing is looked at again and again: what is kept to be
     looked at once more stays small however long the answer."""
-    name = case.split(",")[0]
-    value = " \n" * 1000 if case.endswith("blank") else LONG_VALUE[:2000]
-    once, held = work(parser(name), LONG_CALLS[case] % value)
-    thrice, held_then = work(parser(name), LONG_CALLS[case] % (value * 3))
+    text = CORPORA[name].LONG_CALLS[case]
+    value = " \n" * 1000 if case == "blank" else LONG_VALUE[:2000]
+    once, held = work(parser(name), text % value)
+    thrice, held_then = work(parser(name), text % (value * 3))
     assert thrice <= 3.1 * once
     assert held == held_then <= 128
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", SLICE)
 def test_a_long_call_arrives_whole(name: str):
-    found = read(parser(name), LONG_CALLS[name] % LONG_VALUE)
+    found = read(parser(name), CORPORA[name].LONG_CALLS["call"] % LONG_VALUE)
     assert [each for each, _ in calls(found)] == ["now"]
     assert len(calls(found)[0][1]) >= len(LONG_VALUE) * 0.8
 
 
-@pytest.mark.parametrize(
-    ("name", "template"),
-    [
-        ("", None),
-        ("", "{{ messages }}"),
-        ("hermes", templates.QWEN),
-        ("llama3_json", templates.LLAMA3),
-        ("hermes", '{% if tools %}<tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>'),
-        ("hermes", r"{% if tools %}<tool_call>\n{\"name\": <name>, \"arguments\": <object>}"),
-        ("hermes", "{% if tools %}<tool_call>\n{'arguments': <args>, 'name': <name>}"),
-        ("hermes", "{% if tools %}{{ '<tool_call>' + tool_call.function | tojson }}"),
-        ("", '{% if tools %}<tool_call>\n{"function": ...}\n</tool_call>'),
-        (
-            "",
-            "{% if tools %}<tool_call>{{ call.name }}<sep>{{ call.arguments | tojson }}"
-            "</tool_call>",
-        ),
-        (
-            "",
-            '{% if tools %}{"name": "f", "arguments": {}}<tool_call>{{ call["name"] }}<sep>'
-            "{{ call['arguments'] }}",
-        ),
-        ("", '{% if tools %}]<]minimax[>[<tool_call>{"name": ..., "arguments": ...}'),
-        ("", '{% if tools %}<tool_calls>[{"name": ..., "arguments": ...}] <tool_call>'),
-        ("", "{% if tools %}<|python_tag|> <function=example_function_name>{"),
-        ("", "{% if tools %}<|python_tag|> {{ '<function=' + name + '>' }}"),
-        ("qwen3_coder", "{% if tools %}<tool_call>\n<function=f>\n<parameter=p>"),
-        ("mistral", "[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]"),
-        ("llama3_json", "{% if tools %}<|python_tag|>"),
-        ("pythonic", "{% if tools %}[func_name1(params_name1=params_value1)]"),
-        ("pythonic", "{% if tools %}<|python_start|>"),
-        ("", "{% if tools %}tell me"),
-        ("", "{% if tools %}<tool_call>{{ name }}<arg_key>"),
-        ("", "{% if tools %}<other:tool_call><function=f><parameter=p>"),
-        ("", '{% if tools %}{"name": "f", "parameters": {}}'),
-    ],
-)
+TEMPLATES = [(name, template) for name in FORMATS for template in CORPORA[name].TEMPLATES]
+UNKNOWN = [
+    None,
+    "{{ messages }}",
+    '{% if tools %}<tool_call>\n{"function": ...}\n</tool_call>',
+    "{% if tools %}<tool_call>{{ call.name }}<sep>{{ call.arguments | tojson }}</tool_call>",
+    '{% if tools %}{"name": "f", "arguments": {}}<tool_call>{{ call["name"] }}<sep>'
+    "{{ call['arguments'] }}",
+    '{% if tools %}<tool_calls>[{"name": ..., "arguments": ...}] <tool_call>',
+    "{% if tools %}<|python_tag|> {{ '<function=' + name + '>' }}",
+    "{% if tools %}tell me",
+    "{% if tools %}<other:tool_call><function=f><parameter=p>",
+    '{% if tools %}{"name": "f", "parameters": {}}',
+]
+
+
+@pytest.mark.parametrize(("name", "template"), [*TEMPLATES, *(("", each) for each in UNKNOWN)])
 def test_a_template_tells_the_format(name: str, template: str | None):
     assert detect_tool_format(template) == name
 
 
 def test_ids_of_calls():
-    for name, format in TOOL_FORMATS.items():
+    for name, format in FORMATS.items():
         ids = {format.call_id() for _ in range(100)}
         assert len(ids) == 100
         if name == "mistral":

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pdserve.text.tool_parsers.python_calls.pythonic import arguments_json
 from pdserve.text.tool_parsers.python_literals import MAX_STRUCTURE, structure_size
-from pdserve.text.tool_parsers.pythonic import arguments_json
-from pdserve.text.tool_parsers.qwen3_values import value_as_json
+from pdserve.text.tool_parsers.typed_values import value_as_json
 
 LARGE = "[" + "None," * MAX_STRUCTURE + "]"
 

@@ -23,8 +23,8 @@ from llguidance import LLMatcher, LLTokenizer
 import pdserve
 from pdserve.errors import InvalidRequest
 from pdserve.protocols.completion_requests import FunctionSpec, Tool
-from pdserve.text.tool_parsers import TOOL_FORMATS
 from tests.support.seeds import is_long, number_for, run_seed
+from tests.text.formats import CORPORA, FORMATS, SLICE, unions_as_text
 from tests.text.golden.samples import tool
 from tests.text.tool_parsers.reading import calls, content, read
 
@@ -76,7 +76,7 @@ def tokenizer() -> LLTokenizer:
 
 
 def specials(name: str) -> dict[str, int]:
-    return dict(zip(TOOL_FORMATS[name].markers, SPECIAL, strict=False))
+    return dict(zip(FORMATS[name].markers, SPECIAL, strict=False))
 
 
 def written(grammar: str, special: Mapping[str, int], chance: Random) -> str:
@@ -137,11 +137,11 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("choice", "parallel", "special"), CHOICES)
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("name", SLICE)
 def test_what_the_grammar_allows_is_read_as_calls(
     name: str, choice: str, parallel: bool, special: bool
 ):
-    format = TOOL_FORMATS[name]
+    format = FORMATS[name]
     ids = specials(name) if special else {}
     grammar = format.grammar(TOOLS, choice, parallel, ids)
     for number in range(SEEDS):
@@ -150,7 +150,7 @@ def test_what_the_grammar_allows_is_read_as_calls(
         parts = read(lambda: format.parser(TOOLS), [text])
         found = calls(parts)
         for called, arguments in found:
-            check_call(called, arguments, TOOLS, as_text=name == "qwen3_coder")
+            check_call(called, arguments, TOOLS, as_text=unions_as_text(name))
         if choice != "auto":
             assert content(parts) == "", text
             assert found, text
@@ -160,47 +160,38 @@ def test_what_the_grammar_allows_is_read_as_calls(
             assert len(found) <= 1
 
 
-TRIGGERS = {
-    "hermes": "Well.\n<tool_call>",
-    "qwen3_coder": "Well.\n<tool_call>",
-    "llama3_json": "{",
-    "pythonic": "[",
-    "mistral": "Well.\n[TOOL_CALLS]",
-}
-
-
-@pytest.mark.parametrize("name", TRIGGERS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_in_free_text_a_call_that_has_begun_is_enforced(name: str):
-    format = TOOL_FORMATS[name]
+    format = FORMATS[name]
     matcher = LLMatcher(tokenizer(), format.grammar(TOOLS, "auto", True), log_level=0)
-    assert matcher.consume_tokens(tokenizer().tokenize_str(TRIGGERS[name]))
+    assert matcher.consume_tokens(tokenizer().tokenize_str(CORPORA[name].TRIGGER))
     wrong = tokenizer().tokenize_str("nonsense")
     assert matcher.validate_tokens(wrong) < len(wrong)
     assert not matcher.is_accepting()
 
 
-@pytest.mark.parametrize("name", TRIGGERS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_free_text_may_be_all_there_is(name: str):
-    grammar = TOOL_FORMATS[name].grammar(TOOLS, "auto", True)
+    grammar = FORMATS[name].grammar(TOOLS, "auto", True)
     matcher = LLMatcher(tokenizer(), grammar, log_level=0)
     assert matcher.consume_tokens(tokenizer().tokenize_str("Hello, <b>{you}</b> [1]!\n\nBye."))
     assert matcher.is_accepting()
 
 
-@pytest.mark.parametrize("name", TRIGGERS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_marker_that_is_a_token_is_enforced_as_one(name: str):
-    format = TOOL_FORMATS[name]
+    format = FORMATS[name]
     ids = specials(name)
-    start = format.markers[0]
+    start = format.starts[0]
     free = LLMatcher(tokenizer(), format.grammar(TOOLS, "auto", True, ids), log_level=0)
     assert free.consume_tokens([*tokenizer().tokenize_str("So: "), ids[start]])
     wrong = tokenizer().tokenize_str("nonsense")
     assert free.validate_tokens(wrong) < len(wrong)
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_tool_without_a_schema_takes_what_it_is_given(name: str):
-    format = TOOL_FORMATS[name]
+    format = FORMATS[name]
     grammar = format.grammar([LOOSE], "required", False)
     assert LLMatcher.validate_grammar(grammar, tokenizer()) == ""
     found = calls(read(lambda: format.parser([LOOSE]), [written(grammar, {}, Random(1))]))
@@ -224,7 +215,7 @@ VALUE_PIECES = (
 @settings(max_examples=1000 if is_long() else 50, deadline=None, database=None)
 @given(st.lists(st.sampled_from(VALUE_PIECES), max_size=6).map("".join))
 def test_a_string_that_the_grammar_of_qwen3_coder_allows_is_read_back(value: str):
-    format = TOOL_FORMATS["qwen3_coder"]
+    format = FORMATS["qwen3_coder"]
     text = (
         f"<tool_call>\n<function=search.web-2>\n<parameter=query>\n{value}\n</parameter>\n"
         "</function>\n</tool_call>"
@@ -242,14 +233,14 @@ def test_a_string_that_the_grammar_of_qwen3_coder_allows_is_read_back(value: str
 
 def test_a_tool_that_is_not_there_cannot_be_called():
     with pytest.raises(ValueError, match="no tool"):
-        TOOL_FORMATS["hermes"].grammar(TOOLS, "nothing", True)
+        FORMATS["hermes"].grammar(TOOLS, "nothing", True)
 
 
 def test_what_cannot_be_enforced_matters_only_to_strict_tools():
     schema = {"type": "object", "properties": {"a": {"type": "string", "format": "no-such"}}}
     for strict in (False, True):
         one = Tool(function=FunctionSpec(name="f", parameters=schema, strict=strict))
-        grammar = TOOL_FORMATS["hermes"].grammar([one], "required", True)
+        grammar = FORMATS["hermes"].grammar([one], "required", True)
         assert bool(LLMatcher.validate_grammar(grammar, tokenizer())) is strict
 
 
@@ -264,14 +255,14 @@ def nested(depth: int, **more: Any) -> Tool:
 def test_lists_in_lists_make_a_grammar_as_long_as_their_schema():
     """An item is written down twice: so it is a rule, or each level would double the grammar."""
     ten, twenty, forty = (
-        len(TOOL_FORMATS["pythonic"].grammar([nested(depth)], "required", True))
+        len(FORMATS["pythonic"].grammar([nested(depth)], "required", True))
         for depth in (10, 20, 40)
     )
     assert forty - twenty <= 2.2 * (twenty - ten)
 
 
 def test_a_type_that_is_listed_repeatedly_counts_once():
-    format = TOOL_FORMATS["pythonic"]
+    format = FORMATS["pythonic"]
     once = format.grammar([nested(20, type=["array"])], "required", True)
     assert format.grammar([nested(20, type=["array"] * 50)], "required", True) == once
 
@@ -286,7 +277,7 @@ BOMBS: dict[str, Any] = {
 
 
 # In Python definitions that nothing refers to are left out.
-LARGE = [(n, b) for n in TOOL_FORMATS for b in BOMBS if (n, b[:3]) != ("pythonic", "def")]
+LARGE = [(n, b) for n in SLICE for b in BOMBS if (n, b[:3]) != ("pythonic", "def")]
 
 
 @pytest.mark.parametrize(("name", "bomb"), LARGE)
@@ -299,7 +290,7 @@ def test_characters_are_counted_while_a_grammar_is_made(name: str, bomb: str):
     tracemalloc.start()
     try:
         with pytest.raises(InvalidRequest, match="come to a grammar of more than") as caught:
-            TOOL_FORMATS[name].grammar(many, "required", True)
+            FORMATS[name].grammar(many, "required", True)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -326,10 +317,10 @@ def test_characters_are_counted_while_a_grammar_is_made(name: str, bomb: str):
         {"$ref": "#/~2/~/"},
     ],
 )
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_schema_that_is_none_makes_a_grammar_of_some_kind(name: str, schema: Any):
     tools = [
         Tool(function=FunctionSpec(name="f", parameters={"properties": {"x": schema}})),
         Tool(function=FunctionSpec(name="g", parameters=schema)),
     ]
-    assert "start:" in TOOL_FORMATS[name].grammar(tools, "required", True)
+    assert "start:" in FORMATS[name].grammar(tools, "required", True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.text.tool_parsers.pythonic import arguments_json
+from pdserve.text.tool_parsers.python_calls.pythonic import arguments_json
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,23 @@ if TYPE_CHECKING:
 START: Final = "<tool_call>"
 END: Final = "</tool_call>"
 _MARKER: Final = re.compile(f"{START}|{END}")
+_NAME_KEY: Final = re.compile(r"""\\?["']name\\?["']\s*:""")
+_ARGUMENTS_KEY: Final = re.compile(r"""\\?["']arguments\\?["']\s*:""")
+_WHOLE_CALL: Final = re.compile(r"\btool_call(\.function)?\s*\|\s*tojson")
 
 
 class Hermes(SchemaFree):
-    name: Final = "hermes"
     markers: Final = (START, END)
+    starts: Final = (START,)
+
+    def detect(self, template: str) -> bool:
+        """An object with a name and arguments, or a call printed as JSON, follows the marker. The
+        words alone are in every template that prints calls."""
+        if START not in template or "<function=" in template:
+            return False
+        behind = template[template.index(START) :]
+        keys = _NAME_KEY.search(behind) and _ARGUMENTS_KEY.search(behind)
+        return bool(keys or _WHOLE_CALL.search(behind))
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
         return _Parser()

@@ -27,8 +27,15 @@ _BEGIN: Final = re.compile(re.escape(TAG) + r"|\{")
 
 
 class Llama3Json(SchemaFree):
-    name: Final = "llama3_json"
     markers: Final = (TAG,)
+    starts: Final = (TAG,)
+
+    def detect(self, template: str) -> bool:
+        if "<function=" in template:
+            return False
+        return TAG in template or (
+            "<|start_header_id|>" in template and '"parameters": ' in template
+        )
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
         return _Parser(tools)

@@ -35,8 +35,11 @@ _ALPHABET: Final = string.ascii_letters + string.digits
 
 
 class Mistral(SchemaFree):
-    name: Final = "mistral"
     markers: Final = (START, ARGS, ID)
+    starts: Final = (START,)
+
+    def detect(self, template: str) -> bool:
+        return START in template
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
         return _Parser()

@@ -10,7 +10,7 @@ up to the last character.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Protocol
 
 from pdserve.text.incremental_reader import (
     IncrementalReader,
@@ -20,63 +20,76 @@ from pdserve.text.incremental_reader import (
 from pdserve.text.output_parts import ContentDelta, ReasoningDelta
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from pdserve.text.output_parts import OutputParser, OutputPart
 
-__all__ = [
-    "REASONING_FORMATS",
-    "ReasoningFormat",
-    "ReasoningParser",
-    "detect_reasoning_format",
-    "opens_reasoning",
-]
+__all__ = ["MarkedReasoning", "ReasoningFormat", "ReasoningParser"]
+
+
+class ReasoningFormat(Protocol):
+    """How a model family marks its reasoning."""
+
+    @property
+    def start(self) -> str:
+        """Text that begins a block."""
+        ...
+
+    @property
+    def end(self) -> str:
+        """Text that ends a block, and with which a thinking budget ends it."""
+        ...
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Markers; where they are special tokens, the detokenizer must show them."""
+        ...
+
+    def detect(self, template: str) -> bool:
+        """Return True if a model with this chat template marks its reasoning so."""
+        ...
+
+    def opens(self, prompt: str, continued: str) -> bool:
+        """Return True if the rendered prompt ends inside of a block.
+
+        `continued`: the text of the message to continue, at the end of the prompt; may be empty.
+        """
+        ...
+
+    def parser(
+        self, begun: bool, then: OutputParser | None = None, calls: tuple[str, ...] = ()
+    ) -> OutputParser:
+        """Create the parser of one choice.
+
+        `begun`: the prompt has opened the block. `then` parses the text after the block; without
+        it that text is content. `calls`: markers of tool calls for `then`; they end the block.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class ReasoningFormat:
-    """Markers that a model family puts around its reasoning."""
+class MarkedReasoning:
+    """Reasoning in one block between two markers."""
 
-    name: str
     start: str
     end: str
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Markers; where they are special tokens, the detokenizer must show them."""
         return self.start, self.end
 
-    def parser(self, begun: bool, then: OutputParser | None = None, call: str = "") -> OutputParser:
-        """Create the parser of one choice.
+    def detect(self, template: str) -> bool:
+        return self.end in template
 
-        `begun`: the prompt has opened the block. `then` parses the text after the block; without
-        it that text is content. `call`: marker of a tool call for `then`; it ends the block.
-        """
-        return ReasoningParser(self, begun, then, call)
+    def opens(self, prompt: str, continued: str) -> bool:
+        """Only whitespace follows the start, or `continued` has the start and not the end. A start
+        with more after it is part of an earlier turn."""
+        if continued.rfind(self.start) > continued.rfind(self.end):
+            return True
+        return prompt.rstrip().endswith(self.start)
 
-
-REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
-    "think": ReasoningFormat("think", "<think>", "</think>"),
-    "mistral": ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
-}
-
-
-def detect_reasoning_format(template: str | None) -> str:
-    """Return the name of the format whose markers a chat template has; empty if none."""
-    if template is None:
-        return ""
-    return next((each.name for each in REASONING_FORMATS.values() if each.end in template), "")
-
-
-def opens_reasoning(prompt: str, format: ReasoningFormat, continued: str = "") -> bool:
-    """Return True if the rendered prompt ends inside of a block: only whitespace follows its
-    start, or `continued`, the message to continue, has the start and not the end.
-
-    A start with more after it is part of an earlier turn.
-    """
-    if continued.rfind(format.start) > continued.rfind(format.end):
-        return True
-    return prompt.rstrip().endswith(format.start)
+    def parser(
+        self, begun: bool, then: OutputParser | None = None, calls: tuple[str, ...] = ()
+    ) -> OutputParser:
+        return ReasoningParser(self, begun, then, calls)
 
 
 class ReasoningParser(IncrementalReader):
@@ -85,11 +98,15 @@ class ReasoningParser(IncrementalReader):
     __slots__ = ("_blank", "_ends", "_format", "_layout", "_then")
 
     def __init__(
-        self, format: ReasoningFormat, begun: bool, then: OutputParser | None, call: str = ""
+        self,
+        format: MarkedReasoning,
+        begun: bool,
+        then: OutputParser | None,
+        calls: tuple[str, ...] = (),
     ) -> None:
         super().__init__(self._again if begun else self._opening)
         self._format = format
-        self._ends = (format.end, call) if call else (format.end,)
+        self._ends = (format.end, *calls)
         self._then = then
         self._layout = WhitespaceBuffer(bare=True)
         self._blank: list[str] = []

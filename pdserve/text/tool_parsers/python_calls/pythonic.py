@@ -16,8 +16,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.text.tool_parsers.base import SchemaFree, ToolCallReader
+from pdserve.text.tool_parsers.python_calls.pythonic_grammar import PythonicGrammar
 from pdserve.text.tool_parsers.python_literals import MAX_STRUCTURE, structure_size
-from pdserve.text.tool_parsers.pythonic_grammar import PythonicGrammar
 from pdserve.text.tool_parsers.tool_call_grammar import call_id
 
 if TYPE_CHECKING:
@@ -43,8 +43,11 @@ _NO_JSON: Final = object()
 
 
 class Pythonic(SchemaFree):
-    name: Final = "pythonic"
     markers: Final = (START, END)
+    starts: Final = (START,)
+
+    def detect(self, template: str) -> bool:
+        return START in template or "[func_name1(" in template
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
         return _Parser(tools)

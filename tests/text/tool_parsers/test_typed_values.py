@@ -9,13 +9,13 @@ import pytest
 
 from pdserve.errors import InvalidRequest
 from pdserve.protocols.completion_requests import FunctionSpec, Tool
-from pdserve.text.tool_parsers.qwen3_values import (
+from pdserve.text.tool_parsers.schema_budget import MAX_STEPS, SchemaBudget
+from pdserve.text.tool_parsers.typed_values import (
     MAX_PARAMETER_STEPS,
     ParameterTypes,
     check_parameters,
     value_as_json,
 )
-from pdserve.text.tool_parsers.schema_budget import MAX_STEPS, SchemaBudget
 
 
 def types_of(schema: Any, **more: Any) -> tuple[str, ...]:

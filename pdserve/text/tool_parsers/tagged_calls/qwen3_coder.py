@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.text.tool_parsers.base import ToolCallReader
 from pdserve.text.tool_parsers.partial_json import CallObject
-from pdserve.text.tool_parsers.qwen3_grammar import qwen3_grammar
-from pdserve.text.tool_parsers.qwen3_values import ParameterTypes, check_parameters, value_as_json
+from pdserve.text.tool_parsers.tagged_calls.qwen3_grammar import qwen3_grammar
 from pdserve.text.tool_parsers.tool_call_grammar import call_id
+from pdserve.text.tool_parsers.typed_values import ParameterTypes, check_parameters, value_as_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -52,8 +52,11 @@ _LONGEST_NAME: Final = 256
 
 
 class Qwen3Coder:
-    name: Final = "qwen3_coder"
     markers: Final = (START, END)
+    starts: Final = (START,)
+
+    def detect(self, template: str) -> bool:
+        return all(each in template for each in (START, FUNCTION, PARAMETER))
 
     def check(self, tools: Sequence[Tool]) -> None:
         check_parameters(tools)

@@ -7,17 +7,12 @@ from itertools import combinations
 import pytest
 
 from pdserve.text.output_parts import ContentDelta
-from pdserve.text.reasoning_parser import (
-    REASONING_FORMATS,
-    detect_reasoning_format,
-    opens_reasoning,
-)
-from pdserve.text.tool_parsers import TOOL_FORMATS
+from pdserve.text.reasoning_parsers import detect_reasoning_format, reasoning_format
+from pdserve.text.reasoning_parsers.marked_blocks import THINK
+from pdserve.text.tool_parsers import tool_format
 from tests.text.golden.samples import TOOLS, Sample
 from tests.text.golden.think import SAMPLES
 from tests.text.tool_parsers.reading import calls, content, cut, read, reasoning
-
-THINK = REASONING_FORMATS["think"]
 
 
 def mistral(sample: Sample) -> Sample:
@@ -43,7 +38,7 @@ EVERY = [("think", each) for each in SAMPLES] + [("mistral", mistral(each)) for 
     ("name", "sample"), EVERY, ids=[f"{name}: {each.about}" for name, each in EVERY]
 )
 def test_a_sample_is_read_however_cut(name: str, sample: Sample):
-    format = REASONING_FORMATS[name]
+    format = reasoning_format(name)
 
     def make():
         return format.parser(sample.begun, None)
@@ -74,10 +69,10 @@ def test_a_call_ends_a_block_that_was_left_open(name: str, begun: bool, closed: 
         "mistral": "[TOOL_CALLS]now[ARGS]{}",
     }
     text = f"{'' if begun else '<think>'}I look at it.\n{bodies[name]}{closed}"
-    tools = TOOL_FORMATS[name]
+    tools = tool_format(name)
 
     def make():
-        return THINK.parser(begun, tools.parser(TOOLS), tools.markers[0])
+        return THINK.parser(begun, tools.parser(TOOLS), tools.starts)
 
     whole = read(make, [text])
     assert reasoning(whole) == "I look at it."
@@ -120,7 +115,7 @@ def test_reasoning_that_the_prompt_begins_is_told_from_the_first_token():
     ],
 )
 def test_a_prompt_may_open_a_block(prompt: str, opens: bool):
-    assert opens_reasoning(prompt, THINK) is opens
+    assert THINK.opens(prompt, "") is opens
 
 
 @pytest.mark.parametrize(
@@ -133,7 +128,7 @@ def test_a_prompt_may_open_a_block(prompt: str, opens: bool):
     ],
 )
 def test_a_message_to_go_on_with_may_end_in_a_block(continued: str, opens: bool):
-    assert opens_reasoning("<|im_start|>assistant\n" + continued, THINK, continued) is opens
+    assert THINK.opens("<|im_start|>assistant\n" + continued, continued) is opens
 
 
 @pytest.mark.parametrize(

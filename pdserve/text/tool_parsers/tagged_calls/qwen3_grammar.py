@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from pdserve.text.tool_parsers.qwen3_values import ParameterTypes
 from pdserve.text.tool_parsers.tool_call_grammar import (
     ToolCallGrammar,
     json_schema_term,
@@ -17,6 +16,7 @@ from pdserve.text.tool_parsers.tool_call_grammar import (
     properties_of,
     text_without,
 )
+from pdserve.text.tool_parsers.typed_values import ParameterTypes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -1,0 +1,52 @@
+"""Separates a model's reasoning from its answer, in the format of each model family. No I/O."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Final, cast
+
+from pdserve.text.format_loader import load_format
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.text.reasoning_parsers.base import ReasoningFormat
+
+__all__ = [
+    "REASONING_PARSERS",
+    "REASONING_PARSER_GROUP",
+    "detect_reasoning_format",
+    "reasoning_format",
+]
+
+_MARKED: Final = "pdserve.text.reasoning_parsers.marked_blocks:"
+
+REASONING_PARSERS: Final[Mapping[str, str]] = {
+    "mistral": f"{_MARKED}MISTRAL",
+    "think": f"{_MARKED}THINK",
+}
+"""`module:attribute` of each format, in the order in which templates are tried."""
+REASONING_PARSER_GROUP: Final = "pdserve.reasoning_parsers"
+"""Group of entry points with which other packages add formats."""
+
+_NEEDED: Final = ("start", "end", "markers", "detect", "opens", "parser")
+
+
+@cache
+def reasoning_format(name: str) -> ReasoningFormat:
+    """The format called `name`: one of `REASONING_PARSERS`, an entry point, or `module:attribute`.
+
+    Errors: `ConfigError` with the remedy.
+    """
+    found = load_format(
+        "reasoning-parser", name, REASONING_PARSERS, REASONING_PARSER_GROUP, _NEEDED
+    )
+    return cast("ReasoningFormat", found)
+
+
+def detect_reasoning_format(template: str | None) -> str:
+    """Return the name of the format whose markers a chat template has; empty if none."""
+    if template is None:
+        return ""
+    names = (name for name in REASONING_PARSERS if reasoning_format(name).detect(template))
+    return next(names, "")
