@@ -441,6 +441,7 @@ NO_MODULES = {
     *PYPROJECT["project"]["entry-points"],
     "memory.high",  # a file of control groups
     "pdserve._native",  # the extension
+    *("pdserve.tool_parsers", "pdserve.reasoning_parsers"),  # groups that other packages fill
 }
 MODULE_OF = {
     file: file.removeprefix("engines/")

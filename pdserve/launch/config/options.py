@@ -292,8 +292,8 @@ OPTIONS: tuple[Option, ...] = (
         "worker.tool_parser",
         "model",
         f"Format of the model's tool calls: {', '.join(sorted(TOOL_PARSERS))}, or "
-        "module:attribute, which frontends must be given, too; none: it makes no calls; auto: read it from the chat "
-        "template.",
+        "module:attribute, which frontends must be given, too; none: it makes no calls; auto: "
+        "read it from the chat template.",
         "NAME",
         imports=True,
     ),
