@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve_engines.torch.model_loader.architectures import vllm_architectures
 from pdserve_engines.vllm.versions import KNOWN, untested
 
 CONTRACT = Path(__file__).parents[2] / "contracts" / "vllm.toml"
@@ -33,3 +34,11 @@ def test_the_contract_is_of_a_known_release() -> None:
     version = tomllib.loads(CONTRACT.read_text("utf-8"))["version"]
     assert untested(version) == ""
     assert KNOWN[0] <= KNOWN[1]
+
+
+@pytest.mark.vllm
+def test_the_architectures_that_other_engines_name_are_those_of_its_registry() -> None:
+    registry = pytest.importorskip("vllm.model_executor.models.registry")
+    kinds = ("TEXT_GENERATION", "EMBEDDING", "MULTIMODAL", "TRANSFORMERS_SUPPORTED")
+    listed = {name for kind in kinds for name in getattr(registry, f"_{kind}_MODELS")}
+    assert vllm_architectures() == listed

@@ -7,62 +7,28 @@ here by name, before any weight is read.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from pdserve.errors import UnsupportedCheckpoint
-from pdserve_engines.torch.model_loader.config_keys import Json, flag, number, positive
-from pdserve_engines.torch.model_loader.rope_config import (
-    RopeConfig,
-    max_positions,
-    parse_local_rope,
-    parse_rope,
+from pdserve_engines.torch.model_loader.architectures import (
+    HEADLESS_ARCHITECTURES,
+    ModelFamily,
+    architectures,
+    family_of,
 )
+from pdserve_engines.torch.model_loader.config_keys import Json, flag, number, positive
+from pdserve_engines.torch.model_loader.families import FAMILIES, Fields
+from pdserve_engines.torch.model_loader.quantization import (
+    refuse_quantised_config,
+    refuse_quantised_files,
+)
+from pdserve_engines.torch.model_loader.rope_config import RopeConfig, max_positions, parse_rope
+from pdserve_engines.torch.model_loader.text_part import text_part
+from pdserve_engines.torch.model_loader.windows import parse_windows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
-
-ModelFamily = Literal["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "gemma3"]
-
-ARCHITECTURES: Mapping[str, ModelFamily] = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "MistralForCausalLM": "mistral",
-    "MixtralForCausalLM": "mixtral",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "Gemma3ForCausalLM": "gemma3",
-    "Gemma3ForConditionalGeneration": "gemma3",
-}
-
-HEADLESS_ARCHITECTURES: Mapping[str, ModelFamily] = {
-    "LlamaModel": "llama",
-    "Qwen2Model": "qwen2",
-    "Qwen3Model": "qwen3",
-    "MistralModel": "mistral",
-}
-"""Architecture names of embedding models, which have no output layer after the final norm."""
-
-_UNQUANTISED = "serve the checkpoint that it was made from, in bfloat16 or float32"
-
-_GEMMA3_DEFAULTS: Mapping[str, Any] = {
-    "vocab_size": 262208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131072,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
-    "sliding_window": 4096,
-    "query_pre_attn_scalar": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-}
-"""Keys that published configurations of this family leave out: multimodal ones say little about
-their text part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,17 +113,19 @@ def read_config(directory: Path) -> ModelConfig:
     Raises `UnsupportedCheckpoint`, which names the file or the key at fault.
     """
     raw = _read_json(directory / "config.json")
-    _refuse_quantised(directory / "hf_quant_config.json")
+    refuse_quantised_files(directory)
     generation = directory / "generation_config.json"
     return parse_config(raw, _read_json(generation) if generation.exists() else {})
 
 
 def parse_config(raw: Json, generation: Json | None = None) -> ModelConfig:
     """`read_config` for JSON that is already read."""
-    family = _family(raw)
-    if family == "gemma3":
-        raw = _gemma3_text(raw)
-    _refuse_the_unbuilt(raw, family)
+    family = family_of(raw)
+    reader = FAMILIES[family]
+    raw = dict(reader.defaults) | text_part(raw)
+    refuse_quantised_config(raw)
+    fields: Fields = dict.fromkeys(_OPTIONS, False) | reader.fields(raw)
+    _refuse_the_unbuilt(raw, family, gelu=fields.get("gelu", False))
     hidden, heads = positive(raw, "hidden_size"), positive(raw, "num_attention_heads")
     kv_heads = positive(raw, "num_key_value_heads", heads)
     if heads % kv_heads:
@@ -165,12 +133,9 @@ def parse_config(raw: Json, generation: Json | None = None) -> ModelConfig:
             f"config.json: num_attention_heads {heads} is no multiple of "
             f"num_key_value_heads {kv_heads}"
         )
-    head_dim = _head_dim(raw, hidden, heads)
-    bias = flag(raw, "attention_bias")
     layers = positive(raw, "num_hidden_layers")
-    window, full_layers = _windows(raw, family, layers)
+    window, full_layers = parse_windows(raw, family, layers)
     rope = parse_rope(raw, family)
-    gemma3 = family == "gemma3"
     return ModelConfig(
         family=family,
         vocab_size=positive(raw, "vocab_size"),
@@ -179,29 +144,23 @@ def parse_config(raw: Json, generation: Json | None = None) -> ModelConfig:
         num_layers=layers,
         num_heads=heads,
         kv_heads=kv_heads,
-        head_dim=head_dim,
+        head_dim=_head_dim(raw, hidden, heads),
         rms_eps=number(raw, "rms_norm_eps", 1e-6),
         rope=rope,
         max_positions=max_positions(raw, rope),
         tied=flag(raw, "tie_word_embeddings"),
-        # Qwen2 has the three biases and no key that says so; Mistral has none and ignores the key.
-        qkv_bias=family == "qwen2" or (bias and family not in ("mistral", "mixtral")),
-        o_bias=bias and family in ("llama", "qwen3", "qwen3_moe", "gemma3"),
-        mlp_bias=flag(raw, "mlp_bias") and family == "llama",
-        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3"),
         sliding_window=window,
         dtype=raw.get("dtype") or raw.get("torch_dtype"),
         eos_token_ids=_eos_token_ids(raw, generation or {}),
         full_layers=full_layers,
-        local_rope=parse_local_rope(raw) if gemma3 else None,
         experts=_experts(raw, family, layers),
-        gelu=gemma3,
-        float_norms=gemma3,
-        out_norms=gemma3,
-        embed_scale=math.sqrt(hidden) if gemma3 else 1.0,
-        query_scalar=number(raw, "query_pre_attn_scalar") if gemma3 else None,
-        headless=not HEADLESS_ARCHITECTURES.keys().isdisjoint(raw.get("architectures") or ()),
+        headless=not HEADLESS_ARCHITECTURES.keys().isdisjoint(architectures(raw)),
+        **fields,
     )
+
+
+_OPTIONS = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm")
+"""Fields of `ModelConfig` without a default."""
 
 
 def _read_json(path: Path) -> Json:
@@ -216,60 +175,14 @@ def _read_json(path: Path) -> Json:
     return value
 
 
-def _refuse_quantised(written: Path) -> None:
-    """Refuse a checkpoint quantised by ModelOpt, which writes that to a file of its own."""
-    if not written.exists():
-        return
-    quantization = _read_json(written).get("quantization")
-    method = quantization.get("quant_algo") if isinstance(quantization, dict) else "unknown"
-    # Without a method only the KV cache is quantised.
-    if method is not None:
-        raise UnsupportedCheckpoint(
-            f"{written.name}: quantised weights ({method}) are not supported: {_UNQUANTISED}"
-        )
-
-
-def _family(raw: Json) -> ModelFamily:
-    names = raw.get("architectures") or []
-    for name in names:
-        family = ARCHITECTURES.get(name) or HEADLESS_ARCHITECTURES.get(name)
-        if family is not None:
-            return family
-    found = ", ".join(map(str, names)) or "none"
-    raise UnsupportedCheckpoint(
-        f"config.json: architecture {found} is not supported; served are "
-        + ", ".join(ARCHITECTURES)
-    )
-
-
-def _gemma3_text(raw: Json) -> Json:
-    """The text part; the rest of a multimodal model is not served."""
-    text = raw.get("text_config", raw)
-    if not isinstance(text, dict):
-        raise UnsupportedCheckpoint("config.json: text_config is not a JSON object")
-    shared = ("quantization_config", "eos_token_id", "dtype", "torch_dtype")
-    merged = dict(_GEMMA3_DEFAULTS) | text | {key: raw[key] for key in shared if key in raw}
-    if flag(merged, "use_bidirectional_attention"):
-        raise UnsupportedCheckpoint("config.json: use_bidirectional_attention is not supported")
-    for key in ("final_logit_softcapping", "attn_logit_softcapping"):
-        if merged.get(key) is not None:
-            raise UnsupportedCheckpoint(f"config.json: {key} is not supported")
-    return merged
-
-
-def _refuse_the_unbuilt(raw: Json, family: ModelFamily) -> None:
+def _refuse_the_unbuilt(raw: Json, family: ModelFamily, *, gelu: bool) -> None:
     if raw.get("is_causal") is False or flag(raw, "use_bidirectional_attention"):
         raise UnsupportedCheckpoint(
             "config.json: its tokens see those after them (is_causal, use_bidirectional_attention),"
             " which is not supported"
         )
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise UnsupportedCheckpoint(
-            f"config.json: quantization_config ({method}) is not supported: {_UNQUANTISED}"
-        )
     key, possible = "hidden_act", ["silu", "swish"]
-    if family == "gemma3":
+    if gelu:
         key, possible = "hidden_activation", ["gelu_pytorch_tanh"]
     act = raw.get(key, possible[0])
     if act not in possible:
@@ -293,44 +206,6 @@ def _head_dim(raw: Json, hidden: int, heads: int) -> int:
     if head_dim % 2:
         raise UnsupportedCheckpoint(f"config.json: head_dim {head_dim} is odd")
     return head_dim
-
-
-def _windows(raw: Json, family: ModelFamily, layers: int) -> tuple[int | None, tuple[int, ...]]:
-    """The window, None if no layer uses one, and the layers that do not."""
-    # A configuration without the key means the family's default.
-    window = raw.get("sliding_window", None if family == "mixtral" else 4096)
-    windowed = _windowed_layers(raw, family, layers)
-    if not any(windowed) or (window is None and family != "gemma3"):
-        return None, ()
-    full = tuple(index for index, has in enumerate(windowed) if not has)
-    return positive({"sliding_window": window}, "sliding_window"), full
-
-
-def _windowed_layers(raw: Json, family: ModelFamily, layers: int) -> list[bool]:
-    if family in ("mistral", "mixtral"):
-        return [True] * layers
-    if family == "llama" or (family != "gemma3" and not flag(raw, "use_sliding_window")):
-        return [False] * layers
-    if family == "qwen3_moe":
-        return [True] * layers
-    if raw.get("layer_types") is not None:
-        return _layer_types(raw["layer_types"], layers)
-    if family == "gemma3":
-        pattern = positive(raw, "sliding_window_pattern", 6)
-        return [(index + 1) % pattern != 0 for index in range(layers)]
-    # Zero: every layer has the window.
-    first = 0 if raw.get("max_window_layers") == 0 else positive(raw, "max_window_layers", 28)
-    return [index >= first for index in range(layers)]
-
-
-def _layer_types(types: Any, layers: int) -> list[bool]:
-    names = {"full_attention": False, "sliding_attention": True}
-    if not isinstance(types, list) or len(types) != layers:
-        raise UnsupportedCheckpoint(f"config.json: layer_types must name {layers} layers")
-    for name in types:
-        if name not in names:
-            raise UnsupportedCheckpoint(f"config.json: layer_types: {name!r} is not supported")
-    return [names[name] for name in types]
 
 
 _EXPERTS = ("mixtral", "qwen3_moe")

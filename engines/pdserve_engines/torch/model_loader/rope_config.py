@@ -46,8 +46,7 @@ def parse_rope(raw: Json, family: str) -> RopeConfig:
         rope = rope.get("full_attention") or {}
     if _is_nested(rope):
         raise UnsupportedCheckpoint("config.json: rope_parameters by layer are not supported")
-    theta = 1e6 if family == "mixtral" else 10000.0
-    return _parse(raw, rope, number(raw, "rope_theta", theta))
+    return _parse(raw, rope, number(raw, "rope_theta", 10000.0))
 
 
 def parse_local_rope(raw: Json) -> RopeConfig:

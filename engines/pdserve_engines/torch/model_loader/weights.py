@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pdserve.errors import UnsupportedCheckpoint
+from pdserve_engines.torch.model_loader.quantization import refuse_quantised_tensors
 from pdserve_engines.torch.model_loader.safetensors_reader import DTYPES, Checkpoint, TensorEntry
 
 if TYPE_CHECKING:
@@ -162,6 +163,7 @@ def check(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> None:
         elif entry.dtype not in DTYPES:
             problems.append(f"{name} has dtype {entry.dtype}, supported are {', '.join(DTYPES)}")
     if problems:
+        refuse_quantised_tensors(entries)
         shown = "; ".join(problems[:4])
         rest = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise UnsupportedCheckpoint(f"tensors do not fit config.json: {shown}{rest}")

@@ -1,0 +1,85 @@
+"""Names the architectures that this engine serves, and says which other engine serves the rest.
+
+It knows names only; `families.py` knows how the families compute.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pdserve.errors import UnsupportedCheckpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve_engines.torch.model_loader.config_keys import Json
+
+ModelFamily = Literal[
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "mixtral",
+    "qwen3_moe",
+    "gemma3",
+]
+
+TEXT_PARTS: Mapping[str, ModelFamily] = {
+    "Gemma3ForConditionalGeneration": "gemma3",
+}
+"""Multimodal architectures, of which the text part is served, and that part's family."""
+
+ARCHITECTURES: Mapping[str, ModelFamily] = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Gemma3ForCausalLM": "gemma3",
+    **TEXT_PARTS,
+}
+
+HEADLESS_ARCHITECTURES: Mapping[str, ModelFamily] = {
+    "LlamaModel": "llama",
+    "Qwen2Model": "qwen2",
+    "Qwen3Model": "qwen3",
+    "MistralModel": "mistral",
+}
+"""Architecture names of embedding models, which have no output layer after the final norm."""
+
+VLLM_SERVES_IT = (
+    "--engine=vllm serves it: pip install 'pdserve[vllm]', then pdserve serve MODEL --engine=vllm"
+)
+
+
+def family_of(raw: Json) -> ModelFamily:
+    """The family of a `config.json`. Raises `UnsupportedCheckpoint`, which names the engine that
+    serves another architecture."""
+    names = architectures(raw)
+    for name in names:
+        family = ARCHITECTURES.get(name) or HEADLESS_ARCHITECTURES.get(name)
+        if family is not None:
+            return family
+    found = ", ".join(names) or "none"
+    remedy = f"it serves {', '.join(ARCHITECTURES)}"
+    if not vllm_architectures().isdisjoint(names):
+        remedy = VLLM_SERVES_IT
+    raise UnsupportedCheckpoint(
+        f"config.json: architecture {found} is not supported by the torch engine; {remedy}"
+    )
+
+
+def architectures(raw: Json) -> list[str]:
+    """What the key `architectures` names."""
+    names = raw.get("architectures") or []
+    return [str(name) for name in names] if isinstance(names, list) else [str(names)]
+
+
+@cache
+def vllm_architectures() -> frozenset[str]:
+    """The architectures that vLLM serves, in the release that pdserve is made for."""
+    listed = Path(__file__).with_name("vllm_architectures.txt").read_text(encoding="utf-8")
+    return frozenset(line for line in listed.splitlines() if not line.startswith("#"))
