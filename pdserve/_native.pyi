@@ -67,7 +67,26 @@ class CpuModel:
         tied: bool,
         threads: int,
         kernels: str = "",
-    ) -> None: ...
+        windows: Sequence[int] = (),
+        ropes: Sequence[int] = (),
+        sparse: Sequence[bool] = (),
+        experts: int = 0,
+        experts_per_token: int = 0,
+        experts_inner: int = 0,
+        experts_normalized: bool = False,
+        activation: str = "silu",
+        alpha: float = 1.0,
+        limit: float = 0.0,
+        out_norms: bool = False,
+        embed_scale: float = 1.0,
+        query_scale: float = 0.0,
+        softcap: float = 0.0,
+        logits_softcap: float = 0.0,
+    ) -> None:
+        """`windows` (0: none), `ropes` (which rotary table) and `sparse` (has experts) are empty or
+        have an entry for each layer. `activation`: silu, gelu, or swiglu with `alpha` and `limit`.
+        A `query_scale` of 0 is the one of `head_dim`; a soft cap of 0 is none."""
+
     @property
     def kernels(self) -> str: ...
     @property
@@ -81,7 +100,7 @@ class CpuModel:
         rotary table and a pool. The weights are freed with the last of those that share them."""
 
     def place(self, name: str, layer: int, at: int, rows: int, data: object) -> None: ...
-    def set_rope(self, table: object) -> None: ...
+    def set_rope(self, table: object, which: int = 0) -> None: ...
     def bind(self, pool: object, blocks: int, block_size: int) -> None: ...
     def close(self) -> None: ...
     def forward(

@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cmath>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -19,9 +20,13 @@ namespace nb = nanobind;
 
 namespace {
 
+using pdserve::cpu::Activation;
 using pdserve::cpu::Batch;
 using pdserve::cpu::Config;
+using pdserve::cpu::Experts;
+using pdserve::cpu::Gate;
 using pdserve::cpu::Kernels;
+using pdserve::cpu::LayerConfig;
 using pdserve::cpu::Model;
 using pdserve::cpu::Type;
 
@@ -92,8 +97,9 @@ class Told {
 class CpuModel {
  public:
   CpuModel(const Config& config, const Kernels& kernels, int threads)
-      : model_(config, kernels, threads) {}
-  CpuModel(const CpuModel& owner, int threads) : model_(owner.model_, threads) {}
+      : model_(config, kernels, threads), ropes_(static_cast<std::size_t>(config.ropes)) {}
+  CpuModel(const CpuModel& owner, int threads)
+      : model_(owner.model_, threads), ropes_(owner.ropes_.size()) {}
 
   // Complete, so that nothing is left to be placed. The caller owns it.
   CpuModel* sibling(int threads) {
@@ -116,13 +122,17 @@ class CpuModel {
     model_.place(name, layer, at, rows, part.size(), part.data());
   }
 
-  void set_rope(nb::handle table) {
+  void set_rope(nb::handle table, int which) {
     const std::lock_guard<std::mutex> one(mutex_);
-    rope_.hold(table, false);
+    require(which >= 0 && which < model_.config().ropes, "no layer uses that rotary table");
+    Held& rope = ropes_[static_cast<std::size_t>(which)];
+    rope.hold(table, false);
     const std::size_t row = static_cast<std::size_t>(model_.config().head_dim) * sizeof(float);
-    require(rope_.size() % row == 0, "the rotary table must hold head_dim floats per position");
-    positions_ = static_cast<int>(rope_.size() / row);
-    model_.set_rope(reinterpret_cast<const float*>(rope_.data()));
+    require(rope.size() % row == 0, "the rotary table must hold head_dim floats per position");
+    model_.set_rope(which, reinterpret_cast<const float*>(rope.data()));
+    positions_ = static_cast<int>(rope.size() / row);
+    for (const Held& other : ropes_)
+      if (other.held()) positions_ = std::min(positions_, static_cast<int>(other.size() / row));
   }
 
   void bind(nb::handle pool, int blocks, int block_size) {
@@ -141,7 +151,7 @@ class CpuModel {
   void close() {
     const std::lock_guard<std::mutex> one(mutex_);
     pool_.reset();
-    rope_.reset();
+    for (Held& rope : ropes_) rope.reset();
   }
 
   void forward(const Ints& tokens, const Ints& positions, const Ints& offsets, const Ints& starts,
@@ -200,7 +210,9 @@ class CpuModel {
     batch.tables = tables.data();
     batch.table_offsets = table_offsets.data();
     batch.rows = rows.data();
-    require(pool_.held() && rope_.held(), "the model has no pool or no rotary table");
+    require(pool_.held() && std::all_of(ropes_.begin(), ropes_.end(),
+                                        [](const Held& rope) { return rope.held(); }),
+            "the model has no pool or no rotary table");
     require(positions.size() == tokens.size() && offsets.size() == starts.size() + 1 &&
                 table_offsets.size() == starts.size() + 1,
             "the batch's arrays do not fit together");
@@ -244,7 +256,8 @@ class CpuModel {
 
   Model model_;
   std::mutex mutex_;  // one call at a time, whatever threads Python has
-  Held pool_, rope_;
+  Held pool_;
+  std::vector<Held> ropes_;
   int positions_ = 0;
 };
 
@@ -262,9 +275,47 @@ std::vector<std::string> cpu_kernel_sets() {
   return names;
 }
 
+Gate gate_named(const std::string& name, float alpha, float limit) {
+  Gate gate;
+  gate.alpha = alpha;
+  gate.limit = limit;
+  if (name == "gelu") gate.activation = Activation::kGelu;
+  if (name == "swiglu") gate.activation = Activation::kSwiglu;
+  require(name == "silu" || name == "gelu" || name == "swiglu", "no such activation");
+  return gate;
+}
+
+Experts experts_of(int count, int per_token, int inner, bool normalized) {
+  require(count >= 0 && inner >= 0 && inner % 2 == 0 && per_token <= count &&
+              (count == 0 || (per_token > 0 && inner > 0)),
+          "experts must be at least as many as one token uses, with an even inner size");
+  return {count, per_token, inner, normalized};
+}
+
+// The three lists are empty or have one entry for each layer.
+std::vector<LayerConfig> each_layer(int layers, const std::vector<int>& windows,
+                                    const std::vector<int>& ropes, const std::vector<bool>& sparse) {
+  const auto size = static_cast<std::size_t>(layers);
+  for (const std::size_t given : {windows.size(), ropes.size(), sparse.size()})
+    require(given == 0 || given == size, "windows, ropes and sparse must name every layer or none");
+  std::vector<LayerConfig> each(size);
+  for (std::size_t i = 0; i < size; ++i) {
+    if (!windows.empty()) each[i].window = windows[i];
+    if (!ropes.empty()) each[i].rope = ropes[i];
+    if (!sparse.empty()) each[i].sparse = sparse[i];
+    require(each[i].window >= 0 && each[i].rope >= 0 && each[i].rope < layers,
+            "a window or the number of a rotary table is out of range");
+  }
+  return each;
+}
+
 void construct(CpuModel* self, bool bfloat16, int layers, int hidden, int inner, int heads,
                int kv_heads, int head_dim, int vocab, float epsilon, bool tied, int threads,
-               const std::string& kernels) {
+               const std::string& kernels, const std::vector<int>& windows,
+               const std::vector<int>& ropes, const std::vector<bool>& sparse, int experts,
+               int experts_per_token, int experts_inner, bool experts_normalized,
+               const std::string& activation, float alpha, float limit, bool out_norms,
+               float embed_scale, float query_scale, float softcap, float logits_softcap) {
   for (const int size : {layers, hidden, inner, heads, kv_heads, head_dim, vocab, threads})
     require(size > 0, "every size must be positive");
   require(heads % kv_heads == 0, "heads must be a multiple of kv_heads");
@@ -282,6 +333,19 @@ void construct(CpuModel* self, bool bfloat16, int layers, int hidden, int inner,
   config.vocab = vocab;
   config.epsilon = epsilon;
   config.tied = tied;
+  config.out_norms = out_norms;
+  config.embed_scale = embed_scale;
+  config.query_scale =
+      query_scale != 0.0f ? query_scale : 1.0f / std::sqrt(static_cast<float>(head_dim));
+  config.softcap = softcap;
+  config.logits_softcap = logits_softcap;
+  config.gate = gate_named(activation, alpha, limit);
+  config.experts = experts_of(experts, experts_per_token, experts_inner, experts_normalized);
+  config.each = each_layer(layers, windows, ropes, sparse);
+  for (const LayerConfig& layer : config.each) {
+    config.ropes = std::max(config.ropes, layer.rope + 1);
+    require(!layer.sparse || experts > 0, "a layer has experts and the model has none");
+  }
   new (self) CpuModel(config, kernels_named(kernels), threads);
 }
 
@@ -290,17 +354,24 @@ void construct(CpuModel* self, bool bfloat16, int layers, int hidden, int inner,
 void bind_cpu(nb::module_& m) {
   m.def("cpu_kernel_sets", &cpu_kernel_sets,
         "Instruction sets that were built and that this machine runs, best first.");
-  nb::class_<CpuModel>(m, "CpuModel", "Forward passes of the Llama family on the CPU.")
+  nb::class_<CpuModel>(m, "CpuModel", "Forward passes of a decoder on the CPU.")
       .def("__init__", &construct, nb::kw_only(), nb::arg("bfloat16"), nb::arg("layers"),
            nb::arg("hidden"), nb::arg("inner"), nb::arg("heads"), nb::arg("kv_heads"),
            nb::arg("head_dim"), nb::arg("vocab"), nb::arg("epsilon"), nb::arg("tied"),
-           nb::arg("threads"), nb::arg("kernels") = "")
+           nb::arg("threads"), nb::arg("kernels") = "",
+           nb::arg("windows") = std::vector<int>(), nb::arg("ropes") = std::vector<int>(),
+           nb::arg("sparse") = std::vector<bool>(), nb::arg("experts") = 0,
+           nb::arg("experts_per_token") = 0, nb::arg("experts_inner") = 0,
+           nb::arg("experts_normalized") = false, nb::arg("activation") = "silu",
+           nb::arg("alpha") = 1.0f, nb::arg("limit") = 0.0f, nb::arg("out_norms") = false,
+           nb::arg("embed_scale") = 1.0f, nb::arg("query_scale") = 0.0f, nb::arg("softcap") = 0.0f,
+           nb::arg("logits_softcap") = 0.0f)
       .def_prop_ro("kernels", &CpuModel::kernels)
       .def_prop_ro("weight_bytes", &CpuModel::weight_bytes)
       .def_prop_ro("sharers", &CpuModel::sharers)
       .def("place", &CpuModel::place, nb::arg("name"), nb::arg("layer"), nb::arg("at"),
            nb::arg("rows"), nb::arg("data"))
-      .def("set_rope", &CpuModel::set_rope, nb::arg("table"))
+      .def("set_rope", &CpuModel::set_rope, nb::arg("table"), nb::arg("which") = 0)
       .def("bind", &CpuModel::bind, nb::arg("pool"), nb::arg("blocks"), nb::arg("block_size"))
       .def("sibling", &CpuModel::sibling, nb::arg("threads"), nb::rv_policy::take_ownership,
            "A model with the same weights, which it shares, and nothing else in common.")

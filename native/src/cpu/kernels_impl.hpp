@@ -270,8 +270,25 @@ PDSERVE_INLINE Vec exponential(Vec x) {
   return x < low ? Vec{} : result;
 }
 
-PDSERVE_INLINE Vec gated(Vec gate, Vec up) {
-  return gate / (splat(1.0f) + exponential(-gate)) * up;
+// x * sigmoid(y)
+PDSERVE_INLINE Vec times_sigmoid(Vec x, Vec y) { return x / (splat(1.0f) + exponential(-y)); }
+
+PDSERVE_INLINE Vec hyperbolic_tangent(Vec x) {
+  return splat(1.0f) - splat(2.0f) / (exponential(x + x) + splat(1.0f));
+}
+
+PDSERVE_INLINE Vec gelu(Vec x) {
+  // (1 + tanh(u)) / 2 is sigmoid(2 u), and u is sqrt(2 / pi) * (x + 0.044715 x^3).
+  return times_sigmoid(x, splat(1.5957691216f) * (x + splat(0.044715f) * x * x * x));
+}
+
+PDSERVE_INLINE Vec gated(const Gate& gate, Vec x, Vec up) {
+  if (gate.activation == Activation::kSilu) return times_sigmoid(x, x) * up;
+  if (gate.activation == Activation::kGelu) return gelu(x) * up;
+  const Vec high = splat(gate.limit), low = -high;
+  const Vec g = x > high ? high : x;
+  const Vec u = up > high ? high : (up < low ? low : up);
+  return times_sigmoid(g, splat(gate.alpha) * g) * (u + splat(1.0f));
 }
 
 static int argmax(const float* x, int n) {
@@ -372,7 +389,8 @@ static void finish_gated(const Linear& job, float* gate, const float* up, int ro
   const size_t at = static_cast<size_t>(row) * job.out_stride + static_cast<size_t>(column);
   uint8_t* out = static_cast<uint8_t*>(job.out) + at * item_size(job.type);
   for (int r = 0; r < m; ++r) {
-    for (int j = 0; j < kPanel; j += kLanes) store(gate + j, gated(load(gate + j), load(up + j)));
+    for (int j = 0; j < kPanel; j += kLanes) 
+      store(gate + j, gated(job.gate, load(gate + j), load(up + j)));
     convert(gate, count, job.type, out);
     gate += kPanel;
     up += kPanel;
@@ -649,18 +667,23 @@ static void gather_values(int count, const float* weights, const uint8_t* const*
   }
 }
 
-// Softmax weights of one row over one panel of keys, of which the first `visible` count. Rescales
-// what the row has gathered so far; a row that sees nothing is left alone.
-PDSERVE_INLINE void weigh_row(float* scores, int visible, float* largest, float* total,
-                              float* output, int width) {
+// Softmax weights of one row over one panel of keys, of which [begin, end) count: at least one.
+// Rescales what the row has gathered so far.
+PDSERVE_INLINE void weigh_row(float* scores, int begin, int end, float softcap, float* largest,
+                              float* total, float* output, int width) {
   const Vec none = splat(-__builtin_inff());
   Vec s0 = load(scores), s1 = load(scores + kLanes);
-  if (visible < kPanel) {
+  if (softcap > 0.0f) {
+    const Vec cap = splat(softcap);
+    s0 = cap * hyperbolic_tangent(s0 / cap);
+    s1 = cap * hyperbolic_tangent(s1 / cap);
+  }
+  if (begin > 0 || end < kPanel) {
     Ivec lane;
     for (int e = 0; e < kLanes; ++e) lane[e] = e;
-    const Ivec count = visible - Ivec{};
-    s0 = lane < count ? s0 : none;
-    s1 = lane + kLanes < count ? s1 : none;
+    const Ivec from = begin - Ivec{}, to = end - Ivec{};
+    s0 = (lane >= from) & (lane < to) ? s0 : none;
+    s1 = (lane + kLanes >= from) & (lane + kLanes < to) ? s1 : none;
   }
   const float peak = max_lanes(maximum(s0, s1));
   const float before = *largest;
@@ -690,8 +713,9 @@ static void begin_rows(const Attention& job, const Scratch& s, int per_head, int
     uint8_t* copy = reinterpret_cast<uint8_t*>(s.queries) + static_cast<size_t>(r) * bytes;
     convert(query, dim, job.kv->type, copy);
     for (int i = 0; i < width; i += kLanes) store(s.output + r * width + i, Vec{});
-    s.largest[r] = -__builtin_inff();
-    s.total[r] = 0.0f;
+    // A sink is one more key with this score and a value of zeros.
+    s.largest[r] = job.sinks ? job.sinks[head * job.groups + group] : -__builtin_inff();
+    s.total[r] = job.sinks ? 1.0f : 0.0f;
   }
 }
 
@@ -721,6 +745,28 @@ static void score(const Attention& job, const float* queries, const float* keys,
               weights, panel, false);
 }
 
+// Tokens of the call that see a key of one panel, and the panels that some token sees.
+struct Sight {
+  int position, tokens, window;
+
+  explicit Sight(const Attention& job)
+      : position(job.position), tokens(job.tokens), window(job.window) {}
+
+  // The first key that the token sees, counted from the sequence's first.
+  int oldest(int token) const {
+    const int key = position + token + 1 - window;
+    return window > 0 && key > 0 ? key : 0;
+  }
+  int first_panel() const { return oldest(0) / kPanel; }
+  int last_panel() const { return (position + tokens - 1) / kPanel; }
+  // Tokens [first, last) see a key of the panel that begins with key `start`.
+  int first_token(int start) const { return start > position ? start - position : 0; }
+  int last_token(int start) const {
+    const int last = start + kPanel - 1 + window - position;
+    return window > 0 && last < tokens ? last : tokens;
+  }
+};
+
 // Panel by panel, in each all heads: so memory is read in the order in which it lies. The next
 // panel's keys are transposed between scoring this one and using the scores, which wait for each
 // other and leave room.
@@ -730,13 +776,14 @@ static void attend(const Attention& job, float* base) {
   const int units = dim * static_cast<int>(item_size(kv.type)) / 4;
   const Scratch s(base, job.heads * per_head, per_head, dim);
   begin_rows(job, s, per_head, width);
-  const int panels = (job.position + job.tokens - 1) / kPanel + 1;
-  const int steps = panels * job.heads;
+  const Sight sight(job);
+  const int first_panel = sight.first_panel();
+  const int steps = (sight.last_panel() + 1 - first_panel) * job.heads;
   Places places[4];
   const uint8_t* rows[kPanel];
   const auto place = [&](int step) -> const Places& {
     Places& found = places[step / job.heads % 4];
-    locate(job, step / job.heads, found);
+    locate(job, first_panel + step / job.heads, found);
     return found;
   };
   const auto turn_keys = [&](int step) {
@@ -745,18 +792,18 @@ static void attend(const Attention& job, float* base) {
   };
   turn_keys(0);
   for (int step = 0; step < steps; ++step) {
-    const int head = step % job.heads, start = step / job.heads * kPanel;
-    // Rows are in token order: those before `hidden` look at nothing in this panel.
-    const int hidden = start > job.position ? (start - job.position) * job.groups : 0;
-    const int first = head * per_head + hidden, count = per_head - hidden;
+    const int head = step % job.heads, start = (first_panel + step / job.heads) * kPanel;
+    // Rows are in token order; the others look at nothing in this panel.
+    const int token = sight.first_token(start);
+    const int first = head * per_head + token * job.groups;
+    const int count = (sight.last_token(start) - token) * job.groups;
     score(job, s.queries, s.keys[step & 1], first, count, s.weights);
     if (job.tokens == 1 && step + 2 < steps) prefetch(place(step + 2), kv, (step + 2) % job.heads);
     if (step + 1 < steps) turn_keys(step + 1);
     for (int r = 0; r < count; ++r) {
-      const int visible = job.position + (hidden + r) / job.groups - start + 1;
-      const int row = first + r;
-      weigh_row(s.weights + r * kPanel, visible, s.largest + row, s.total + row,
-                s.output + row * width, width);
+      const int row = first + r, own = token + r / job.groups;
+      weigh_row(s.weights + r * kPanel, sight.oldest(own) - start, job.position + own - start + 1,
+                job.softcap, s.largest + row, s.total + row, s.output + row * width, width);
     }
     point(place(step), kv.values + static_cast<size_t>(head) * kv.head_stride, rows);
     float* output = s.output + first * width;

@@ -9,20 +9,12 @@
 #include <stdexcept>
 #include <utility>
 
+#include "pieces.hpp"
+
 namespace pdserve::cpu {
 namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
-
-// Pieces per member a stage is cut into: enough for a slow member to be helped, few enough for the
-// counter not to matter.
-constexpr int kShare = 6;
-
-int grain_of(int total, int members) { return std::max(1, total / (members * kShare)); }
-
-std::size_t product_of(int a, int b) {
-  return static_cast<std::size_t>(a) * static_cast<std::size_t>(b);
-}
 
 }  // namespace
 
@@ -69,6 +61,8 @@ Model::Model(const Config& config, const Kernels& kernels, int threads,
       kernels_(kernels),
       team_(threads),
       weights_(std::move(weights)),
+      ropes_(static_cast<std::size_t>(config.ropes)),
+      ends_(static_cast<std::size_t>(config.experts.count)),
       scratch_floats_(
           (scratch_floats(kernels, config.head_dim, config.heads) + 63) / 64 * 64) {
   scratch_.reserve(scratch_floats_ * static_cast<std::size_t>(team_.size()));
@@ -81,11 +75,29 @@ Model::Target Model::find(const std::string& name, int layer) {
   if (layer < 0 || layer >= c.layers) throw std::invalid_argument("no such layer");
   Layer& l = weights_->layers[static_cast<std::size_t>(layer)];
   const int q = c.heads * c.head_dim, kv = c.kv_heads * c.head_dim;
+  const Experts& e = c.experts;
+  if (c.each[static_cast<std::size_t>(layer)].sparse) {
+    const std::pair<const char*, Target> sparse[] = {
+        {"router", {&l.router, nullptr, e.count, c.hidden}},
+        {"router_bias", {nullptr, &l.router_bias, e.count}},
+        {"experts_gate", {&l.gate, nullptr, e.inner, c.hidden, e.count}},
+        {"experts_gate_bias", {nullptr, &l.gate_bias, e.count * e.inner}},
+        {"experts_up", {&l.up, nullptr, e.inner, c.hidden, e.count}},
+        {"experts_up_bias", {nullptr, &l.up_bias, e.count * e.inner}},
+        {"experts_down", {&l.down, nullptr, c.hidden, e.inner, e.count}},
+        {"experts_down_bias", {nullptr, &l.down_bias, e.count * c.hidden}},
+    };
+    for (const auto& [key, target] : sparse)
+      if (name == key) return target;
+  }
   const std::pair<const char*, Target> known[] = {
       {"attn_norm", {nullptr, &l.attn_norm, c.hidden}},
       {"mlp_norm", {nullptr, &l.mlp_norm, c.hidden}},
       {"q_norm", {nullptr, &l.q_norm, c.head_dim}},
       {"k_norm", {nullptr, &l.k_norm, c.head_dim}},
+      {"attn_out_norm", {nullptr, &l.attn_out_norm, c.hidden}},
+      {"mlp_out_norm", {nullptr, &l.mlp_out_norm, c.hidden}},
+      {"sinks", {nullptr, &l.sinks, c.heads}},
       {"qkv", {&l.qkv, nullptr, q + 2 * kv, c.hidden}},
       {"qkv_bias", {nullptr, &l.qkv_bias, q + 2 * kv}},
       {"o", {&l.o, nullptr, c.hidden, q}},
@@ -108,7 +120,8 @@ void Model::place(const std::string& name, int layer, int at, int rows, std::siz
   if (name == "embed" && !config_.tied) return place_embedding(at, rows, bytes, data);
   const Target target = find(name, layer);
   const std::size_t item = target.matrix ? item_size(config_.type) : sizeof(float);
-  if (at < 0 || rows < 0 || at + rows > target.rows ||
+  const int matrix = at < 0 ? 0 : at / target.rows, row = at - matrix * target.rows;
+  if (at < 0 || rows < 0 || matrix >= target.count || rows > target.rows - row ||
       bytes != product_of(rows, target.cols) * item)
     throw std::invalid_argument("a part of " + name + " does not fit");
   if (target.matrix != nullptr) return pack(*target.matrix, target, at, rows, data);
@@ -127,13 +140,16 @@ void Model::place_embedding(int at, int rows, std::size_t bytes, const void* dat
 }
 
 void Model::pack(Matrix& matrix, const Target& target, int at, int rows, const void* data) {
+  // Every matrix begins with a panel of its own.
+  const int height = (target.rows + kernels_.panel - 1) / kernels_.panel * kernels_.panel;
   if (matrix.pages.data() == nullptr) {
-    matrix.packed.rows = target.rows;
+    matrix.packed.rows = target.count > 1 ? target.count * height : target.rows;
     matrix.packed.cols = target.cols;
     const auto panels = static_cast<std::size_t>(matrix.packed.panels(kernels_.panel));
     matrix.pages = Pages(panels * matrix.packed.panel_bytes(kernels_.panel, config_.type));
     matrix.packed.data = matrix.pages.data();
   }
+  at += at / target.rows * (height - target.rows);
   const std::size_t row = static_cast<std::size_t>(target.cols) * item_size(config_.type);
   const auto* source = static_cast<const std::uint8_t*>(data);
   // Cut where panels end, so that no two members write to one cache line.
@@ -161,9 +177,10 @@ std::size_t Model::weight_bytes() const {
   matrix(weights_->head);
   vector(weights_->norm);
   for (const Layer& l : weights_->layers) {
-    for (const Matrix* m : {&l.qkv, &l.o, &l.gate, &l.up, &l.down}) matrix(*m);
-    for (const auto* v : {&l.attn_norm, &l.mlp_norm, &l.q_norm, &l.k_norm, &l.qkv_bias, &l.o_bias,
-                          &l.gate_bias, &l.up_bias, &l.down_bias})
+    for (const Matrix* m : {&l.qkv, &l.o, &l.gate, &l.up, &l.down, &l.router}) matrix(*m);
+    for (const auto* v : {&l.attn_norm, &l.mlp_norm, &l.attn_out_norm, &l.mlp_out_norm, &l.q_norm,
+                          &l.k_norm, &l.sinks, &l.qkv_bias, &l.o_bias, &l.gate_bias, &l.up_bias,
+                          &l.down_bias, &l.router_bias})
       vector(*v);
   }
   return total;
@@ -172,10 +189,13 @@ std::size_t Model::weight_bytes() const {
 bool Model::complete() const {
   bool all = weights_->head.packed.data != nullptr && !weights_->norm.empty() &&
              (config_.tied || weights_->embedding.data() != nullptr);
-  for (const Layer& l : weights_->layers) {
+  for (std::size_t i = 0; i < config_.each.size(); ++i) {
+    const Layer& l = weights_->layers[i];
     for (const Matrix* m : {&l.qkv, &l.o, &l.gate, &l.up, &l.down})
       all = all && m->packed.data != nullptr;
+    all = all && (!config_.each[i].sparse || l.router.packed.data != nullptr);
     all = all && !l.attn_norm.empty() && !l.mlp_norm.empty();
+    all = all && (!config_.out_norms || (!l.attn_out_norm.empty() && !l.mlp_out_norm.empty()));
   }
   return all;
 }
@@ -239,6 +259,12 @@ void Model::head(const float* hidden, int rows, float* out, int member) {
   product(job(weights_->head, {}, operand_.data(), config_.hidden, Output::kStore, out,
               config_.vocab),
           rows, member);
+  const float cap = config_.logits_softcap;
+  if (cap <= 0.0f) return;
+  team_.stage(rows, 1, [&](int row, int) {
+    float* x = out + product_of(row, config_.vocab);
+    for (int i = 0; i < config_.vocab; ++i) x[i] = cap * std::tanh(x[i] / cap);
+  });
 }
 
 void Model::prepare(const Batch& batch) {
@@ -249,6 +275,8 @@ void Model::prepare(const Batch& batch) {
   operand_.reserve(product_of(batch.tokens, c.hidden) * item);
   mixed_.reserve(product_of(batch.tokens, c.heads * c.head_dim) * item);
   inner_.reserve(product_of(batch.tokens, c.inner) * item);
+  if (c.out_norms) branch_.reserve(product_of(batch.tokens, c.hidden));
+  if (c.experts.count) prepare_experts(batch.tokens);
   plan_attention(batch);
 }
 
@@ -305,6 +333,8 @@ void Model::embed(const Batch& batch) {
             config_.type,
             weights_->embedding.data() + static_cast<std::size_t>(batch.ids[t]) * row_bytes,
             config_.hidden, out);
+      if (config_.embed_scale != 1.0f)
+        for (int i = 0; i < config_.hidden; ++i) out[i] *= config_.embed_scale;
     }
   });
 }
@@ -327,6 +357,7 @@ Linear Model::job(const Matrix& weight, const std::vector<float>& bias, const vo
   Linear work;
   work.type = config_.type;
   work.output = output;
+  work.gate = config_.gate;
   work.operand = operand;
   work.operand_stride = static_cast<std::size_t>(cols);
   work.weight = weight.packed;
@@ -352,21 +383,24 @@ void Model::product(const Linear& work, int rows, int member) {
   });
 }
 
-void Model::turn_and_store(const Batch& batch, const Layer& layer, const KvView& kv) {
+void Model::turn_and_store(const Batch& batch, int index, const KvView& kv) {
   const Config& c = config_;
+  const Layer& layer = weights_->layers[static_cast<std::size_t>(index)];
+  const float* rope =
+      ropes_[static_cast<std::size_t>(c.each[static_cast<std::size_t>(index)].rope)];
   const int dim = c.head_dim, width = (c.heads + 2 * c.kv_heads) * dim;
   const std::size_t token_bytes = static_cast<std::size_t>(dim) * item_size(c.type);
-  const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
   float* qkv = qkv_.data();
   const auto turn = [&](float* head, const std::vector<float>& norm, int position, float factor) {
     if (!norm.empty())
       kernels_.norm(head, norm.data(), dim, c.epsilon, Type::kFloat32, head);
-    kernels_.rotate(head, rope_ + product_of(position, dim), dim, factor);
+    kernels_.rotate(head, rope + product_of(position, dim), dim, factor);
   };
   const auto token = [&](int chunk, int t) {
     const int position = batch.positions[t];
     float* head = qkv + product_of(t, width);
-    for (int h = 0; h < c.heads; ++h, head += dim) turn(head, layer.q_norm, position, scale);
+    for (int h = 0; h < c.heads; ++h, head += dim)
+      turn(head, layer.q_norm, position, c.query_scale);
     const std::int32_t* table = batch.tables + batch.table_offsets[chunk];
     std::size_t at = static_cast<std::size_t>(table[position / block_size_]) * kv.block_stride +
                      static_cast<std::size_t>(position % block_size_) * token_bytes;
@@ -387,9 +421,10 @@ void Model::turn_and_store(const Batch& batch, const Layer& layer, const KvView&
   });
 }
 
-void Model::attend(const Batch& batch, const std::vector<Piece>& pieces, const KvView& kv,
-                   int member) {
+void Model::attend(const Batch& batch, const std::vector<Piece>& pieces, int index,
+                   const KvView& kv, int member) {
   const Config& c = config_;
+  const std::vector<float>& sinks = weights_->layers[static_cast<std::size_t>(index)].sinks;
   const int groups = c.heads / c.kv_heads, width = (c.heads + 2 * c.kv_heads) * c.head_dim;
   float* scratch = scratch_.data() + static_cast<std::size_t>(member) * scratch_floats_;
   // Pieces of several tokens take one KV head at a time. Single tokens take as many as leave work
@@ -409,6 +444,8 @@ void Model::attend(const Batch& batch, const std::vector<Piece>& pieces, const K
     work.tokens = piece.tokens;
     work.written = batch.starts[piece.chunk] + batch.offsets[piece.chunk + 1] -
                    batch.offsets[piece.chunk];
+    work.window = c.each[static_cast<std::size_t>(index)].window;
+    work.softcap = c.softcap;
     work.query_stride = static_cast<std::size_t>(width);
     work.out_stride = product_of(c.heads, c.head_dim);
     const int first = begin % ranges * heads, last = std::min(first + heads, c.kv_heads);
@@ -417,6 +454,7 @@ void Model::attend(const Batch& batch, const std::vector<Piece>& pieces, const K
       work.heads = step;
       const std::size_t head = product_of(work.first_head * groups, c.head_dim);
       work.queries = qkv_.data() + product_of(piece.first, width) + head;
+      work.sinks = sinks.empty() ? nullptr : sinks.data() + work.first_head * groups;
       work.out = mixed_.data() + (product_of(piece.first, c.heads * c.head_dim) + head) *
                                      item_size(c.type);
       kernels_.attend(work, scratch);
@@ -434,12 +472,31 @@ void Model::layer_step(const Batch& batch, int index, int member) {
   product(job(layer.qkv, layer.qkv_bias, operand_.data(), c.hidden, Output::kStore, qkv_.data(),
               width),
           batch.tokens, member);
-  turn_and_store(batch, layer, kv);
-  attend(batch, last ? last_pieces_ : pieces_, kv, member);
+  turn_and_store(batch, index, kv);
+  attend(batch, last ? last_pieces_ : pieces_, index, kv, member);
   const int rows = last ? keep_wanted(batch) : batch.tokens;
-  product(job(layer.o, layer.o_bias, mixed_.data(), q, Output::kAdd, stream_.data(), c.hidden),
-          rows, member);
-  feed_forward(layer, rows, member);
+  product(job(layer.o, layer.o_bias, mixed_.data(), q, branch_output(), branch(), c.hidden), rows,
+          member);
+  add_branch(rows, layer.attn_out_norm);
+  normalise(rows, layer.mlp_norm);
+  if (c.each[static_cast<std::size_t>(index)].sparse)
+    feed_experts(layer, rows, member);
+  else
+    feed_forward(layer, rows, member);
+  add_branch(rows, layer.mlp_out_norm);
+}
+
+// Adds the normalised branch to the stream, in models that normalise it.
+void Model::add_branch(int rows, const std::vector<float>& norm) {
+  if (!config_.out_norms) return;
+  team_.stage(rows, grain_of(rows, team_.size()), [&](int begin, int end) {
+    for (int row = begin; row < end; ++row) {
+      float* x = branch_.data() + product_of(row, config_.hidden);
+      float* out = stream_.data() + product_of(row, config_.hidden);
+      kernels_.norm(x, norm.data(), config_.hidden, config_.epsilon, Type::kFloat32, x);
+      for (int i = 0; i < config_.hidden; ++i) out[i] += x[i];
+    }
+  });
 }
 
 // Moves the wanted rows to the front; the others are not read any more.
@@ -460,13 +517,12 @@ int Model::keep_wanted(const Batch& batch) {
 
 void Model::feed_forward(const Layer& layer, int rows, int member) {
   const Config& c = config_;
-  normalise(rows, layer.mlp_norm);
   Linear gate_up = job(layer.gate, layer.gate_bias, operand_.data(), c.hidden, Output::kGated,
                        inner_.data(), c.inner);
   gate_up.second = layer.up.packed;
   gate_up.second_bias = layer.up_bias.empty() ? nullptr : layer.up_bias.data();
   product(gate_up, rows, member);
-  product(job(layer.down, layer.down_bias, inner_.data(), c.inner, Output::kAdd, stream_.data(),
+  product(job(layer.down, layer.down_bias, inner_.data(), c.inner, branch_output(), branch(),
               c.hidden),
           rows, member);
 }

@@ -154,7 +154,7 @@ RARE = {
     ),
 }
 """What one look at is enough for: other ways through code that `TINY` goes through."""
-NATIVE = ("llama", "llama_biased", "qwen2", "qwen3", "qwen3_biased", "mistral", "qwen3_yarn")
+NATIVE = tuple(TINY)
 """Those of `TINY` that the native kernels compute; torch computes all of them."""
 
 

@@ -6,7 +6,8 @@ row's bits do not depend on the rest of the batch, so scheduling cannot change a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -17,12 +18,37 @@ from pdserve_engines.torch.models.rope import rope_table
 if TYPE_CHECKING:
     from pdserve_engines.torch.kv_pool import KvPool
     from pdserve_engines.torch.model_loader.config import ModelConfig
+    from pdserve_engines.torch.model_loader.rope_config import RopeConfig
     from pdserve_engines.torch.model_loader.weights import Param
     from pdserve_engines.torch.models.base import LayersDoneFn
     from pdserve_engines.torch.models.forward_batch import ForwardBatch
     from pdserve_engines.torch.settings import TorchSettings
 
 _MAX_HEAD_DIM = 512
+
+_KNOWN: Final = frozenset(
+    {
+        "full_layers",
+        "local_rope",
+        "experts",
+        "gelu",
+        "float_norms",
+        "out_norms",
+        "embed_scale",
+        "query_scalar",
+        "fused_qkv",
+        "fused_gate_up",
+        "multimodal",
+        "tied_unless_stored",
+        "headless",
+    }
+)
+"""Optional fields of `ModelConfig` that the native kernels take into account. A model that sets
+another one is left to torch."""
+_KNOWN_ROPE: Final = frozenset(
+    {"factor", "low_freq_factor", "high_freq_factor", "original_max_positions", "yarn"}
+)
+"""The same for `RopeConfig`."""
 
 
 def unsupported_reason(config: ModelConfig, device: torch.device, max_model_len: int) -> str | None:
@@ -31,15 +57,27 @@ def unsupported_reason(config: ModelConfig, device: torch.device, max_model_len:
         return f"the device is {device}"
     if not accel.NATIVE:
         return accel.REASON
-    if config.hidden_size % 2 or config.intermediate_size % 2 or config.head_dim > _MAX_HEAD_DIM:
-        return "the model's sizes are odd or its heads too large"
+    sizes = [config.hidden_size, config.intermediate_size]
     if config.experts is not None:
-        return "the model has experts"
-    if config.float_norms or config.out_norms or config.gelu or config.query_scalar is not None:
-        return f"they know no layers like those of {config.family}"
-    if config.sliding_window is not None and config.sliding_window < max_model_len:
-        return f"sequences can outgrow the sliding window of {config.sliding_window} tokens"
+        sizes.append(config.experts.intermediate_size)
+    if any(size % 2 for size in sizes) or config.head_dim > _MAX_HEAD_DIM:
+        return "the model's sizes are odd or its heads too large"
+    unknown = _unknown_fields(config, _KNOWN)
+    unknown += _unknown_fields(config.rope, _KNOWN_ROPE)
+    if unknown:
+        return f"they know no {unknown[0]}, which {config.family} has"
     return None
+
+
+def _unknown_fields(config: ModelConfig | RopeConfig, known: frozenset[str]) -> list[str]:
+    """Names of the optional fields that are set and not known."""
+    return [
+        field.name
+        for field in fields(config)
+        if field.default is not MISSING
+        and field.name not in known
+        and getattr(config, field.name) != field.default
+    ]
 
 
 class CpuModel:
@@ -69,9 +107,11 @@ class CpuModel:
                 tied=config.tied,
                 threads=settings.threads,
                 kernels="" if settings.kernels in ("auto", "native") else settings.kernels,
+                **_layer_settings(config, settings.max_model_len),
+                **_scales(config, settings.dtype),
             )
-        table = rope_table(config.rope, config.head_dim, settings.max_model_len)
-        self._native.set_rope(table.numpy())
+        for which, rope in enumerate(_ropes(config)):
+            self._native.set_rope(_table(rope, config, settings.max_model_len), which)
 
     @property
     def kernels(self) -> str:
@@ -93,15 +133,16 @@ class CpuModel:
     def place(self, param: Param, parts: list[torch.Tensor]) -> None:
         group, _, name = param.key.rpartition(".")
         layer = int(group.removeprefix("layers.")) if group else 0
-        if name.startswith("gate_up"):
-            suffix = name.removeprefix("gate_up")
-            for target, part in zip(("gate", "up"), parts, strict=True):
-                self._place(target + suffix, layer, 0, part)
-            return
-        row = 0
-        for part in parts:
-            self._place(name, layer, row, part)
-            row += len(part)
+        gate, joined, up = name.partition("gate_up")
+        if self._config.fused_gate_up and joined:
+            parts = [half for part in parts for half in part.chunk(2)]
+        # Gate and up are matrices of their own; with experts they take turns.
+        names = [f"{gate}gate{up}", f"{gate}up{up}"] if joined else [name]
+        rows = [0, 0]
+        for index, part in enumerate(parts):
+            turn = index % len(names)
+            self._place(names[turn], layer, rows[turn], self._made(name, part))
+            rows[turn] += len(part)
 
     def sibling(self, settings: TorchSettings) -> CpuModel:
         return CpuModel(self._config, settings, self)
@@ -128,7 +169,59 @@ class CpuModel:
     def close(self) -> None:
         self._native.close()
 
+    def _made(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The part as the kernels use it."""
+        if self._config.float_norms and name.endswith("norm"):
+            return part.float() + 1
+        return part
+
     def _place(self, name: str, layer: int, row: int, part: torch.Tensor) -> None:
         dtype = torch.float32 if part.dim() == 1 else self._dtype
         data = part.to(dtype).contiguous().view(torch.uint8)
         self._native.place(name, layer, row, len(part), data.numpy())
+
+
+def _ropes(config: ModelConfig) -> list[RopeConfig | None]:
+    """The model's rotary embeddings; a layer names its own by the place in this list."""
+    return list(dict.fromkeys(config.rope_of(layer) for layer in range(config.num_layers)))
+
+
+def _table(rope: RopeConfig | None, config: ModelConfig, positions: int) -> object:
+    """The rotary embedding's table; None turns nothing."""
+    if rope is not None:
+        return rope_table(rope, config.head_dim, positions).numpy()
+    table = np.zeros((positions, 2, config.head_dim // 2), np.float32)
+    table[:, 0] = 1
+    return table
+
+
+def _layer_settings(config: ModelConfig, max_model_len: int) -> dict[str, Any]:
+    """What differs between layers, and the experts."""
+    layers, ropes = range(config.num_layers), _ropes(config)
+    windows = [config.window(layer) for layer in layers]
+    experts = config.experts
+    found: dict[str, Any] = {
+        "windows": [0 if not size or size >= max_model_len else size for size in windows],
+        "ropes": [ropes.index(config.rope_of(layer)) for layer in layers],
+    }
+    if experts is not None:
+        found |= {
+            "sparse": [layer not in experts.dense_layers for layer in layers],
+            "experts": experts.count,
+            "experts_per_token": experts.per_token,
+            "experts_inner": experts.intermediate_size,
+            "experts_normalized": experts.normalized,
+        }
+    return found
+
+
+def _scales(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Factors and activations, and which norms there are."""
+    scalar = config.head_dim if config.query_scalar is None else config.query_scalar
+    return {
+        "activation": "gelu" if config.gelu else "silu",
+        "out_norms": config.out_norms,
+        # Models were trained with the scale rounded to the weights' dtype.
+        "embed_scale": float(torch.tensor(config.embed_scale, dtype=dtype)),
+        "query_scale": scalar**-0.5,
+    }

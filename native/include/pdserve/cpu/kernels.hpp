@@ -32,13 +32,26 @@ struct Packed {
 enum class Output : std::uint8_t {
   kStore,  // out = product
   kAdd,    // out += product
-  kGated,  // out = silu(product) * (product with `second`), stored in the operand type
+  kGated,  // out = gate of product and product with `second`, stored in the operand type
+};
+
+enum class Activation : std::uint8_t {
+  kSilu,    // gate * sigmoid(gate) * up
+  kGelu,    // gelu(gate) * up, in its tanh form
+  kSwiglu,  // gate * sigmoid(alpha * gate) * (up + 1), gate and up clamped to `limit`
+};
+
+struct Gate {
+  Activation activation = Activation::kSilu;
+  float alpha = 1.0f;  // kSwiglu only, as is `limit`
+  float limit = 0.0f;
 };
 
 // out[m][rows] = operand[m][cols] . weight^T + bias
 struct Linear {
   Type type = Type::kFloat32;
   Output output = Output::kStore;
+  Gate gate;  // kGated only
   const void* operand = nullptr;
   std::size_t operand_stride = 0;  // in items
   Packed weight;
@@ -71,6 +84,9 @@ struct Attention {
   int position = 0;  // of the first token
   int tokens = 0;
   int written = 0;  // tokens of the sequence whose keys and values are stored
+  int window = 0;   // tokens a query sees, its own included; 0: all before it
+  float softcap = 0.0f;            // scores become softcap * tanh(score / softcap); 0: they do not
+  const float* sinks = nullptr;    // as `queries`, one float per query head; may be null
   const float* queries = nullptr;  // first token, first query head; rotated and scaled
   std::size_t query_stride = 0;    // from token to token, in floats
   void* out = nullptr;             // as queries, in the type of the KV

@@ -1,4 +1,4 @@
-// The forward pass of the Llama family on the CPU: one call computes a whole step.
+// The forward pass of a decoder on the CPU: one call computes a whole step.
 //
 // Twin: pdserve_engines/torch/models/torch_model.py. The model owns work space and its share of the packed
 // weights; KV blocks and the rotary table belong to the caller. One thread calls it, one call at a
@@ -17,6 +17,20 @@
 
 namespace pdserve::cpu {
 
+// What differs from layer to layer.
+struct LayerConfig {
+  int window = 0;       // tokens that a query sees; 0: all before it
+  int rope = 0;         // which rotary table
+  bool sparse = false;  // has experts in place of one feed-forward
+};
+
+struct Experts {
+  int count = 0;
+  int per_token = 0;
+  int inner = 0;
+  bool normalized = false;  // the weights of a token's experts are scaled to add up to one
+};
+
 struct Config {
   Type type = Type::kFloat32;  // of weights, KV and the operands of products
   int layers = 0;
@@ -28,6 +42,15 @@ struct Config {
   int vocab = 0;
   float epsilon = 0.0f;
   bool tied = false;
+  bool out_norms = false;  // of the outputs of attention and feed-forward
+  float embed_scale = 1.0f;
+  float query_scale = 0.0f;     // factor of the attention scores
+  float softcap = 0.0f;         // of the attention scores; 0: none
+  float logits_softcap = 0.0f;  // the same for logits
+  Gate gate;
+  Experts experts;
+  int ropes = 1;                  // rotary tables
+  std::vector<LayerConfig> each;  // by layer
 };
 
 // Zeroed memory in large pages where the system gives them, for what is read through every step.
@@ -88,18 +111,22 @@ class Model {
   std::size_t weight_bytes() const;
   // How many models these weights are shared by, this one included.
   int sharers() const { return static_cast<int>(weights_.use_count()); }
-  // Every tensor that a forward pass reads has been placed; biases and head norms are optional.
+  // Every tensor that a forward pass reads has been placed; biases, head norms and sinks are
+  // optional.
   bool complete() const;
 
   // Rows [at, at + rows) of the named tensor, whose whole shape the configuration fixes: matrices
-  // in the model's type, row-major; vectors (norms, biases) as float. Throws std::invalid_argument
-  // for an unknown name or a part that does not fit. `layer` is ignored for `embed`, `norm`, `head`.
+  // in the model's type, row-major; vectors (norms, biases, sinks) as float. Experts' tensors are
+  // stacked; a part of a matrix lies within one expert. Throws std::invalid_argument for an unknown
+  // name or a part that does not fit. `layer` is ignored for `embed`, `norm`, `head`.
   // Not once they are shared.
   void place(const std::string& name, int layer, int at, int rows, std::size_t bytes,
              const void* data);
 
   // [positions][2][head_dim / 2] floats; stays the caller's.
-  void set_rope(const float* table) { rope_ = table; }
+  void set_rope(int which, const float* table) {
+    ropes_[static_cast<std::size_t>(which)] = table;
+  }
   // [blocks][layers][2][kv_heads][block_size][head_dim]; stays the caller's.
   void set_pool(std::uint8_t* pool, int blocks, int block_size);
   int pool_blocks() const { return pool_blocks_; }
@@ -122,9 +149,11 @@ class Model {
     Packed packed;
   };
   struct Layer {
-    Matrix qkv, o, gate, up, down;
-    std::vector<float> attn_norm, mlp_norm, q_norm, k_norm;
-    std::vector<float> qkv_bias, o_bias, gate_bias, up_bias, down_bias;
+    Matrix qkv, o;
+    Matrix gate, up, down;  // of the feed-forward, or of all experts
+    Matrix router;
+    std::vector<float> attn_norm, mlp_norm, attn_out_norm, mlp_out_norm, q_norm, k_norm, sinks;
+    std::vector<float> qkv_bias, o_bias, gate_bias, up_bias, down_bias, router_bias;
   };
   struct Weights {
     explicit Weights(int layers) : layers(static_cast<std::size_t>(layers)) {}
@@ -142,6 +171,11 @@ class Model {
     std::vector<float>* vector = nullptr;
     int rows = 0;
     int cols = 1;
+    int count = 1;  // matrices of so many rows, one after the other
+  };
+  // Rows [slot, slot + rows) of a step's assignments, which all chose one expert.
+  struct Block {
+    int expert, slot, rows;
   };
 
   Model(const Config& config, const Kernels& kernels, int threads, std::shared_ptr<Weights> weights);
@@ -150,6 +184,7 @@ class Model {
   void pack(Matrix& matrix, const Target& target, int at, int rows, const void* data);
 
   void prepare(const Batch& batch);
+  void prepare_experts(int tokens);
   void plan_attention(const Batch& batch);
   void cut(int chunk, int first, int tokens, std::vector<Piece>& pieces) const;
   KvView kv_view(int layer) const;
@@ -158,14 +193,26 @@ class Model {
   void embed(const Batch& batch);
   void normalise(int rows, const std::vector<float>& weight);
   void product(const Linear& job, int rows, int member);
-  void turn_and_store(const Batch& batch, const Layer& layer, const KvView& kv);
-  void attend(const Batch& batch, const std::vector<Piece>& pieces, const KvView& kv, int member);
+  void turn_and_store(const Batch& batch, int index, const KvView& kv);
+  void attend(const Batch& batch, const std::vector<Piece>& pieces, int index, const KvView& kv,
+              int member);
+  void add_branch(int rows, const std::vector<float>& norm);
+  void choose_experts(int rows);
+  void sort_by_expert(int rows);
+  void gather_operands();
+  void expert_product(const Linear& job, const std::vector<float>& bias,
+                      const std::vector<float>& second_bias, int member);
+  void combine_experts(int rows);
 
   void all_layers(const Batch& batch, float* out, const After& after, int member);
   void layer_step(const Batch& batch, int index, int member);
   void head(const float* hidden, int rows, float* out, int member);
   int keep_wanted(const Batch& batch);
   void feed_forward(const Layer& layer, int rows, int member);
+  void feed_experts(const Layer& layer, int rows, int member);
+  // Products at the end of attention and feed-forward go there.
+  Output branch_output() const { return config_.out_norms ? Output::kStore : Output::kAdd; }
+  float* branch() const { return config_.out_norms ? branch_.data() : stream_.data(); }
   Linear job(const Matrix& weight, const std::vector<float>& bias, const void* operand, int cols,
              Output output, void* out, int out_cols) const;
 
@@ -173,20 +220,30 @@ class Model {
   const Kernels& kernels_;
   Team team_;
   std::shared_ptr<Weights> weights_;  // written only while this model is the only one
-  const float* rope_ = nullptr;
+  std::vector<const float*> ropes_;
   std::uint8_t* pool_ = nullptr;
   int pool_blocks_ = 0;
   int block_size_ = 1;
 
   std::vector<Piece> pieces_, last_pieces_;
-  Space<float> stream_;          // [tokens][hidden], the residual stream
-  Space<float> qkv_;             // [tokens][heads + 2 kv_heads][head_dim]
-  Space<std::uint8_t> operand_;  // [tokens][hidden], normalised
-  Space<std::uint8_t> mixed_;    // [tokens][heads][head_dim], out of attention
-  Space<std::uint8_t> inner_;    // [tokens][inner]
-  Space<float> hidden_;          // [wanted][hidden], of greedy steps
-  Space<float> logits_;          // [some rows][vocab], of greedy steps
-  Space<float> scratch_;         // one run per member
+  std::vector<Block> blocks_;
+  std::vector<int> ends_;          // [experts] end of each expert's slots
+  Space<float> stream_;            // [tokens][hidden], the residual stream
+  Space<float> branch_;            // [tokens][hidden], what is normalised before it is added
+  Space<float> qkv_;               // [tokens][heads + 2 kv_heads][head_dim]
+  Space<std::uint8_t> operand_;    // [tokens][hidden], normalised
+  Space<std::uint8_t> mixed_;      // [tokens][heads][head_dim], out of attention
+  Space<std::uint8_t> inner_;      // [tokens][inner], or of each slot
+  Space<float> router_;            // [tokens][experts]
+  Space<float> shares_;            // [tokens][per token] weights of the experts
+  Space<int> chosen_;              // [tokens][per token] experts
+  Space<int> slots_;               // [tokens][per token] where the expert's result is
+  Space<int> sources_;             // [slots] rows
+  Space<std::uint8_t> gathered_;   // [slots][hidden]
+  Space<float> fed_;               // [slots][hidden], out of the experts
+  Space<float> hidden_;            // [wanted][hidden], of greedy steps
+  Space<float> logits_;            // [some rows][vocab], of greedy steps
+  Space<float> scratch_;           // one run per member
   std::size_t scratch_floats_ = 0;
 };
 
