@@ -134,8 +134,6 @@ class CpuModel:
         group, _, name = param.key.rpartition(".")
         layer = int(group.removeprefix("layers.")) if group else 0
         gate, joined, up = name.partition("gate_up")
-        if self._config.fused_gate_up and joined:
-            parts = [half for part in parts for half in part.chunk(2)]
         # Gate and up are matrices of their own; with experts they take turns.
         names = [f"{gate}gate{up}", f"{gate}up{up}"] if joined else [name]
         rows = [0, 0]
