@@ -2,8 +2,8 @@
 
 API messages have null fields, content in parts, and the arguments of tool calls as a JSON string.
 Templates differ: some expect a string as content, some parts; some expect arguments as an object,
-some as a string. `chat_template.py` finds out what a template expects and renders; this file
-converts. It also cuts a rendered chat behind an open last message.
+some as a string. `message_forms.py` finds out what a template expects, `chat_template.py` renders;
+this file converts. It also cuts a rendered chat behind an open last message.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from pdserve.errors import InvalidRequest
 
 ChatMessage = Mapping[str, Any]
-ContentFormat = Literal["string", "parts", "either"]
-"""Form of a message's content that a template accepts."""
 
 MAX_NESTING = 64
 """Maximum depth of JSON values handed to a template."""
@@ -28,43 +26,103 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
-def prepare_messages(
-    messages: Sequence[ChatMessage], content_format: ContentFormat
-) -> list[dict[str, Any]]:
-    """Return copies of the messages in the form that templates expect.
+@dataclass(frozen=True, slots=True)
+class ToolCallForm:
+    """Form of messages with tool calls. Model families differ, and no file documents theirs."""
 
-    Null fields are removed, content gets the template's form, and reasoning is set under each of
-    its names. An assistant message without content and without tool calls gets an empty content,
-    because templates read that field. `ToolCallForm` converts messages with tool calls. Raises
-    `InvalidRequest`.
+    missing_content: Literal["absent", "none", "empty"] = "absent"
+    """Content of a message that only calls tools: no field, None or an empty string."""
+    arguments: Literal["object", "string"] = "object"
+    """`object`: the template prints arguments as JSON itself; `string`: it expects JSON text."""
+    takes_empty: bool = True
+    """False if the template leaves out the calls of a message whose content is an empty string,
+    which many clients send. Then such a content counts as missing."""
+
+    def apply(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message that has tool calls and no null fields in this form."""
+        if not self.takes_empty and not message.get("content"):
+            message = {name: value for name, value in message.items() if name != "content"}
+        if self.missing_content != "absent":
+            message = {"content": None if self.missing_content == "none" else "", **message}
+        calls = message["tool_calls"]
+        if isinstance(calls, list):
+            calls = [_with_arguments(call, self.arguments) for call in calls]
+        return {**message, "tool_calls": calls}
+
+
+class MessageForms(Protocol):
+    """Forms of messages that a template expects."""
+
+    @property
+    def takes_text(self) -> bool:
+        """True if content may be a string; else it has to be a list of parts."""
+        ...
+
+    def tool_calls(self, reasons: bool) -> ToolCallForm:
+        """The form of messages with tool calls; `reasons`: of those that have reasoning as well."""
+        ...
+
+    def takes_parts(self, role: str) -> bool:
+        """True if the content of this role's messages may be a list of parts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FixedForms:
+    """Forms that are given."""
+
+    takes_text: bool = True
+    parts: bool = False
+    calls: ToolCallForm = ToolCallForm()
+
+    def tool_calls(self, reasons: bool) -> ToolCallForm:
+        return self.calls
+
+    def takes_parts(self, role: str) -> bool:
+        return self.parts
+
+
+def prepare_messages(messages: Sequence[ChatMessage], forms: MessageForms) -> list[dict[str, Any]]:
+    """Return copies of the messages in the forms that a template expects.
+
+    Null fields and empty lists of tool calls are removed, and reasoning is set under each of its
+    names. An assistant's message without content and without tool calls gets an empty content,
+    because templates read that field. Raises `InvalidRequest`.
     """
     return [
-        _prepare(copy_plain_json(message, f"messages[{index}]"), index, content_format)
+        _prepare(copy_plain_json(message, f"messages[{index}]"), index, forms)
         for index, message in enumerate(messages)
     ]
 
 
-def _prepare(message: dict[str, Any], index: int, content_format: ContentFormat) -> dict[str, Any]:
-    message = {name: value for name, value in message.items() if value is not None}
-    if "content" in message:
-        message["content"] = _content(message["content"], index, content_format)
-    elif message.get("role") == "assistant" and not message.get("tool_calls"):
-        message["content"] = ""
+def _prepare(message: dict[str, Any], index: int, forms: MessageForms) -> dict[str, Any]:
+    message = {
+        name: value
+        for name, value in message.items()
+        if value is not None and not (name == "tool_calls" and value == [])
+    }
     reasoning = next((message[name] for name in _REASONING if name in message), None)
+    if "tool_calls" in message:
+        message = forms.tool_calls(reasoning is not None).apply(message)
+    elif message.get("role") == "assistant":
+        message = {"content": "", **message}
+    if message.get("content") is not None:
+        message["content"] = _content(message, index, forms)
     if reasoning is not None:
         message = {"thinking": reasoning, "reasoning": reasoning, **message}
         message["reasoning_content"] = reasoning
     return message
 
 
-def _content(content: Any, index: int, content_format: ContentFormat) -> Any:
+def _content(message: dict[str, Any], index: int, forms: MessageForms) -> Any:
+    content = message["content"]
     if isinstance(content, str):
-        return [{"type": "text", "text": content}] if content_format == "parts" else content
+        return content if forms.takes_text else [{"type": "text", "text": content}]
     where = f"messages[{index}].content"
     if not isinstance(content, list):
         raise InvalidRequest(f"{where} must be a string or a list of parts", param=where)
     texts = [_part_text(part, f"{where}[{number}]") for number, part in enumerate(content)]
-    if content_format == "string":
+    if forms.takes_text and not forms.takes_parts(str(message.get("role"))):
         return "\n".join(texts)
     return [{"type": "text", "text": text} for text in texts]
 
@@ -83,28 +141,6 @@ def _part_text(part: Any, where: str) -> str:
             f"{where}: a text part needs a string in `text`", param=f"{where}.text"
         )
     return text
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallForm:
-    """Form of messages with tool calls. Model families differ, and no file documents theirs."""
-
-    missing_content: Literal["absent", "none", "empty"] = "absent"
-    """Content of a message that only calls tools: no field, None or an empty string."""
-    arguments: Literal["object", "string"] = "object"
-    """`object`: the template prints arguments as JSON itself; `string`: it expects JSON text."""
-
-    def apply(self, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the chat in this form; `chat` comes from `prepare_messages`."""
-        return [self._message(message) if "tool_calls" in message else message for message in chat]
-
-    def _message(self, message: dict[str, Any]) -> dict[str, Any]:
-        if self.missing_content != "absent":
-            message = {"content": None if self.missing_content == "none" else "", **message}
-        calls = message["tool_calls"]
-        if isinstance(calls, list):
-            calls = [_with_arguments(call, self.arguments) for call in calls]
-        return {**message, "tool_calls": calls}
 
 
 def _with_arguments(call: Any, form: Literal["object", "string"]) -> Any:
@@ -149,7 +185,7 @@ def copy_plain_json(value: Any, where: str, depth: int = 0) -> Any:
 def mark_final(chat: list[dict[str, Any]]) -> str:
     """Append a mark to the last message's text, else to its reasoning; return the text before."""
     content, reasoning = chat[-1].get("content"), chat[-1].get("reasoning_content")
-    if isinstance(reasoning, str) and not content:
+    if isinstance(reasoning, str) and not _has_text(content):
         chat[-1] |= dict.fromkeys(_REASONING, reasoning + _CONTINUE_TAG)
         # Templates read the content of every message.
         chat[-1].setdefault("content", "")
@@ -162,6 +198,12 @@ def mark_final(chat: list[dict[str, Any]]) -> str:
         content[-1] = {**last, "text": last["text"] + _CONTINUE_TAG}
         return str(last["text"])
     raise InvalidRequest("the final message has no content to continue", param="messages")
+
+
+def _has_text(content: Any) -> bool:
+    if isinstance(content, list):
+        return any(part["text"] for part in content)
+    return bool(content)
 
 
 def cut_at_mark(text: str, final: str) -> str:

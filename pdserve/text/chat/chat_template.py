@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import time
 from datetime import datetime
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
-from jinja2 import nodes
 
 from pdserve.errors import ConfigError, InvalidRequest
 from pdserve.text.chat.chat_messages import (
     ChatMessage,
-    ContentFormat,
-    ToolCallForm,
     copy_plain_json,
     cut_at_mark,
     mark_final,
     prepare_messages,
 )
+from pdserve.text.chat.message_forms import ProbedForms
 from pdserve.text.chat.template_sandbox import TemplateLimits, TemplateSandbox, metered
 from pdserve.text.tokenization.tokenizer_config import parse_tokenizer_config
 
@@ -48,8 +45,6 @@ _RESERVED = frozenset(
         "return_dict",
     }
 )
-_TYPE_TESTS = ("string", "iterable", "sequence", "mapping")
-_PROBE = "what does the user say"
 
 
 class ChatTemplate:
@@ -78,9 +73,10 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._limits = limits
         self._clock = clock
-        self._environment = TemplateSandbox(now)
+        self._forms = ProbedForms(self._probe)
+        environment = TemplateSandbox(now)
         try:
-            self._compiled = self._environment.from_string(source)
+            self._compiled = environment.from_string(source)
             # Copying jinja2's chain of dictionaries takes half the time of a short rendering.
             self._compiled.globals = dict(self._compiled.globals)
         except Exception as error:
@@ -88,24 +84,12 @@ class ChatTemplate:
                 f"the chat template does not compile: {_words(error)}", param="chat_template"
             ) from None
 
-    @cached_property
-    def content_format(self) -> ContentFormat:
-        """Form of content that the template accepts: a string, a list of parts, or either."""
-        found = _content_format(self._environment.parse(self.source))
-        return "either" if found == "parts" and self._shows_a_string() else found
-
-    @cached_property
-    def _tool_call_form(self) -> ToolCallForm:
-        """The first form in which a call's arguments come through, its result behind it.
-
-        A template that takes no results is asked without one. One that leaves calls out gets the
-        form that all such templates take: an empty content.
-        """
-        for chat in (_PROBE_RESULT, _PROBE_CALL):
-            for form in _TOOL_CALL_FORMS:
-                if self._shows_a_call(form, chat):
-                    return form
-        return ToolCallForm("empty")
+    @property
+    def content_format(self) -> Literal["string", "parts", "either"]:
+        """Form of a user's content that the template accepts."""
+        if not self._forms.takes_text:
+            return "parts"
+        return "either" if self._forms.takes_parts("user") else "string"
 
     def render(
         self,
@@ -130,9 +114,7 @@ class ChatTemplate:
                 param="continue_final_message",
             )
         variables = self._variables(template_kwargs or {})
-        chat = prepare_messages(messages, self.content_format)
-        if any("tool_calls" in message for message in chat):
-            chat = self._tool_call_form.apply(chat)
+        chat = prepare_messages(messages, self._forms)
         final = mark_final(chat) if continue_final_message else None
         text = self._run(
             variables
@@ -144,15 +126,6 @@ class ChatTemplate:
             }
         )
         return text if final is None else cut_at_mark(text, final)
-
-    def _shows_a_string(self) -> bool:
-        """Return True if plain text is rendered although the template loops over the content."""
-        return _PROBE in self._probe([{"role": "user", "content": _PROBE}])
-
-    def _shows_a_call(self, form: ToolCallForm, messages: Sequence[ChatMessage]) -> bool:
-        text = self._probe(form.apply(prepare_messages(messages, self.content_format)))
-        # `{'` shows that the template prints the arguments as a Python dictionary.
-        return _PROBE in text and "{'" not in text
 
     def _probe(self, chat: list[dict[str, Any]]) -> str:
         """Render a test chat; return an empty string if the template refuses it."""
@@ -255,64 +228,3 @@ def _words(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it recurses too deeply"
     return f"{type(error).__name__}: {error}"
-
-
-# -------------------------------------------------------------------- test chats
-
-_TOOL_CALL_FORMS = [
-    ToolCallForm(missing_content, arguments)
-    for arguments in ("object", "string")
-    for missing_content in ("absent", "none", "empty")
-]
-_PROBE_CALL: list[ChatMessage] = [
-    {"role": "user", "content": "x"},
-    {
-        "role": "assistant",
-        "tool_calls": [
-            {
-                # Mistral's templates accept only ids of nine characters.
-                "id": "callcall1",
-                "type": "function",
-                "function": {"name": "f", "arguments": {"x": _PROBE}},
-            }
-        ],
-    },
-]
-_PROBE_RESULT: list[ChatMessage] = [
-    *_PROBE_CALL,
-    {"role": "tool", "tool_call_id": "callcall1", "name": "f", "content": "y"},
-]
-"""Some templates read the content of a message that calls only if another one follows it."""
-
-
-def _content_format(template: nodes.Template) -> ContentFormat:
-    """A template that loops over a content takes parts; one that tests for a string takes both."""
-    contents = {"content"}
-    for assign in template.find_all(nodes.Assign):
-        if isinstance(assign.target, nodes.Name) and _is_content(assign.node, set()):
-            contents.add(assign.target.name)
-    loops = any(_is_content(loop.iter, contents) for loop in template.find_all(nodes.For))
-    if not loops:
-        return "string"
-    tests = template.find_all(nodes.Test)
-    told_apart = any(
-        test.name in ("string", "iterable", "sequence", "mapping")
-        and _is_content(test.node, contents)
-        for test in tests
-    )
-    return "either" if told_apart else "parts"
-
-
-def _is_content(node: nodes.Node, names: set[str]) -> bool:
-    """`message.content`, `message['content']`, or a variable of such a name."""
-    while isinstance(node, nodes.Filter) and node.node is not None:
-        node = node.node
-    if isinstance(node, nodes.Name):
-        return node.name in names
-    if isinstance(node, nodes.Getattr):
-        return node.attr == "content"
-    return (
-        isinstance(node, nodes.Getitem)
-        and isinstance(node.arg, nodes.Const)
-        and node.arg.value == "content"
-    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pdserve.errors import InvalidRequest
 from pdserve.text.chat.chat_messages import (
+    FixedForms,
     ToolCallForm,
     copy_plain_json,
     cut_at_mark,
@@ -18,8 +20,7 @@ from pdserve.text.chat.chat_messages import (
 
 def arguments_in(form: ToolCallForm, given: Any) -> Any:
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": given}}]}
-    [message] = form.apply([call])
-    return message["tool_calls"][0]["function"]["arguments"]
+    return form.apply(call)["tool_calls"][0]["function"]["arguments"]
 
 
 def test_arguments_of_tool_calls_become_objects_or_text():
@@ -32,7 +33,7 @@ def test_arguments_of_tool_calls_become_objects_or_text():
 
 def test_null_fields_vanish_and_reasoning_is_found_under_each_name():
     [message] = prepare_messages(
-        [{"role": "assistant", "content": None, "reasoning": "hm"}], "string"
+        [{"role": "assistant", "content": None, "reasoning": "hm"}], FixedForms()
     )
     assert message == {
         "role": "assistant",
@@ -43,44 +44,69 @@ def test_null_fields_vanish_and_reasoning_is_found_under_each_name():
     }
 
 
-@pytest.mark.parametrize("wanted", ["string", "parts", "either"])
-def test_an_answer_without_content_and_calls_has_an_empty_content(wanted):
-    """A user's message without content stays wrong."""
-    chat: list[dict[str, Any]] = [{"role": "assistant"}, {"role": "user"}]
-    assert [message.get("content") for message in prepare_messages(chat, wanted)] == ["", None]
+def test_an_empty_list_of_calls_vanishes():
+    message = {"role": "assistant", "content": "So.", "tool_calls": []}
+    assert prepare_messages([message], FixedForms()) == [{"role": "assistant", "content": "So."}]
 
 
 @pytest.mark.parametrize(
-    ("form", "expected"), [("absent", {}), ("none", {"content": None}), ("empty", {"content": ""})]
+    ("forms", "empty"),
+    [
+        (FixedForms(), ""),
+        (FixedForms(parts=True), ""),
+        (FixedForms(takes_text=False), [{"type": "text", "text": ""}]),
+    ],
 )
-def test_missing_content_takes_its_form_only_where_it_is_missing(form, expected):
-    only_calls: dict[str, Any] = {"role": "assistant", "tool_calls": []}
-    chat = [only_calls, only_calls | {"content": "x"}, {"role": "user"}]
-    formed = ToolCallForm(missing_content=form).apply(chat)
-    assert formed == [only_calls | expected, only_calls | {"content": "x"}, {"role": "user"}]
+def test_an_answer_without_content_and_calls_has_an_empty_content(forms, empty):
+    """A user's message without content stays wrong."""
+    chat: list[dict[str, Any]] = [{"role": "assistant"}, {"role": "user"}]
+    assert [message.get("content") for message in prepare_messages(chat, forms)] == [empty, None]
+
+
+CALLS: list[Any] = [{"function": {"name": "f", "arguments": "{}"}}]
+
+
+def contents(form: ToolCallForm, *given: dict[str, Any]) -> list[Any]:
+    """The content of messages with calls in this form; "gone" if there is none."""
+    chat = [{"role": "assistant", "tool_calls": CALLS, **each} for each in given]
+    prepared = prepare_messages(chat, FixedForms(calls=form))
+    return [message.get("content", "gone") for message in prepared]
+
+
+@pytest.mark.parametrize(("form", "missing"), [("absent", "gone"), ("none", None), ("empty", "")])
+def test_missing_content_takes_its_form_only_where_it_is_missing(form, missing):
+    given: list[dict[str, Any]] = [{}, {"content": None}, {"content": ""}, {"content": "x"}]
+    kept = ToolCallForm(missing_content=form)
+    assert contents(kept, *given) == [missing, missing, "", "x"]
+    assert contents(replace(kept, takes_empty=False), *given) == [missing, missing, missing, "x"]
+
+
+def test_missing_content_is_a_part_where_content_has_to_be_parts():
+    forms = FixedForms(takes_text=False, calls=ToolCallForm("empty"))
+    [message] = prepare_messages([{"role": "assistant", "tool_calls": CALLS}], forms)
+    assert message["content"] == [{"type": "text", "text": ""}]
 
 
 PARTS: list[Any] = [{"type": "text", "text": "one"}, "two"]
 
 
+BOTH = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+
+
 @pytest.mark.parametrize(
-    ("wanted", "text", "parts"),
+    ("forms", "text", "parts"),
     [
-        ("string", "x", "one\ntwo"),
-        ("either", "x", [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]),
-        (
-            "parts",
-            [{"type": "text", "text": "x"}],
-            [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}],
-        ),
+        (FixedForms(), "x", "one\ntwo"),
+        (FixedForms(parts=True), "x", BOTH),
+        (FixedForms(takes_text=False), [{"type": "text", "text": "x"}], BOTH),
     ],
 )
-def test_content_takes_the_form_that_is_wanted(wanted, text, parts):
+def test_content_takes_the_form_that_is_wanted(forms, text, parts):
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "x"},
         {"role": "user", "content": PARTS},
     ]
-    assert [message["content"] for message in prepare_messages(messages, wanted)] == [text, parts]
+    assert [message["content"] for message in prepare_messages(messages, forms)] == [text, parts]
 
 
 def test_a_copy_shares_nothing_with_its_original():
@@ -110,6 +136,17 @@ def test_the_text_ends_where_the_final_message_does(content):
     assert cut_at_mark(f"<a>{text.strip()}</a>", final) == "<a>open"
     with pytest.raises(InvalidRequest, match="continued"):
         cut_at_mark("<a></a>", final)
+
+
+@pytest.mark.parametrize(
+    "blank", [{}, {"content": ""}, {"content": [{"type": "text", "text": ""}]}]
+)
+def test_reasoning_is_marked_where_there_is_no_text(blank):
+    chat: list[dict[str, Any]] = [{"role": "assistant", "reasoning_content": "hm", **blank}]
+    assert mark_final(chat) == "hm"
+    assert chat[0]["reasoning_content"].startswith("hm")
+    assert len(chat[0]["reasoning_content"]) > 2
+    assert chat[0]["content"] == blank.get("content", "")
 
 
 @pytest.mark.parametrize("deep", ["[" * 60_000, '{"a":' * 60_000])

@@ -229,11 +229,11 @@ def test_the_rendered_prompt_has_a_bound():
         ),
         (  # loops over letters, not parts
             "{% for m in messages %}{% for c in m.content %}{{ c }}{% endfor %}{% endfor %}",
-            "either",
+            "string",
         ),
     ],
 )
-def test_the_form_of_content_is_found_in_the_template(source, found):
+def test_the_form_of_content_is_found(source, found):
     assert ChatTemplate(source, SPECIAL).content_format == found
 
 
