@@ -148,7 +148,10 @@ def _with_arguments(call: Any, form: Literal["object", "string"]) -> Any:
     if not isinstance(function, dict) or "arguments" not in function:
         return call
     convert = _as_object if form == "object" else _as_text
-    return {**call, "function": {**function, "arguments": convert(function["arguments"])}}
+    function = {**function, "arguments": convert(function["arguments"])}
+    # In the order of the API, because some templates print a whole call.
+    first = {name: call[name] for name in ("id", "type") if name in call}
+    return {**first, **call, "function": function}
 
 
 def _as_object(arguments: Any) -> Any:

@@ -31,6 +31,13 @@ def test_arguments_of_tool_calls_become_objects_or_text():
     assert texts == ['{"a": 1}', "", "not json", "[1]", '{"a": "é"}']
 
 
+def test_a_call_has_the_order_of_the_api():
+    """Some templates print a whole call."""
+    call = {"function": {"name": "f", "arguments": "{}"}, "index": 0, "type": "function", "id": "a"}
+    formed = ToolCallForm().apply({"role": "assistant", "tool_calls": [call]})
+    assert [list(each) for each in formed["tool_calls"]] == [["id", "type", "function", "index"]]
+
+
 def test_null_fields_vanish_and_reasoning_is_found_under_each_name():
     [message] = prepare_messages(
         [{"role": "assistant", "content": None, "reasoning": "hm"}], FixedForms()
