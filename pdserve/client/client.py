@@ -29,6 +29,7 @@ from pdserve.protocols.completion_responses import (
     Version,
 )
 from pdserve.protocols.embeddings import EmbeddingList
+from pdserve.protocols.scoring import RerankList, ScoreList
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
         CompletionFields,
         EmbedFields,
         Messages,
+        RerankFields,
+        ScoreFields,
         TokenizeFields,
     )
     from pdserve.client.policy import Attempt
@@ -166,16 +169,50 @@ class Client:
 
     async def embed(
         self,
-        input: str | Sequence[Any],
+        input: str | Sequence[Any] | None = None,
         *,
+        messages: Messages | None = None,
         model: str | None = None,
         headers: Mapping[str, str] | None = None,
         timeout: Timeouts | Seconds | None = None,
         **fields: Unpack[EmbedFields],
     ) -> EmbeddingList:
-        """Return the embedding vectors of one or more texts."""
-        body = {"input": input, "model": model, **fields}
+        """Return the embedding vectors of one or more texts, or of a conversation."""
+        body: dict[str, Any] = {"model": model, **fields}
+        if input is not None:
+            body["input"] = input
+        if messages is not None:
+            body["messages"] = _messages(messages)
         return await self._post("/v1/embeddings", body, EmbeddingList, headers, timeout)
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        model: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: Timeouts | Seconds | None = None,
+        **fields: Unpack[RerankFields],
+    ) -> RerankList:
+        """Return the documents in the order of their relevance. Errors: any `ClientError`."""
+        body = {"query": query, "documents": documents, "model": model, **fields}
+        return await self._post("/v1/rerank", body, RerankList, headers, timeout)
+
+    async def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        model: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: Timeouts | Seconds | None = None,
+        **fields: Unpack[ScoreFields],
+    ) -> ScoreList:
+        """Return the score of one text with each document, or of as many pairs. Errors: any
+        `ClientError`."""
+        body = {"queries": queries, "documents": documents, "model": model, **fields}
+        return await self._post("/v1/score", body, ScoreList, headers, timeout)
 
     # ---------------------------------------------------------------- the small ones
 

@@ -95,12 +95,39 @@ class EmbedFields(TypedDict, total=False):
     encoding_format: Literal["float", "base64"]
     dimensions: int
     add_special_tokens: bool
+    chat_template: str
+    chat_template_kwargs: Plain
+    add_generation_prompt: bool
+    continue_final_message: bool
     truncate_prompt_tokens: int
     priority: int
     cache_salt: str
     session_id: str
     request_id: str
     user: str
+
+
+class ScoreFields(TypedDict, total=False):
+    """Fields of `score`."""
+
+    instruction: str
+    chat_template_kwargs: Plain
+    truncate_prompt_tokens: int
+    max_tokens_per_query: int
+    max_tokens_per_doc: int
+    use_activation: bool
+    priority: int
+    cache_salt: str
+    session_id: str
+    request_id: str
+    user: str
+
+
+class RerankFields(ScoreFields, total=False):
+    """Fields of `rerank`."""
+
+    top_n: int
+    return_documents: bool
 
 
 class TokenizeFields(TypedDict, total=False):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from msgspec.structs import replace
 
@@ -22,6 +22,7 @@ from pdserve.frontend.http.sse_response import Flusher, SseWriter
 from pdserve.frontend.output.embedding_response import EmbeddingResponseBuilder
 from pdserve.frontend.output.full_response import FullResponseBuilder
 from pdserve.frontend.output.response_memory import ResponseMemory
+from pdserve.frontend.output.score_response import ScoreResponseBuilder
 from pdserve.frontend.output.streaming_response import (
     StreamingResponseBuilder,
     streaming_response_builder,
@@ -34,6 +35,7 @@ from pdserve.protocols.anthropic_messages import CountTokensRequest, MessagesReq
 from pdserve.protocols.completion_requests import ChatRequest, CompletionRequest
 from pdserve.protocols.embeddings import EmbeddingRequest
 from pdserve.protocols.responses_api import ResponsesRequest
+from pdserve.protocols.scoring import RerankRequest, ScoreRequest
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -66,6 +68,8 @@ R = TypeVar(
     ResponsesRequest,
     MessagesRequest,
     CountTokensRequest,
+    RerankRequest,
+    ScoreRequest,
 )
 
 
@@ -114,6 +118,16 @@ class GenerationHandler:
             call, lambda body, active: self._serve(route, body, active), self._count
         )
 
+    async def serve_by_body(
+        self, kind_of: Callable[[bytes], RequestKind[Any]], call: HttpRequest
+    ) -> web.StreamResponse:
+        """Answers one request, whose kind its body says. Errors: those of `serve` and `kind_of`."""
+
+        async def serve(body: RequestBody, active: ActiveRequest) -> web.StreamResponse:
+            return await self._serve(await body.look(kind_of), body, active)
+
+        return await self._active_requests.run(call, serve, self._count)
+
     async def count(self, route: RequestKind[R], call: HttpRequest) -> int:
         """Returns the number of tokens of a request's prompt; generates nothing.
 
@@ -129,7 +143,7 @@ class GenerationHandler:
     ) -> web.StreamResponse:
         plan = await self.plan(route, body, active)
         # A body may be large and its answer long, so only what the answer repeats is kept.
-        body.keep_only(0 if plan.adapter is None else plan.adapter.repeats())
+        body.keep_only(plan.repeats)
         assert active.ticket is not None
         active.ticket.check_tokens(plan.prompt_tokens, self._time())
         if plan.stream:
@@ -238,8 +252,7 @@ class GenerationHandler:
     # ------------------------------------------------------------------ the answer
 
     async def _whole(self, plan: RequestPlan, active: ActiveRequest) -> HttpResponse:
-        kind = FullResponseBuilder if plan.vectors is None else EmbeddingResponseBuilder
-        answer = kind(plan, self._metrics, active.arrival, self._time, self.gathered)
+        answer = _builder(plan)(plan, self._metrics, active.arrival, self._time, self.gathered)
         try:
             if isinstance(answer, EmbeddingResponseBuilder):
                 await self._dispatch_in_turn(plan, answer, active)
@@ -340,6 +353,14 @@ class _KeepAlive:
     def _beat(self) -> None:
         if self._answer.tell_waiting():
             self._timer = self._call_later(self._interval, self._beat)
+
+
+def _builder(
+    plan: RequestPlan,
+) -> type[FullResponseBuilder] | type[EmbeddingResponseBuilder]:
+    if plan.vectors is None:
+        return FullResponseBuilder
+    return EmbeddingResponseBuilder if plan.scores is None else ScoreResponseBuilder
 
 
 def _end_early(answer: StreamingResponseBuilder, error: PdserveError) -> None:

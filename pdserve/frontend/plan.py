@@ -15,6 +15,7 @@ import msgspec
 from pdserve.frontend.model_registry import PreparedModel
 from pdserve.frontend.output.api_adapter import ApiAdapter
 from pdserve.frontend.output.embedding_format import EmbeddingFormat
+from pdserve.frontend.output.score_format import ScoreFormat
 from pdserve.messages.request import GenerateRequest
 from pdserve.protocols.completion_requests import Tool
 from pdserve.text.output_parts import OutputParser
@@ -22,6 +23,7 @@ from pdserve.text.repetition import RepetitionDetector
 from pdserve.text.stop_matcher import StopMatcher
 
 if TYPE_CHECKING:
+    from pdserve.ids import Bytes
     from pdserve.text.tokenization.detokenizer import Detokenizer
 
 
@@ -94,6 +96,8 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens per chunk of a stream."""
     vectors: EmbeddingFormat | None = None
     """The format of the prompts' embeddings; None: the answer is text."""
+    scores: ScoreFormat | None = None
+    """How the embeddings become scores; None: they are sent themselves."""
     left_out: tuple[str, ...] = ()
     """Tool types that the request has and that are ignored instead of refused."""
     adapter: ApiAdapter | None = None
@@ -104,6 +108,13 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
     def prompt_tokens(self) -> int:
         """Number of tokens of all prompts."""
         return sum(len(prompt.tokens) for prompt in self.prompts)
+
+    @property
+    def repeats(self) -> Bytes:
+        """Bytes of the request that the answer repeats."""
+        if self.scores is not None:
+            return self.scores.repeats
+        return 0 if self.adapter is None else self.adapter.repeats()
 
     @property
     def tells_chosen(self) -> bool:

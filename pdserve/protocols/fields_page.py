@@ -20,6 +20,7 @@ from pdserve.protocols.completion_requests import ChatRequest
 from pdserve.protocols.embeddings import EMBEDDING
 from pdserve.protocols.request_decoder import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, RequestDecoder
 from pdserve.protocols.responses_api import RESPONSES
+from pdserve.protocols.scoring import RERANK, SCORE
 from pdserve.protocols.unsupported_fields import WITHOUT_EFFECT
 
 if TYPE_CHECKING:
@@ -34,11 +35,13 @@ ENDPOINTS: Mapping[str, RequestDecoder[Any]] = {
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": COUNT_TOKENS,
     "/v1/embeddings": EMBEDDING,
+    "/v1/rerank": RERANK,
+    "/v1/score": SCORE,
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
 }
 """Decoders by path. `/route` takes the fields of the first two, `/v1/responses/input_tokens` those
-of `/v1/responses`."""
+of `/v1/responses`. `/v2/rerank` and `/rerank` are `/v1/rerank`, `/score` is `/v1/score`."""
 
 _HEAD = """\
 # Request fields

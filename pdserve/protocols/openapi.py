@@ -12,6 +12,7 @@ from pdserve.protocols import (
     completion_responses,
     embeddings,
     responses_api,
+    scoring,
 )
 from pdserve.protocols.openai_errors import ErrorBody
 
@@ -21,6 +22,8 @@ _RECORDS = (
     completion_requests.ChatRequest,
     completion_requests.CompletionRequest,
     embeddings.EmbeddingRequest,
+    scoring.RerankRequest,
+    scoring.ScoreRequest,
     responses_api.ResponsesRequest,
     responses_api.ResponseObject,
     responses_api.InputTokens,
@@ -37,6 +40,8 @@ _RECORDS = (
     completion_responses.ChatChunk,
     completion_responses.Completion,
     embeddings.EmbeddingList,
+    scoring.RerankList,
+    scoring.ScoreList,
     completion_responses.RouteExplanation,
     completion_responses.ModelList,
     completion_responses.Model,
@@ -135,7 +140,18 @@ def _paths() -> dict[str, Any]:
                 _ANTHROPIC,
             )
         },
-        "/v1/embeddings": {"post": _embeddings()},
+        "/v1/embeddings": {
+            "post": _timed(_post("Turn texts into vectors", "EmbeddingRequest", "EmbeddingList"))
+        },
+        **{
+            path: {"post": _timed(_post("Order documents", "RerankRequest", "RerankList"))}
+            for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+        },
+        **{
+            path: {"post": _timed(_post("Score pairs of texts", "ScoreRequest", "ScoreList"))}
+            for path in ("/v1/score", "/score")
+        },
+        "/invocations": {"post": _invocation()},
         "/route": {"post": _explanation()},
         "/v1/models": {
             "get": _or_anthropics(
@@ -153,6 +169,7 @@ def _paths() -> dict[str, Any]:
         "/tokenize": {"post": _post("Text to token ids", "TokenizeRequest", "Tokenized")},
         "/detokenize": {"post": _post("Token ids to text", "DetokenizeRequest", "Detokenized")},
         "/health": {"get": _health()},
+        "/ping": {"get": _health(), "post": _health()},
         "/live": {"get": _text("200 while the process lives", "application/json")},
         "/metrics": {"get": _text("Metrics in Prometheus's text format", "text/plain")},
         "/version": {"get": _get("The server's version", "Version")},
@@ -196,9 +213,17 @@ def _stored_response() -> dict[str, Any]:
     }
 
 
-def _embeddings() -> dict[str, Any]:
-    operation = _post("Turn texts into vectors", "EmbeddingRequest", "EmbeddingList")
-    operation["responses"]["504"] = {"$ref": "#/components/responses/Error504"}
+def _invocation() -> dict[str, Any]:
+    """Each kind of body and its answer."""
+    operation = _generation("Answer as the body's endpoint", "Chat", "ChatCompletion", "ChatChunk")
+    requests = ("Chat", "Completion", "Embedding", "Rerank", "Score")
+    answers = ("ChatCompletion", "Completion", "EmbeddingList", "RerankList", "ScoreList")
+    content = operation["responses"]["200"]["content"]
+    content["application/json"]["schema"] = {"anyOf": [_ref(name) for name in answers]}
+    del content["text/event-stream"]["x-event-schema"]
+    operation["requestBody"]["content"]["application/json"]["schema"] = {
+        "anyOf": [_ref(f"{name}Request") for name in requests]
+    }
     return operation
 
 

@@ -28,10 +28,18 @@ from pdserve.client import (
     Unauthorized,
     Unavailable,
 )
-from pdserve.client.fields import ChatFields, CompletionFields, EmbedFields, TokenizeFields
+from pdserve.client.fields import (
+    ChatFields,
+    CompletionFields,
+    EmbedFields,
+    RerankFields,
+    ScoreFields,
+    TokenizeFields,
+)
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.protocols import completion_requests
 from pdserve.protocols.embeddings import EmbeddingRequest
+from pdserve.protocols.scoring import RerankRequest, ScoringFields
 from tests.client.scripted import CHUNK, HANG_UP, WHOLE, answer, failure, scripted, stream
 
 SOON = Retries(attempts=4, first=0.001)
@@ -329,7 +337,9 @@ async def test_so_does_cancelling():
     [
         (ChatFields, completion_requests.ChatRequest, {"model", "stream", "messages"}),
         (CompletionFields, completion_requests.CompletionRequest, {"model", "stream", "prompt"}),
-        (EmbedFields, EmbeddingRequest, {"model", "input"}),
+        (EmbedFields, EmbeddingRequest, {"model", "input", "messages"}),
+        (RerankFields, RerankRequest, {"model", "query", "documents"}),
+        (ScoreFields, ScoringFields, {"model"}),
         (TokenizeFields, completion_requests.TokenizeRequest, {"model", "prompt", "messages"}),
     ],
 )

@@ -177,6 +177,8 @@ SOUND: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hi"}],
     "prompt": "hi",
     "input": "hi",
+    "query": "hi",
+    "documents": ["hi", "ho"],
     "tokens": [5, 6],
     "max_tokens": 5,
     "model": "tiny",

@@ -23,6 +23,12 @@ BODIES = {
     CHAT: HELLO | {"max_tokens": 1},
     "/v1/completions": {"prompt": "a", "max_tokens": 1},
     "/v1/embeddings": {"input": "a"},
+    "/v1/rerank": {"query": "a", "documents": ["a"]},
+    "/v2/rerank": {"query": "a", "documents": ["a"]},
+    "/rerank": {"query": "a", "documents": ["a"]},
+    "/v1/score": {"text_1": "a", "text_2": "a"},
+    "/score": {"text_1": "a", "text_2": "a"},
+    "/invocations": {"prompt": "a", "max_tokens": 1},
     "/v1/responses": {"input": "a", "max_output_tokens": 1},
     "/v1/responses/input_tokens": {"input": "a"},
     "/v1/messages": HELLO | {"max_tokens": 1},
@@ -32,7 +38,7 @@ BODIES = {
     "/detokenize": {"tokens": [5]},
 }
 """Of each endpoint that takes one."""
-BODILESS = {"/v1/responses/{id}"}
+BODILESS = {"/v1/responses/{id}", "/ping"}
 """Take a method that may have a body, and read none."""
 SMALL = "[[key]]\nkey = 'small-key-of-a-test'\ntenant = 'small'\n[key.limits]\n"
 OTHER = "[[key]]\nkey = 'other-key-of-a-test'\ntenant = 'other'\n"

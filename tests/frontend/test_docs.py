@@ -15,6 +15,12 @@ from pdserve.protocols.embeddings import EmbeddingRequest
 from pdserve.protocols.openapi import document
 from pdserve.protocols.request_decoder import MAX_STRUCTURE, MAX_VALUES
 from pdserve.protocols.responses_api import REFUSED_BY_RESPONSES, ResponsesRequest
+from pdserve.protocols.scoring import (
+    REFUSED_BY_RERANK,
+    REFUSED_BY_SCORE,
+    RerankRequest,
+    ScoreRequest,
+)
 from pdserve.protocols.unsupported_fields import (
     OF_OTHER_SERVERS,
     REFUSED_BY_CHAT,
@@ -36,12 +42,13 @@ NAMED = set(re.findall(r"`([^`]+)`", re.sub("``.*?``", "", API)))
 def test_every_field_of_a_request_is_named():
     fields = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
     fields |= set(EmbeddingRequest.__struct_fields__)
+    fields |= {*RerankRequest.__struct_fields__, *ScoreRequest.__struct_fields__}
     nested = {"stream_options"}  # by its own fields
     assert fields - nested <= NAMED
 
 
 def test_every_refused_field_is_named():
-    refused = {*REFUSED_BY_CHAT, *REFUSED_BY_COMPLETIONS}
+    refused = {*REFUSED_BY_CHAT, *REFUSED_BY_COMPLETIONS, *REFUSED_BY_SCORE, *REFUSED_BY_RERANK}
     assert {name for name in refused if not name.startswith("guided_")} <= NAMED
     assert "guided_*" in NAMED
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,12 +13,17 @@ from hypothesis import strategies as st
 from pdserve.frontend.config import FrontendConfig
 from pdserve.frontend.service import FrontendService
 from pdserve.protocols.completion_requests import ChatRequest, CompletionRequest
+from pdserve.protocols.embeddings import EmbeddingRequest
+from pdserve.protocols.scoring import RerankRequest, ScoreRequest
 from pdserve.protocols.unsupported_fields import REFUSED_BY_CHAT
 from tests.frontend.support import card, http, tokens
 from tests.support.fake_backend import FakeBackend, Script
 from tests.support.seeds import is_long
 
-PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/models"]
+PATHS = [
+    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score"),
+    *("/invocations", "/ping", "/tokenize", "/detokenize", "/v1/models"),
+]
 SPECS = settings(
     max_examples=2000 if is_long() else 60,
 )
@@ -52,6 +58,9 @@ NAMES = st.sampled_from(
         {
             *ChatRequest.__struct_fields__,
             *CompletionRequest.__struct_fields__,
+            *EmbeddingRequest.__struct_fields__,
+            *RerankRequest.__struct_fields__,
+            *ScoreRequest.__struct_fields__,
             *REFUSED_BY_CHAT,
             "x",
         }
@@ -59,11 +68,19 @@ NAMES = st.sampled_from(
     )
 )
 PROMPTS = TEXT | st.lists(st.integers(0, 500), max_size=5) | st.lists(TEXT, max_size=3) | VALUES
+FIELDS = st.dictionaries(NAMES, VALUES, max_size=4)
+TEXTS = TEXT | st.lists(TEXT | st.fixed_dictionaries({"text": TEXT}), max_size=3) | VALUES
 BODIES = st.builds(
     lambda fields, messages, prompt: fields | {"messages": messages, "prompt": prompt},
-    st.dictionaries(NAMES, VALUES, max_size=4),
+    FIELDS,
     MESSAGES | VALUES,
     PROMPTS,
+) | st.builds(
+    lambda fields, names, one, two: fields | dict(zip(names, (one, two), strict=False)),
+    FIELDS,
+    st.sampled_from([("query", "documents"), ("text_1", "text_2"), ("input",), ("prompt",)]),
+    TEXTS,
+    TEXTS,
 )
 # Lone surrogates as escapes, other text as it is.
 RAW = BODIES.map(lambda body: json.dumps(body).encode()) | st.binary(max_size=60)
@@ -74,8 +91,9 @@ class Harness:
 
     def __init__(self, template: str | None = None) -> None:
         self.runner = asyncio.Runner()
-        changes = {} if template is None else {"chat_template": template}
-        script = Script(tokens=[*tokens("The fox 👍 ran."), 1])
+        changes: dict[str, Any] = {} if template is None else {"chat_template": template}
+        changes |= {"pooling": "last", "embedding_size": 1, "features": ("embeddings",)}
+        script = Script(tokens=[*tokens("The fox 👍 ran."), 1], vector=lambda request: bytes(4))
         self.backend = FakeBackend({"tiny": card(**changes)}, script)
         config = FrontendConfig(port=0, trust_request_chat_template=False, body_timeout=0.2)
         self.service = FrontendService(config, self.backend)

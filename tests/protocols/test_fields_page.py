@@ -20,8 +20,11 @@ from pdserve.protocols.openapi import document
 from pdserve.protocols.unsupported_fields import WITHOUT_EFFECT
 
 ROOT = Path(__file__).parents[2]
-SAME_AS = {"/route", "/v1/responses/input_tokens"}
-"""They take what others take."""
+SAME_AS = {
+    *("/route", "/v1/responses/input_tokens", "/v2/rerank", "/rerank", "/score"),
+    *("/invocations", "/ping"),
+}
+"""They take what others take, or nothing."""
 _FIELDS: Final = "tests/frontend/api/test_request_fields.py::"
 _SAMPLING: Final = "tests/frontend/preprocess/test_sampling.py::"
 _CLIENT: Final = "tests/e2e/test_openai_client.py::"

@@ -20,23 +20,24 @@ from aiohttp import web
 from pdserve.errors import EngineError, MethodNotAllowed, PdserveError, RouteNotFound
 from pdserve.frontend.access.api_keys import KeyRefused
 from pdserve.frontend.access.auth_failures import AuthFailures
-from pdserve.frontend.api.adapters.anthropic_request import plan_messages
-from pdserve.frontend.api.adapters.responses_request import FailedStream, plan_responses
-from pdserve.frontend.generation import GenerationHandler, RequestKind
+from pdserve.frontend.api.adapters.responses_request import FailedStream
+from pdserve.frontend.api.request_kinds import (
+    CHAT_KIND,
+    COMPLETION_KIND,
+    COUNT_TOKENS_KIND,
+    EMBEDDING_KIND,
+    MESSAGES_KIND,
+    RERANK_KIND,
+    RESPONSES_KIND,
+    SCORE_KIND,
+    kind_of_body,
+)
+from pdserve.frontend.generation import GenerationHandler
 from pdserve.frontend.http.http_request import HttpRequest
 from pdserve.frontend.http.http_response import EVENTS, HttpResponse, connection_of, error_response
 from pdserve.frontend.http.request_id import request_id_from
-from pdserve.frontend.preprocess.embeddings import plan_embeddings
-from pdserve.frontend.preprocess.input_processor import plan_chat, plan_completion
-from pdserve.protocols.anthropic_messages import (
-    COUNT_TOKENS,
-    MESSAGES,
-    TokenTotal,
-    messages_error_body,
-)
-from pdserve.protocols.embeddings import EMBEDDING
-from pdserve.protocols.request_decoder import CHAT, COMPLETION
-from pdserve.protocols.responses_api import RESPONSES, InputTokens
+from pdserve.protocols.anthropic_messages import TokenTotal, messages_error_body
+from pdserve.protocols.responses_api import InputTokens
 from pdserve.protocols.unsupported_fields import shorten
 
 if TYPE_CHECKING:
@@ -73,14 +74,6 @@ class ApiRoute:
         return ", ".join(sorted(names))
 
 
-_CHAT = RequestKind(CHAT, plan_chat)
-_COMPLETION = RequestKind(COMPLETION, plan_completion)
-_RESPONSES = RequestKind(RESPONSES, plan_responses)
-_MESSAGES = RequestKind(MESSAGES, plan_messages)
-_COUNT_TOKENS = RequestKind(COUNT_TOKENS, plan_messages)
-_EMBEDDINGS = RequestKind(EMBEDDING, plan_embeddings)
-
-
 class Api:
     """Answers every request of one frontend."""
 
@@ -114,15 +107,22 @@ class Api:
                 ApiRoute("/v1/chat/completions", {"POST": self._chat}),
                 ApiRoute("/v1/completions", {"POST": self._completion}),
                 ApiRoute("/v1/embeddings", {"POST": self._embed}),
+                ApiRoute("/v1/rerank", {"POST": self._rerank}),
+                ApiRoute("/v2/rerank", {"POST": self._rerank}),
+                ApiRoute("/rerank", {"POST": self._rerank}),
+                ApiRoute("/v1/score", {"POST": self._score}),
+                ApiRoute("/score", {"POST": self._score}),
                 ApiRoute("/v1/responses", {"POST": self._respond}),
                 ApiRoute("/v1/responses/input_tokens", {"POST": self._input_tokens}),
                 ApiRoute("/v1/messages", {"POST": self._message}),
                 ApiRoute("/v1/messages/count_tokens", {"POST": self._count_tokens}),
+                ApiRoute("/invocations", {"POST": self._invoke}),
                 ApiRoute("/route", {"POST": explanations.route}),
                 ApiRoute("/v1/models", {"GET": small.models}),
                 ApiRoute("/tokenize", {"POST": small.tokenize}),
                 ApiRoute("/detokenize", {"POST": small.detokenize}),
                 ApiRoute("/health", {"GET": small.health}, open=True),
+                ApiRoute("/ping", dict.fromkeys(("GET", "POST"), small.health), open=True),
                 ApiRoute("/live", {"GET": small.live}, open=True),
                 ApiRoute("/metrics", {"GET": small.metrics}, open=True),
                 ApiRoute("/version", {"GET": small.version}, open=True),
@@ -206,29 +206,38 @@ class Api:
             raise
 
     async def _chat(self, call: HttpRequest) -> web.StreamResponse:
-        return await self._generations.serve(_CHAT, call)
+        return await self._generations.serve(CHAT_KIND, call)
 
     async def _completion(self, call: HttpRequest) -> web.StreamResponse:
-        return await self._generations.serve(_COMPLETION, call)
+        return await self._generations.serve(COMPLETION_KIND, call)
 
     async def _embed(self, call: HttpRequest) -> web.StreamResponse:
-        return await self._generations.serve(_EMBEDDINGS, call)
+        return await self._generations.serve(EMBEDDING_KIND, call)
+
+    async def _rerank(self, call: HttpRequest) -> web.StreamResponse:
+        return await self._generations.serve(RERANK_KIND, call)
+
+    async def _score(self, call: HttpRequest) -> web.StreamResponse:
+        return await self._generations.serve(SCORE_KIND, call)
+
+    async def _invoke(self, call: HttpRequest) -> web.StreamResponse:
+        return await self._generations.serve_by_body(kind_of_body, call)
 
     async def _respond(self, call: HttpRequest) -> web.StreamResponse:
         try:
-            return await self._generations.serve(_RESPONSES, call)
+            return await self._generations.serve(RESPONSES_KIND, call)
         except FailedStream as error:
             return HttpResponse(200, error.events, EVENTS, call.headers)
 
     async def _input_tokens(self, call: HttpRequest) -> web.StreamResponse:
-        counted = InputTokens(input_tokens=await self._generations.count(_RESPONSES, call))
+        counted = InputTokens(input_tokens=await self._generations.count(RESPONSES_KIND, call))
         return HttpResponse(200, _encode(counted), headers=call.headers)
 
     async def _message(self, call: HttpRequest) -> web.StreamResponse:
-        return await self._generations.serve(_MESSAGES, call)
+        return await self._generations.serve(MESSAGES_KIND, call)
 
     async def _count_tokens(self, call: HttpRequest) -> web.StreamResponse:
-        counted = TokenTotal(input_tokens=await self._generations.count(_COUNT_TOKENS, call))
+        counted = TokenTotal(input_tokens=await self._generations.count(COUNT_TOKENS_KIND, call))
         return HttpResponse(200, _encode(counted), headers=call.headers)
 
     async def _options(self, target: ApiRoute, call: HttpRequest) -> web.StreamResponse:

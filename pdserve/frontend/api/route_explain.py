@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pdserve.errors import InvalidRequest
-from pdserve.frontend.generation import RequestKind
+from pdserve.frontend.api.request_kinds import CHAT_KIND, COMPLETION_KIND
 from pdserve.frontend.http.http_response import HttpResponse
-from pdserve.frontend.preprocess.input_processor import plan_chat, plan_completion
 from pdserve.protocols.completion_responses import RouteCandidate, RouteExplanation
-from pdserve.protocols.request_decoder import CHAT, COMPLETION
 
 if TYPE_CHECKING:
     from pdserve.frontend.active_requests import ActiveRequest, ActiveRequests
     from pdserve.frontend.dispatch.backend import Backend
-    from pdserve.frontend.generation import GenerationHandler
+    from pdserve.frontend.generation import GenerationHandler, RequestKind
     from pdserve.frontend.http.body_reader import RequestBody
     from pdserve.frontend.http.http_request import HttpRequest
     from pdserve.frontend.plan import RequestPlan
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["RouteExplainer"]
 
 _encode = msgspec.json.Encoder().encode
-_CHAT = RequestKind(CHAT, plan_chat)
-_COMPLETION = RequestKind(COMPLETION, plan_completion)
 
 
 class _Kind(msgspec.Struct):
@@ -79,11 +75,11 @@ def _kind(body: bytes) -> RequestKind[Any]:
     try:
         kind = _decode_kind(body)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return _CHAT
+        return CHAT_KIND
     chat, completion = (bytes(part).strip() != b"null" for part in (kind.messages, kind.prompt))
     if chat == completion:
         raise InvalidRequest("give exactly one of 'prompt' and 'messages'", param="prompt")
-    return _CHAT if chat else _COMPLETION
+    return CHAT_KIND if chat else COMPLETION_KIND
 
 
 def explanation(plan: RequestPlan, router: NodeId, explained: RoutingPreview) -> RouteExplanation:

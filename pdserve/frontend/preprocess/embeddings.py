@@ -1,7 +1,8 @@
 """Turns a decoded `/v1/embeddings` request into a plan.
 
 Each input is its own submission; the engine computes the prompt and returns a vector instead of a
-token. Everything else is as with generation: `generation` orders the steps.
+token. Everything else is as with generation: `generation` orders the steps. `scoring.py` plans the
+other requests that engines answer with vectors.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ from pdserve.errors import ContextLengthExceeded, InvalidRequest
 from pdserve.frontend.access.api_keys import cache_salt_of, check_priority
 from pdserve.frontend.output.embedding_format import EmbeddingFormat
 from pdserve.frontend.plan import Prompt, RequestPlan
-from pdserve.frontend.preprocess.input_processor import check_prompt_chars, max_prompt_chars
+from pdserve.frontend.preprocess.input_processor import (
+    chat_tokens,
+    check_prompt_chars,
+    max_prompt_chars,
+)
 from pdserve.frontend.preprocess.prompt_hashes import NO_HASHING
 from pdserve.frontend.preprocess.sampling import check_prompt_tokens
 from pdserve.frontend.preprocess.text_cost import texts_chars
 from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.protocols.completion_requests import TokenizeRequest
 from pdserve.protocols.embeddings import MAX_INPUTS
 
 if TYPE_CHECKING:
@@ -25,8 +31,11 @@ if TYPE_CHECKING:
 
     from pdserve.frontend.model_registry import PreparedModel
     from pdserve.frontend.preprocess.input_processor import PlanContext
+    from pdserve.ids import Bytes
     from pdserve.messages.card import ModelCard
+    from pdserve.messages.request import Pooling
     from pdserve.protocols.embeddings import EmbeddingRequest
+    from pdserve.protocols.scoring import ScoringFields
 
 _VECTOR = SamplingParams(max_tokens=1, temperature=0.0)
 """Nothing is sampled; other code needs to know how much output to expect."""
@@ -41,16 +50,14 @@ async def plan_embeddings(request: EmbeddingRequest, context: PlanContext) -> Re
     `Overloaded`."""
     card = context.model.card
     shape = embedding_format_of(request, card)
-    inputs = input_list(request.input)
-    limit = context.config.max_answer
-    if shape.size * len(inputs) > limit:
-        raise InvalidRequest(
-            f"{len(inputs)} vectors of {shape.kept} numbers would take about "
-            f"{shape.size * len(inputs)} bytes; the limit is {limit}: send fewer inputs, or ask "
-            "for 'encoding_format': \"base64\"",
-            param="input",
-        )
-    prompts = [Prompt(tokens) for tokens in await _tokens(request, inputs, context)]
+    if (request.input is None) == (request.messages is None):
+        raise InvalidRequest("give exactly one of 'input' and 'messages'", param="input")
+    if request.input is None:
+        prompts = [Prompt(await _chat_tokens(request, context))]
+    else:
+        inputs = input_list(request.input)
+        _check_size(shape, len(inputs), context.config.max_answer)
+        prompts = [Prompt(tokens) for tokens in await _tokens(request, inputs, context)]
     return RequestPlan(
         chat=False,
         model=context.model,
@@ -58,10 +65,24 @@ async def plan_embeddings(request: EmbeddingRequest, context: PlanContext) -> Re
         answer_id="",
         created=int(time.time()),
         prompts=prompts,
-        requests=await _submissions(request, context, prompts),
+        requests=await pooling_requests(request, context, prompts),
         n=1,
         vectors=shape,
     )
+
+
+def _check_size(shape: EmbeddingFormat, count: int, limit: Bytes) -> None:
+    if shape.size * count > limit:
+        raise InvalidRequest(
+            f"{count} vectors of {shape.kept} numbers would take about {shape.size * count} bytes; "
+            f"the limit is {limit}: send fewer inputs, or ask for 'encoding_format': \"base64\"",
+            param="input",
+        )
+
+
+def makes_vectors(card: ModelCard) -> bool:
+    """True if the model computes embeddings."""
+    return "embeddings" in card.features and bool(card.pooling) and card.embedding_size > 0
 
 
 def embedding_format_of(request: EmbeddingRequest, card: ModelCard) -> EmbeddingFormat:
@@ -69,7 +90,7 @@ def embedding_format_of(request: EmbeddingRequest, card: ModelCard) -> Embedding
 
     Errors: `InvalidRequest` if the model computes no embeddings, or none of that size.
     """
-    if "embeddings" not in card.features or not card.pooling or not card.embedding_size:
+    if not makes_vectors(card):
         raise InvalidRequest(
             f"'{card.name}' makes no vectors: neither its files nor its workers' settings say how. "
             "Start its workers with --pooling=mean or --pooling=last, or name another model",
@@ -127,13 +148,36 @@ def input_list(given: str | list[str | int | list[int]]) -> list[str | list[int]
     return inputs  # type: ignore[return-value]  # checked above
 
 
+async def _chat_tokens(request: EmbeddingRequest, context: PlanContext) -> list[int]:
+    """The tokens of a conversation, cut if requested. Errors: `InvalidRequest`,
+    `ContextLengthExceeded`."""
+    card = context.model.card
+    keep = kept_tokens(request, card)
+    chat = TokenizeRequest(
+        messages=request.messages,
+        add_special_tokens=request.add_special_tokens,
+        chat_template=request.chat_template,
+        chat_template_kwargs=request.chat_template_kwargs,
+        add_generation_prompt=bool(request.add_generation_prompt),
+        continue_final_message=request.continue_final_message,
+    )
+    found = (await chat_tokens(chat, context))[:keep]
+    if not found:
+        raise InvalidRequest(
+            "the chat template writes nothing for these 'messages'", param="messages"
+        )
+    check_prompt_tokens(found, card, "messages")
+    check_input_length(found, card, "messages")
+    return found
+
+
 async def _tokens(
     request: EmbeddingRequest, inputs: Sequence[str | list[int]], context: PlanContext
 ) -> list[list[int]]:
     """The tokens of each input, cut if requested. Errors: `InvalidRequest`,
     `ContextLengthExceeded`."""
     model = context.model
-    keep = _kept_tokens(request, model.card)
+    keep = kept_tokens(request, model.card)
     batch = isinstance(request.input, list) and type(request.input[0]) is not int
     names = [f"input[{index}]" if batch else "input" for index in range(len(inputs))]
     texts = [each for each in inputs if isinstance(each, str)]
@@ -142,17 +186,19 @@ async def _tokens(
     if texts:
         special = request.add_special_tokens is not False
         size = texts_chars(texts)
-        encoded = iter(await context.pool.run(size, _encode, texts, names, special, keep, model))
+        encoded = iter(
+            await context.pool.run(size, encode_inputs, texts, names, special, keep, model)
+        )
     found = []
     for name, each in zip(names, inputs, strict=True):
         ids = next(encoded) if isinstance(each, str) else each[:keep]
         check_prompt_tokens(ids, model.card, name)
-        _check_length(ids, model.card, name)
+        check_input_length(ids, model.card, name)
         found.append(ids)
     return found
 
 
-def _kept_tokens(request: EmbeddingRequest, card: ModelCard) -> int | None:
+def kept_tokens(request: EmbeddingRequest | ScoringFields, card: ModelCard) -> int | None:
     """The most tokens of an input that are kept; None: an input that does not fit is refused."""
     wanted = request.truncate_prompt_tokens
     if wanted == 0:
@@ -163,7 +209,8 @@ def _kept_tokens(request: EmbeddingRequest, card: ModelCard) -> int | None:
     return card.max_model_len if wanted == -1 else wanted
 
 
-def _check_length(ids: Sequence[int], card: ModelCard, name: str) -> None:
+def check_input_length(ids: Sequence[int], card: ModelCard, name: str) -> None:
+    """Errors: `ContextLengthExceeded`."""
     if len(ids) > card.max_model_len:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {card.max_model_len} tokens. However, "
@@ -173,22 +220,29 @@ def _check_length(ids: Sequence[int], card: ModelCard, name: str) -> None:
         )
 
 
-def _encode(
+def check_input_chars(text: str, name: str, keep: int | None, model: PreparedModel) -> None:
+    """Refuses a text that would take too long to tokenise. Errors: `InvalidRequest`,
+    `ContextLengthExceeded`."""
+    if keep is None:
+        check_prompt_chars(text, model, name)
+    elif len(text) > (most := max_prompt_chars(model.card)):
+        raise InvalidRequest(
+            f"'{name}' has {len(text)} characters; {most} may be sent with "
+            "'truncate_prompt_tokens': shorten it",
+            param=name,
+        )
+
+
+def encode_inputs(
     texts: Sequence[str],
     names: Sequence[str],
     special: bool,
     keep: int | None,
     model: PreparedModel,
 ) -> list[list[int]]:
+    """The tokens of texts, the first `keep` of each."""
     for text, name in zip(texts, names, strict=True):
-        if keep is None:
-            check_prompt_chars(text, model, name)
-        elif len(text) > (most := max_prompt_chars(model.card)):
-            raise InvalidRequest(
-                f"'{name}' has {len(text)} characters; {most} may be sent with "
-                "'truncate_prompt_tokens': shorten it",
-                param=name,
-            )
+        check_input_chars(text, name, keep, model)
     found = model.tokenizer.encode_batch(texts, special)
     if keep is None or all(len(ids) <= keep for ids in found):
         return found
@@ -218,15 +272,22 @@ def truncate_input(ids: list[int], bare: list[int], keep: int) -> list[int]:
     return ids[: before + keep - around] + after
 
 
-async def _submissions(
-    request: EmbeddingRequest, context: PlanContext, prompts: Sequence[Prompt]
+async def pooling_requests(
+    request: EmbeddingRequest | ScoringFields,
+    context: PlanContext,
+    prompts: Sequence[Prompt],
+    *,
+    classify: bool = False,
 ) -> list[GenerateRequest]:
+    """The requests to engines, one per prompt; `classify`: for what the model's classification head
+    makes of it. Errors: `Forbidden`, `Overloaded`."""
     card, priority = context.model.card, request.priority or 0
     check_priority(priority, context.key, context.config.max_priority)
     salt = cache_salt_of(context.key, request.cache_salt)
     tokens = [prompt.tokens for prompt in prompts]
+    pooling: Pooling = "last" if classify else card.pooling
     # Mean pooling needs every token to be computed, so cached blocks are of no use to it.
-    naming = NO_HASHING if card.pooling == "mean" else context.naming
+    naming = NO_HASHING if pooling == "mean" else context.naming
     names = await naming.of(card, salt, tokens, context.pool, lora=context.model.lora)
     return [
         GenerateRequest(
@@ -240,8 +301,9 @@ async def _submissions(
             deadline=context.deadline,
             block_names=named.hashes,
             names_id=named.id,
-            pooling=card.pooling,
+            pooling=pooling,
             lora=context.model.lora,
+            classify=classify,
         )
         for index, (ids, named) in enumerate(zip(tokens, names, strict=True))
     ]

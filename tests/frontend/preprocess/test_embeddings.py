@@ -98,6 +98,43 @@ async def test_every_kind_of_input_is_answered_in_order(given: Any, prompts: Any
         assert answer["usage"]["prompt_tokens"] == sum(map(len, prompts))
 
 
+async def test_a_conversation_becomes_one_vector() -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    async with serving() as client:
+
+        async def prompt(**fields: Any) -> list[int]:
+            status, _, answer = await client.post(PATH, {"messages": messages} | fields)
+            assert status == 200, answer
+            (each,) = answer["data"]
+            found = client.backend.streams[-1].request.prompt
+            assert each["embedding"] == numbers(found)
+            assert answer["usage"]["prompt_tokens"] == len(found)
+            return found
+
+        chat = tokens("<s>user: hello</s>")
+        assert await prompt() == chat
+        assert await prompt(add_generation_prompt=True) == chat + tokens("<s>assistant: ")
+        assert await prompt(continue_final_message=True) == tokens("<s>user: hello")
+        assert await prompt(truncate_prompt_tokens=3) == chat[:3]
+        assert await prompt(input=None, encoding_format="float") == chat
+        for fields in ({"input": "a"}, {"messages": None}):
+            status, _, answer = await client.post(PATH, {"messages": messages} | fields)
+            assert (status, answer["error"]["param"]) == (400, "input")
+        long = [{"role": "user", "content": "hello " * 99}]
+        status, _, answer = await client.post(PATH, {"messages": long})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        template = {"chat_template": "{{ 7 }}"}
+        status, _, answer = await client.post(PATH, {"messages": messages} | template)
+        assert (status, answer["error"]["param"]) == (400, "chat_template")
+    async with serving(models={MODEL: embedder(chat_template="{{ x }}")}) as client:
+        assert await prompt(chat_template_kwargs={"x": "fox"}) == tokens("fox")
+        status, _, answer = await client.post(PATH, {"messages": messages})
+        assert "writes nothing" in answer["error"]["message"]
+    async with serving(models={MODEL: embedder(chat_template=None)}) as client:
+        status, _, answer = await client.post(PATH, {"messages": messages})
+        assert "no chat template" in answer["error"]["message"]
+
+
 async def test_base64_holds_the_same_numbers() -> None:
     async with serving() as client:
         answer = await embed(client, "hello", encoding_format="base64")

@@ -21,11 +21,13 @@ from pdserve.frontend.preprocess.input_processor import (
     plan_completion,
 )
 from pdserve.frontend.preprocess.output_parsers import callable_tools
+from pdserve.frontend.preprocess.scoring import plan_rerank, plan_score
 from pdserve.frontend.preprocess.text_cost import MIN_STRUCTURED_CHARS, chat_chars
 from pdserve.protocols.anthropic_messages import MESSAGES
 from pdserve.protocols.embeddings import EMBEDDING
 from pdserve.protocols.request_decoder import CHAT, COMPLETION, TOKENIZE
 from pdserve.protocols.responses_api import RESPONSES
+from pdserve.protocols.scoring import RERANK, SCORE
 from pdserve.text.text_pool import INLINE_CHARS, TextPool
 from tests.frontend.support import HELLO, card
 
@@ -185,6 +187,8 @@ async def test_items_and_blocks_become_messages_in_a_thread(
         (plan_completion, COMPLETION, {"prompt": ["a"] * 20}),
         (plan_completion, COMPLETION, {"prompt": "a", "bad_words": ["b"] * 20}),
         (plan_embeddings, EMBEDDING, {"input": ["a"] * 20}),
+        (plan_rerank, RERANK, {"query": "a", "documents": ["a"] * 20}),
+        (plan_score, SCORE, {"text_1": ["a"] * 20, "text_2": ["a"] * 20}),
     ],
 )
 async def test_many_short_texts_are_tokenised_in_a_thread(plan: Any, decoder: Any, fields: Any):
