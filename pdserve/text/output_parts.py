@@ -1,7 +1,7 @@
 """Defines the parts of a model's parsed output: content, reasoning and tool calls.
 
 Parsers in `tool_parsers/` and `reasoning_parser.py` return these records; the frontend writes them
-to clients. They carry text only; the frontend makes the ids of tool calls.
+to clients. They carry text only; the frontend makes the ids of tool calls that have none.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ class ToolCallStart:
     index: int
     """Index of the call in this answer, from 0."""
     name: str
+    id: str = ""
+    """The id that the model wrote, if its templates need the same one again; no other call of this
+    answer has it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 def chat_delta(parts: Iterable[OutputPart], call_id: Callable[[], str]) -> ChatDelta:
-    """The parts as a chunk's delta. A tool call that begins gets an id."""
+    """The parts as a chunk's delta. A tool call that begins gets an id if the model wrote none."""
     content, reasoning = _text(parts, ContentDelta), _text(parts, ReasoningDelta)
     calls: dict[int, ToolCallDelta] = {}
     for part in parts:
         match part:
-            case ToolCallStart(index, name):
+            case ToolCallStart(index, name, id):
                 function = FunctionDelta(name=name, arguments="")
                 calls[index] = ToolCallDelta(
-                    index=index, id=call_id(), type="function", function=function
+                    index=index, id=id or call_id(), type="function", function=function
                 )
             case ToolCallArguments(index, text):
                 call = calls.setdefault(index, ToolCallDelta(index=index, function=FunctionDelta()))
@@ -57,9 +57,8 @@ def chat_message(
     for part in parts:
         if isinstance(part, ToolCallStart):
             arguments.append([])
-            calls.append(
-                CalledTool(id=call_id(), function=CalledFunction(name=part.name, arguments=""))
-            )
+            function = CalledFunction(name=part.name, arguments="")
+            calls.append(CalledTool(id=part.id or call_id(), function=function))
         elif isinstance(part, ToolCallArguments):
             arguments[part.index].append(part.text)
     for call, texts in zip(calls, arguments, strict=True):

@@ -182,6 +182,7 @@ class CallObject:
         "_key",
         "_known",
         "_name",
+        "_name_keys",
         "_raw",
         "_stream",
         "_value",
@@ -196,9 +197,11 @@ class CallObject:
         *,
         known: Container[str] | None = None,
         bare: bool = True,
+        name_keys: tuple[str, ...] = ("name",),
     ) -> None:
         self._closings = closings
         self._known = known
+        self._name_keys = name_keys
         self._bare = bare
         self._expect = "{"
         """What must come next: a character, or `value`."""
@@ -303,7 +306,7 @@ class CallObject:
         self._stream = False
         if self.begun:
             return
-        if self._key == "name":
+        if self._key in self._name_keys:
             self._named(reader)
         elif self._key in ARGUMENTS:
             self._argued(reader)

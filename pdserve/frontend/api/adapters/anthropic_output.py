@@ -138,8 +138,8 @@ class ContentBlocks:
             case ContentDelta(text):
                 events = self._switch(TextBlock, TextBlock(text=""))
                 delta = {"type": "text_delta", "text": text}
-            case ToolCallStart(_, name):
-                return self._begin(ToolUseBlock(id=self._call_id(), name=name, input={}))
+            case ToolCallStart(_, name, id):
+                return self._begin(ToolUseBlock(id=id or self._call_id(), name=name, input={}))
             case ToolCallArguments(_, text):
                 events = []
                 delta = {"type": "input_json_delta", "partial_json": text}

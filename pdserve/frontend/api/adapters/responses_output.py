@@ -225,8 +225,8 @@ class OutputItems:
             case ContentDelta(text):
                 events = self._switch(MessageItem)
                 return [*events, self._delta("output_text", text, logprobs)]
-            case ToolCallStart(_, name):
-                return [*self._close("completed"), self._begin(self._call(name))]
+            case ToolCallStart(_, name, id):
+                return [*self._close("completed"), self._begin(self._call(name, id))]
             case ToolCallArguments(_, text):
                 # A call has begun, and calls come one after the other.
                 assert self._open is not None
@@ -272,11 +272,11 @@ class OutputItems:
         self._open = _Open(item, len(self.output))
         return "output_item.added", {"output_index": len(self.output), "item": item}
 
-    def _call(self, function: str) -> FunctionCallItem | CustomToolCallItem:
+    def _call(self, function: str, id: str) -> FunctionCallItem | CustomToolCallItem:
         tool = self._called.get(function) or OriginalTool(function)
         common: dict[str, Any] = {
             "status": "in_progress",
-            "call_id": self._call_id(),
+            "call_id": id or self._call_id(),
             "name": tool.name,
             "namespace": UNSET if tool.namespace is None else tool.namespace,
         }
