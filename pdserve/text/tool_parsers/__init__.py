@@ -28,6 +28,13 @@ _HERE: Final = "pdserve.text.tool_parsers."
 _OF_FAMILIES: Final[Mapping[str, str]] = {}
 """Formats that are recognised by a marker that only one family's templates have."""
 
+_JSON_FAMILIES: Final[Mapping[str, str]] = {
+    "kimi_k2": f"{_HERE}named_calls.kimi_k2:KIMI_K2",
+    "deepseek_v3": f"{_HERE}named_calls.deepseek_v3:DEEPSEEK_V3",
+    "deepseek_v31": f"{_HERE}named_calls.deepseek_v3:DEEPSEEK_V31",
+}
+"""The same, for families whose arguments are one JSON object."""
+
 _SHARED: Final[Mapping[str, str]] = {
     "qwen3_coder": f"{_HERE}tagged_calls.qwen3_coder:Qwen3Coder",
     "hermes": f"{_HERE}json_calls.hermes:Hermes",
@@ -37,7 +44,7 @@ _SHARED: Final[Mapping[str, str]] = {
 }
 """Formats whose words other families' templates may contain, too: they are recognised last."""
 
-TOOL_PARSERS: Final[Mapping[str, str]] = {**_OF_FAMILIES, **_SHARED}
+TOOL_PARSERS: Final[Mapping[str, str]] = {**_OF_FAMILIES, **_JSON_FAMILIES, **_SHARED}
 """`module:attribute` of each format, in the order in which templates are tried."""
 TOOL_PARSER_GROUP: Final = "pdserve.tool_parsers"
 """Group of entry points with which other packages add formats."""
@@ -52,9 +59,7 @@ _UNREAD: Final = (
     "<TOOLCALL>",  # Nemotron
     "<function=name>",  # Functionary
     "<function=example_function_name>{",  # Functionary
-    "<|tool_calls_section_begin|>",  # Kimi
     "<|tool_call_start|>",  # LFM2
-    "<｜tool▁calls▁begin｜>",  # DeepSeek
     "<｜DSML｜",  # DeepSeek
     "<|channel|>",  # GPT-OSS
     "<seed:tool_call>",  # Seed-OSS
@@ -82,11 +87,11 @@ def detect_tool_format(template: str | None) -> str:
     A format is chosen by the structure of its calls, not by one word. The wrong parser would show
     markup to clients; without a parser, a request with `tools` is refused with a remedy.
     """
-    if template is None or "tools" not in template:
+    if template is None or not ("tools" in template or "tool_calls" in template):
         return ""
-    for name in _OF_FAMILIES:
+    for name in (*_OF_FAMILIES, *_JSON_FAMILIES):
         if tool_format(name).detect(template):
             return name
-    if any(mark in template for mark in _UNREAD):
+    if "tools" not in template or any(mark in template for mark in _UNREAD):
         return ""
     return next((name for name in _SHARED if tool_format(name).detect(template)), "")

@@ -39,7 +39,7 @@ class ToolFormat(Protocol):
 
     def detect(self, template: str) -> bool:
         """Return True if a chat template writes calls in this format. It is asked only for
-        templates that use `tools`, and only if no earlier format claimed the template."""
+        templates with calls, and only if no earlier format claimed the template."""
         ...
 
     def check(self, tools: Sequence[Tool]) -> None:
@@ -114,9 +114,10 @@ class ToolCallReader(IncrementalReader):
         """Note that markup was read: whitespace next to it is layout."""
         self._layout.markup(first=not self._shown)
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, id: str = "") -> None:
+        """Start a call. `id`: the model's own id, if the family's templates need it."""
         self.mark()
-        self.parts.append(ToolCallStart(self.calls, name))
+        self.parts.append(ToolCallStart(self.calls, name, id))
         self.calls += 1
 
     def seek_call(self, pattern: re.Pattern[str], markers: Iterable[str]) -> str:

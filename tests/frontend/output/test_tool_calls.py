@@ -108,6 +108,22 @@ async def test_a_stream_adds_up_to_the_whole_answer_wherever_tokens_end(name):
         assert [part["function"]["name"] for part in begun] == [name for name, _ in calls]
 
 
+async def test_ids_that_the_model_needs_again_are_its_own():
+    """Kimi's templates show the model its ids, and an id has the name of the tool."""
+    calls = "".join(
+        f'<|tool_call_begin|>{id}<|tool_call_argument_begin|>{{"city": "Rome"}}<|tool_call_end|>'
+        for id in ("functions.weather:0", "functions.weather:1", "functions.weather:1")
+    )
+    text = f"<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>"
+    async with serving(text, changes={"tool_parser": "kimi_k2"}) as client:
+        whole = message_of(await client.chunks(tools=TOOLS))
+        (choice,) = (await client.chat(tools=TOOLS))["choices"]
+    for message in (whole, choice["message"]):
+        first, second, third = (each["id"] for each in message["tool_calls"])
+        assert (first, second) == ("functions.weather:0", "functions.weather:1")
+        assert re.fullmatch("call_[0-9a-f]{24}", third), "the same id a second time is no id"
+
+
 async def test_arguments_come_while_they_are_written():
     async with serving(PARIS) as client:
         chunks = await client.chunks(tools=TOOLS)
