@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from pdserve.clock import SystemClock
 from pdserve.errors import PdserveError
 from pdserve.frontend.api.unknown_fields import UnknownFields
-from pdserve.frontend.http.http_response import HttpResponse, connection_of
+from pdserve.frontend.http.http_response import EVENTS, JSON, HttpResponse, connection_of
 from pdserve.frontend.http.request_id import check_request_id
 from pdserve.frontend.http.sse_response import Flusher, SseWriter
 from pdserve.frontend.output.embedding_response import EmbeddingResponseBuilder
@@ -34,6 +34,13 @@ from pdserve.observe.metrics import Metrics, outcome_of
 from pdserve.protocols.anthropic_messages import CountTokensRequest, MessagesRequest
 from pdserve.protocols.completion_requests import ChatRequest, CompletionRequest
 from pdserve.protocols.embeddings import EmbeddingRequest
+from pdserve.protocols.ollama.answers import NDJSON
+from pdserve.protocols.ollama.requests import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+)
 from pdserve.protocols.responses_api import ResponsesRequest
 from pdserve.protocols.scoring import RerankRequest, ScoreRequest
 
@@ -70,6 +77,10 @@ R = TypeVar(
     CountTokensRequest,
     RerankRequest,
     ScoreRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaEmbedRequest,
+    OllamaEmbeddingsRequest,
 )
 
 
@@ -79,6 +90,8 @@ class RequestKind(Generic[R]):
 
     decoder: RequestDecoder[R]
     plan: Callable[[R, PlanContext], Awaitable[RequestPlan]]
+    tagged: bool = False
+    """True if `:latest` may follow a model's name."""
 
 
 class GenerationHandler:
@@ -142,6 +155,9 @@ class GenerationHandler:
         self, route: RequestKind[R], body: RequestBody, active: ActiveRequest
     ) -> web.StreamResponse:
         plan = await self.plan(route, body, active)
+        if plan.ready is not None:
+            kind = NDJSON if plan.stream else JSON
+            return HttpResponse(200, plan.ready, kind, active.call.headers)
         # A body may be large and its answer long, so only what the answer repeats is kept.
         body.keep_only(plan.repeats)
         assert active.ticket is not None
@@ -167,7 +183,8 @@ class GenerationHandler:
         active.hints = parse_hints(call.http.headers, request.session_id, call.key)
         if request.request_id is not None:
             call.name(check_request_id(request.request_id))
-        model = await self._model(request.model, active)
+        name = self._models.without_tag(request.model) if route.tagged else request.model
+        model = await self._model(name, active)
         active.stage = "preparing the prompt"
         context = PlanContext(
             model=model,
@@ -177,6 +194,8 @@ class GenerationHandler:
             naming=self._naming,
             key=call.key,
             deadline=self._config.request_timeout,
+            arrival=active.arrival,
+            time=self._time,
         )
         plan = await route.plan(request, context)
         if plan.left_out:
@@ -267,7 +286,8 @@ class GenerationHandler:
 
     async def _stream(self, plan: RequestPlan, active: ActiveRequest) -> web.StreamResponse:
         lines = active.call.headers + _seed_line(plan)
-        wire = SseWriter(active.call.http, lines, self._config.write_buffer, self._flusher)
+        kind = EVENTS if plan.adapter is None else plan.adapter.stream_type
+        wire = SseWriter(active.call.http, lines, self._config.write_buffer, self._flusher, kind)
         answer = streaming_response_builder(
             plan, self._metrics, active.arrival, self._time, wire, self.gathered
         )

@@ -206,6 +206,13 @@ class ModelRegistry:
             )
         return card
 
+    def without_tag(self, name: str | None) -> str | None:
+        """The name without Ollama's `:latest`, if only that is served."""
+        if name is None or name in (cards := self._backend.cards()):
+            return name
+        bare = name.removesuffix(":latest")
+        return bare if bare in cards else name
+
     def get_nowait(self, card: ModelCard) -> PreparedModel | None:
         """The model of a card if it has been prepared, else None."""
         model = self._ready.get(id(card))

@@ -18,6 +18,7 @@ from pdserve.frontend.output.embedding_format import EmbeddingFormat
 from pdserve.frontend.output.score_format import ScoreFormat
 from pdserve.messages.request import GenerateRequest
 from pdserve.protocols.completion_requests import Tool
+from pdserve.protocols.completion_responses import Usage
 from pdserve.text.output_parts import OutputParser
 from pdserve.text.repetition import RepetitionDetector
 from pdserve.text.stop_matcher import StopMatcher
@@ -98,6 +99,10 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The format of the prompts' embeddings; None: the answer is text."""
     scores: ScoreFormat | None = None
     """How the embeddings become scores; None: they are sent themselves."""
+    write_vectors: Callable[[RequestPlan, list[list[float]], Usage], bytes] | None = None
+    """Writes the answer with the embeddings in another API's format."""
+    ready: bytes | None = None
+    """The answer, if it needs no tokens; nothing is dispatched then."""
     left_out: tuple[str, ...] = ()
     """Tool types that the request has and that are ignored instead of refused."""
     adapter: ApiAdapter | None = None

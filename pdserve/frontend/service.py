@@ -23,6 +23,7 @@ from pdserve.frontend.access.api_keys import MIN_KEY_LENGTH, KeyRing, parse_keys
 from pdserve.frontend.access.trusted_hosts import TrustedHosts
 from pdserve.frontend.active_requests import ActiveRequests
 from pdserve.frontend.api.app import Api
+from pdserve.frontend.api.ollama_endpoints import OllamaEndpoints
 from pdserve.frontend.api.route_explain import RouteExplainer
 from pdserve.frontend.api.utility_endpoints import UtilityEndpoints
 from pdserve.frontend.generation import GenerationHandler
@@ -141,7 +142,17 @@ class FrontendService:
         cors = Cors(config.cors_origins)
         visitors = TrustedHosts(config)
         self._api = Api(
-            self._generations, active_requests, explanations, small, metrics, keys, cors, visitors
+            self._generations,
+            active_requests,
+            explanations,
+            small,
+            metrics,
+            keys,
+            cors,
+            visitors,
+            OllamaEndpoints(
+                config, self._backend, self._models, active_requests, self._generations, metrics
+            ),
         )
         self._server = ConnectionServer(self._api.handle, config, metrics)
         metrics.http_requests_in_flight.read_from(lambda: self.active_requests)

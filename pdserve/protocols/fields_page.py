@@ -18,6 +18,13 @@ import msgspec
 from pdserve.protocols.anthropic_messages import COUNT_TOKENS, MESSAGES
 from pdserve.protocols.completion_requests import ChatRequest
 from pdserve.protocols.embeddings import EMBEDDING
+from pdserve.protocols.ollama.requests import (
+    OLLAMA_CHAT,
+    OLLAMA_EMBED,
+    OLLAMA_EMBEDDINGS,
+    OLLAMA_GENERATE,
+    OLLAMA_SHOW,
+)
 from pdserve.protocols.request_decoder import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, RequestDecoder
 from pdserve.protocols.responses_api import RESPONSES
 from pdserve.protocols.scoring import RERANK, SCORE
@@ -39,6 +46,11 @@ ENDPOINTS: Mapping[str, RequestDecoder[Any]] = {
     "/v1/score": SCORE,
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
+    "/api/chat": OLLAMA_CHAT,
+    "/api/generate": OLLAMA_GENERATE,
+    "/api/embed": OLLAMA_EMBED,
+    "/api/embeddings": OLLAMA_EMBEDDINGS,
+    "/api/show": OLLAMA_SHOW,
 }
 """Decoders by path. `/route` takes the fields of the first two, `/v1/responses/input_tokens` those
 of `/v1/responses`. `/v2/rerank` and `/rerank` are `/v1/rerank`, `/score` is `/v1/score`."""

@@ -14,6 +14,8 @@ from pdserve.protocols import (
     responses_api,
     scoring,
 )
+from pdserve.protocols.ollama import answers as ollama_answers
+from pdserve.protocols.ollama import requests as ollama_requests
 from pdserve.protocols.openai_errors import ErrorBody
 
 _REF = "#/components/schemas/{name}"
@@ -49,6 +51,20 @@ _RECORDS = (
     completion_responses.Detokenized,
     completion_responses.Health,
     completion_responses.Version,
+    ollama_requests.OllamaChatRequest,
+    ollama_requests.OllamaGenerateRequest,
+    ollama_requests.OllamaEmbedRequest,
+    ollama_requests.OllamaEmbeddingsRequest,
+    ollama_requests.OllamaShowRequest,
+    ollama_answers.OllamaChatAnswer,
+    ollama_answers.OllamaGenerateAnswer,
+    ollama_answers.OllamaVectors,
+    ollama_answers.OllamaVector,
+    ollama_answers.OllamaModelList,
+    ollama_answers.OllamaRunningList,
+    ollama_answers.OllamaShown,
+    ollama_answers.OllamaVersion,
+    ollama_answers.OllamaErrorBody,
     ErrorBody,
 )
 
@@ -82,7 +98,11 @@ _RESPONSES_EVENTS = _NAMED_EVENTS.format(
 _MESSAGES_EVENTS = _NAMED_EVENTS.format(
     api="Anthropic", error="After a failure the last is `error`, a `MessagesErrorBody`."
 )
-_OPENAI, _ANTHROPIC = "Error", "MessagesError"
+_LINES = (
+    "The same, a JSON object per line, while tokens are generated; this is the default. The last "
+    "has `done`, or is an `OllamaErrorBody` after a failure."
+)
+_OPENAI, _ANTHROPIC, _OLLAMA = "Error", "MessagesError", "OllamaError"
 """Component names of the error schemas."""
 
 
@@ -97,7 +117,7 @@ def document(version: str) -> dict[str, Any]:
             "schemas": components,
             "responses": {
                 f"{whose}{code}": _error(code, f"{whose}Body")
-                for whose in (_OPENAI, _ANTHROPIC)
+                for whose in (_OPENAI, _ANTHROPIC, _OLLAMA)
                 for code in _ERRORS
             },
             "securitySchemes": {
@@ -174,6 +194,47 @@ def _paths() -> dict[str, Any]:
         "/metrics": {"get": _text("Metrics in Prometheus's text format", "text/plain")},
         "/version": {"get": _get("The server's version", "Version")},
         "/openapi.json": {"get": _text("This document", "application/json")},
+        **_ollama_paths(),
+    }
+
+
+def _ollama_paths() -> dict[str, Any]:
+    unmanaged = {
+        "summary": "Models are not managed through this API: always 404",
+        "responses": {
+            code: {"$ref": f"#/components/responses/{_OLLAMA}{code}"} for code in ("401", "404")
+        },
+    }
+    answers = {
+        "/api/chat": ("Answer a conversation", "OllamaChatRequest", "OllamaChatAnswer"),
+        "/api/generate": ("Answer a prompt", "OllamaGenerateRequest", "OllamaGenerateAnswer"),
+        "/api/embed": ("Turn texts into vectors", "OllamaEmbedRequest", "OllamaVectors"),
+        "/api/embeddings": ("Turn a text into a vector", "OllamaEmbeddingsRequest", "OllamaVector"),
+    }
+    paths: dict[str, Any] = {
+        path: {"post": _timed(_post(*names, _OLLAMA), _OLLAMA)} for path, names in answers.items()
+    }
+    for path in ("/api/chat", "/api/generate"):
+        content = paths[path]["post"]["responses"]["200"]["content"]
+        content["application/x-ndjson"] = {"schema": {"type": "string", "description": _LINES}}
+    changes = {path: "post" for path in ("/api/pull", "/api/push", "/api/create", "/api/copy")}
+    return {
+        **paths,
+        "/api/show": {
+            "post": _post("Describe one model", "OllamaShowRequest", "OllamaShown", _OLLAMA)
+        },
+        "/api/tags": {
+            "get": _get("List the models served here", "OllamaModelList", "401", whose=_OLLAMA)
+        },
+        "/api/ps": {
+            "get": _get("List those with a worker", "OllamaRunningList", "401", whose=_OLLAMA)
+        },
+        "/api/version": {"get": _get("The version of this API", "OllamaVersion")},
+        "/": {"get": _text("200 while the process lives", "text/plain")},
+        **{
+            path: {method: unmanaged}
+            for path, method in (changes | {"/api/delete": "delete"}).items()
+        },
     }
 
 
@@ -244,8 +305,8 @@ def _post(summary: str, request: str, answer: str, whose: str = _OPENAI) -> dict
     }
 
 
-def _get(summary: str, answer: str, *errors: str) -> dict[str, Any]:
-    return {"summary": summary, "responses": _responses(answer, *errors)}
+def _get(summary: str, answer: str, *errors: str, whose: str = _OPENAI) -> dict[str, Any]:
+    return {"summary": summary, "responses": _responses(answer, *errors, whose=whose)}
 
 
 def _or_anthropics(operation: dict[str, Any], answer: str) -> dict[str, Any]:

@@ -22,6 +22,8 @@ def encode_event(data: bytes) -> bytes:
 
 
 DONE_EVENT = encode_event(DONE)
+WAITING_COMMENT = b": waiting for the first token\n\n"
+"""A comment, which clients skip."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -36,9 +36,15 @@ BODIES = {
     "/route": {"prompt": "a"},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
+    "/api/chat": HELLO | {"stream": False, "options": {"num_predict": 1}},
+    "/api/generate": {"prompt": "a", "stream": False, "options": {"num_predict": 1}},
+    "/api/embed": {"input": "a"},
+    "/api/embeddings": {"prompt": "a"},
+    "/api/show": {"model": "tiny"},
 }
 """Of each endpoint that takes one."""
-BODILESS = {"/v1/responses/{id}", "/ping"}
+_MANAGED = ("pull", "push", "create", "copy", "delete")
+BODILESS = {"/v1/responses/{id}", "/ping", *(f"/api/{name}" for name in _MANAGED)}
 """Take a method that may have a body, and read none."""
 SMALL = "[[key]]\nkey = 'small-key-of-a-test'\ntenant = 'small'\n[key.limits]\n"
 OTHER = "[[key]]\nkey = 'other-key-of-a-test'\ntenant = 'other'\n"
@@ -51,6 +57,12 @@ def key_file(folder, limits):
     path.write_text(SMALL + limits + OTHER)
     path.chmod(0o600)
     return path
+
+
+def message(answer: Any) -> str:
+    """An error's message; Ollama's errors are nothing else."""
+    error = answer["error"]
+    return error if isinstance(error, str) else error["message"]
 
 
 @contextlib.asynccontextmanager
@@ -80,8 +92,8 @@ async def test_every_endpoint_takes_a_place_of_its_key(path, tmp_path):
     keys = key_file(tmp_path, "max_concurrent_requests = 1\n")
     async with frontend(ENDLESS, api_keys_file=keys) as client, one_in_flight(client, KEY):
         status, headers, answer = await client.post(path, BODIES[path], KEY)
-        assert (status, answer["error"]["type"]) == (429, answer["error"]["type"])
-        assert "already has 1 requests in flight" in answer["error"]["message"]
+        assert status == 429, answer
+        assert "already has 1 requests in flight" in message(answer)
         assert "Retry-After" in headers
         status, _, answer = await client.post(path, BODIES[path], OTHER_KEY)
         assert status != 429, answer
@@ -91,7 +103,7 @@ async def test_every_endpoint_takes_a_place_of_its_key(path, tmp_path):
 async def test_every_endpoint_takes_a_place_of_the_frontend(path):
     async with frontend(ENDLESS, max_in_flight=1) as client, one_in_flight(client, {}):
         status, _, answer = await client.post(path, BODIES[path])
-        assert (status, "requests are in flight" in answer["error"]["message"]) == (429, True)
+        assert (status, "requests are in flight" in message(answer)) == (429, True)
 
 
 async def test_every_request_counts_for_its_keys_minute(tmp_path):
@@ -103,7 +115,7 @@ async def test_every_request_counts_for_its_keys_minute(tmp_path):
         for path, body in BODIES.items():
             status, _, answer = await client.post(path, body, KEY)
             assert status == 429, (path, answer)
-            assert "requests per minute" in answer["error"]["message"]
+            assert "requests per minute" in message(answer)
 
 
 async def test_what_is_only_counted_costs_no_tokens(tmp_path):
@@ -123,7 +135,7 @@ async def test_every_endpoint_refuses_while_the_server_drains(path):
     async with frontend() as client:
         client.service._active_requests.draining = True
         status, _, answer = await client.post(path, BODIES[path])
-        assert (status, answer["error"]["message"]) == (503, "the server is shutting down")
+        assert (status, message(answer)) == (503, "the server is shutting down")
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])

@@ -12,6 +12,15 @@ from pdserve.messages.grammar_limits import MAX_GRAMMAR
 from pdserve.protocols.anthropic_messages import REFUSED_BY_MESSAGES, MessagesRequest
 from pdserve.protocols.completion_requests import MAX_STOPS, ChatRequest, CompletionRequest
 from pdserve.protocols.embeddings import EmbeddingRequest
+from pdserve.protocols.ollama.requests import (
+    REFUSED_BY_OLLAMA_CHAT,
+    REFUSED_BY_OLLAMA_GENERATE,
+    OllamaChatRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaOptions,
+    OllamaShowRequest,
+)
 from pdserve.protocols.openapi import document
 from pdserve.protocols.request_decoder import MAX_STRUCTURE, MAX_VALUES
 from pdserve.protocols.responses_api import REFUSED_BY_RESPONSES, ResponsesRequest
@@ -62,6 +71,13 @@ def test_every_field_of_the_other_apis_is_named():
     nested = {"text", "reasoning", "output_config"}  # by their own fields
     assert fields - nested <= NAMED
     assert {*REFUSED_BY_RESPONSES, *REFUSED_BY_MESSAGES} - OF_OTHER_SERVERS.keys() <= NAMED
+
+
+def test_every_field_of_ollamas_api_is_named():
+    records = (OllamaChatRequest, OllamaGenerateRequest, OllamaEmbedRequest, OllamaOptions)
+    for record in (*records, OllamaShowRequest):
+        assert set(record.__struct_fields__) <= NAMED
+    assert {*REFUSED_BY_OLLAMA_CHAT, *REFUSED_BY_OLLAMA_GENERATE} <= NAMED
 
 
 def test_every_endpoint_is_named():

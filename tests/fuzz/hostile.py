@@ -30,6 +30,8 @@ PATHS = (
     "/v1/responses/input_tokens",
     "/route",
     "/tokenize",
+    "/api/chat",
+    "/api/generate",
 )
 NAMES = ("x", "a", "é😀", "x/y~z", "", "\u2028", "</tool_call>", "'\"\\", "x" * 60, "required")
 TEXTS = ("", "x", "é😀", "a" * 300, "\\" * 60, '"' * 60, "{" * 200, "<" * 60, "\n" * 99, "0" * 300)
@@ -211,6 +213,8 @@ class _Bodies:
             return self._responses()
         if path.startswith("/v1/messages"):
             return self._messages() | ({} if "count" in path else {"max_tokens": 100})
+        if path.startswith("/api/"):
+            return self._ollama(chat=path == "/api/chat")
         if path == "/tokenize":
             return {"messages": self._turns()} | self._template()
         if path == "/route" and chance.random() < 0.2:
@@ -357,6 +361,23 @@ class _Bodies:
             schema = self._schemas.parameters()
             fields["text"] = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
         return fields | {"max_output_tokens": 200, "stream": chance.choice([True, False])}
+
+    def _ollama(self, *, chat: bool) -> dict[str, Any]:
+        chance = self._chance
+        called = {"function": {"name": "f0", "arguments": {"a": self._schemas.schema()}}}
+        turns: list[dict[str, Any]] = [
+            {"role": "user", "content": self._text()},
+            {"role": "assistant", "tool_calls": [called] * chance.randrange(1, 9)},
+            {"role": "tool", "content": self._text(), "tool_name": chance.choice(["f0", "x"])},
+        ]
+        options = {"num_predict": 200, "stop": chance.choice([None, ["x" * 100] * 9])}
+        fields: dict[str, Any] = {"options": options, "stream": chance.choice([True, False])}
+        fields["think"] = chance.choice([None, True, False, "low"])
+        if not chat:
+            text = {"prompt": self._text() or "x", "raw": chance.choice([True, False])}
+            return fields | text | {"format": self._schemas.parameters()}
+        format = {"tools": self._tools} if self._tools else {"format": self._schemas.parameters()}
+        return fields | format | {"messages": chance.choices(turns, k=chance.randrange(1, 30))}
 
     def _messages(self) -> dict[str, Any]:
         chance = self._chance

@@ -39,6 +39,13 @@ def test_streams_and_errors_are_described():
     assert {"400", "401", "404", "429", "503", "504"} <= set(post)
 
 
+def test_ollamas_api_streams_lines_and_has_errors_of_its_own():
+    answers = DOCUMENT["paths"]["/api/chat"]["post"]["responses"]
+    assert answers["400"] == {"$ref": "#/components/responses/OllamaError400"}
+    assert set(answers["200"]["content"]) == {"application/json", "application/x-ndjson"}
+    assert set(DOCUMENT["paths"]["/api/delete"]) == {"delete"}
+
+
 def test_both_other_apis_are_described_in_their_own_words():
     paths = DOCUMENT["paths"]
     for path, error in (("/v1/responses", "Error400"), ("/v1/messages", "MessagesError400")):

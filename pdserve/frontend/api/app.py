@@ -1,4 +1,4 @@
-"""Maps HTTP paths and methods to endpoints, checks access, and writes errors in OpenAI's shape.
+"""Maps HTTP paths and methods to endpoints, checks access, and writes errors in the API's shape.
 
 Every request gets exactly one reply. A fault of the server becomes a 500 without details, and a
 log line with them. The endpoints themselves are in other files.
@@ -32,11 +32,11 @@ from pdserve.frontend.api.request_kinds import (
     SCORE_KIND,
     kind_of_body,
 )
-from pdserve.frontend.generation import GenerationHandler
 from pdserve.frontend.http.http_request import HttpRequest
 from pdserve.frontend.http.http_response import EVENTS, HttpResponse, connection_of, error_response
 from pdserve.frontend.http.request_id import request_id_from
 from pdserve.protocols.anthropic_messages import TokenTotal, messages_error_body
+from pdserve.protocols.ollama.answers import ollama_error_body
 from pdserve.protocols.responses_api import InputTokens
 from pdserve.protocols.unsupported_fields import shorten
 
@@ -44,8 +44,10 @@ if TYPE_CHECKING:
     from pdserve.frontend.access.api_keys import ApiKey, KeyRing
     from pdserve.frontend.access.trusted_hosts import TrustedHosts
     from pdserve.frontend.active_requests import ActiveRequests
+    from pdserve.frontend.api.ollama_endpoints import OllamaEndpoints
     from pdserve.frontend.api.route_explain import RouteExplainer
     from pdserve.frontend.api.utility_endpoints import UtilityEndpoints
+    from pdserve.frontend.generation import GenerationHandler
     from pdserve.frontend.http.cors import Cors
     from pdserve.observe.metrics import Metrics
 
@@ -87,6 +89,7 @@ class Api:
         keys: KeyRing | None,
         cors: Cors,
         visitors: TrustedHosts,
+        ollama: OllamaEndpoints,
     ) -> None:
         self.keys = keys
         """None: no authentication. Replaced when the file is read again."""
@@ -127,6 +130,20 @@ class Api:
                 ApiRoute("/metrics", {"GET": small.metrics}, open=True),
                 ApiRoute("/version", {"GET": small.version}, open=True),
                 ApiRoute("/openapi.json", {"GET": small.openapi}, open=True),
+                ApiRoute("/", {"GET": ollama.root}, open=True),
+                ApiRoute("/api/version", {"GET": ollama.version}, open=True),
+                ApiRoute("/api/chat", {"POST": ollama.chat}),
+                ApiRoute("/api/generate", {"POST": ollama.generate}),
+                ApiRoute("/api/embed", {"POST": ollama.embed}),
+                ApiRoute("/api/embeddings", {"POST": ollama.embeddings}),
+                ApiRoute("/api/show", {"POST": ollama.show}),
+                ApiRoute("/api/tags", {"GET": ollama.tags}),
+                ApiRoute("/api/ps", {"GET": ollama.ps}),
+                ApiRoute("/api/pull", {"POST": ollama.unmanaged}),
+                ApiRoute("/api/push", {"POST": ollama.unmanaged}),
+                ApiRoute("/api/create", {"POST": ollama.unmanaged}),
+                ApiRoute("/api/copy", {"POST": ollama.unmanaged}),
+                ApiRoute("/api/delete", {"DELETE": ollama.unmanaged}),
             )
         }
 
@@ -170,6 +187,8 @@ class Api:
             lines += b"Allow: %s\r\n" % error.allow.encode()
         if call.is_anthropic:
             return error_response(error, lines, messages_error_body(error, call.request_id))
+        if call.is_ollama:
+            return error_response(error, lines, ollama_error_body(error))
         return error_response(error, lines)
 
     def _find(self, path: str) -> tuple[ApiRoute, str]:

@@ -11,6 +11,12 @@ import msgspec
 
 from pdserve.errors import InvalidRequest
 from pdserve.frontend.api.adapters.anthropic_request import plan_messages
+from pdserve.frontend.api.adapters.ollama_request import (
+    plan_ollama_chat,
+    plan_ollama_embed,
+    plan_ollama_embeddings,
+    plan_ollama_generate,
+)
 from pdserve.frontend.api.adapters.responses_request import plan_responses
 from pdserve.frontend.generation import RequestKind
 from pdserve.frontend.preprocess.embeddings import plan_embeddings
@@ -18,6 +24,12 @@ from pdserve.frontend.preprocess.input_processor import plan_chat, plan_completi
 from pdserve.frontend.preprocess.scoring import plan_rerank, plan_score
 from pdserve.protocols.anthropic_messages import COUNT_TOKENS, MESSAGES
 from pdserve.protocols.embeddings import EMBEDDING
+from pdserve.protocols.ollama.requests import (
+    OLLAMA_CHAT,
+    OLLAMA_EMBED,
+    OLLAMA_EMBEDDINGS,
+    OLLAMA_GENERATE,
+)
 from pdserve.protocols.request_decoder import CHAT, COMPLETION
 from pdserve.protocols.responses_api import RESPONSES
 from pdserve.protocols.scoring import RERANK, SCORE
@@ -30,6 +42,10 @@ COUNT_TOKENS_KIND: Final = RequestKind(COUNT_TOKENS, plan_messages)
 EMBEDDING_KIND: Final = RequestKind(EMBEDDING, plan_embeddings)
 RERANK_KIND: Final = RequestKind(RERANK, plan_rerank)
 SCORE_KIND: Final = RequestKind(SCORE, plan_score)
+OLLAMA_CHAT_KIND: Final = RequestKind(OLLAMA_CHAT, plan_ollama_chat, tagged=True)
+OLLAMA_GENERATE_KIND: Final = RequestKind(OLLAMA_GENERATE, plan_ollama_generate, tagged=True)
+OLLAMA_EMBED_KIND: Final = RequestKind(OLLAMA_EMBED, plan_ollama_embed, tagged=True)
+OLLAMA_EMBEDDINGS_KIND: Final = RequestKind(OLLAMA_EMBEDDINGS, plan_ollama_embeddings, tagged=True)
 
 _BY_FIELD: Final[tuple[tuple[str, RequestKind[Any]], ...]] = (
     ("messages", CHAT_KIND),

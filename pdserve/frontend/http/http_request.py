@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.http.body_reader import RequestBody
 
 
+_OLLAMA = "/api/"
 _MESSAGES = "/v1/messages"
 _MODELS = "/v1/models"
 
@@ -66,6 +67,11 @@ class HttpRequest:
         if path == _MODELS or path.startswith(f"{_MODELS}/"):
             return "anthropic-version" in self.http.headers
         return path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
+
+    @property
+    def is_ollama(self) -> bool:
+        """True if the client expects Ollama's error format."""
+        return self.http.rel_url.path.startswith(_OLLAMA)
 
     @property
     def headers(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Writes a streamed response: headers, then events in HTTP chunks, then the end.
+"""Writes a streamed response: headers, then events or lines in HTTP chunks, then the end.
 
 Synchronous, without a task or queue: bytes written in one turn of the event loop reach the
 transport at the end of that turn. Knows HTTP framing and flow control, not what events mean. Owned
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from aiohttp import HttpVersion11, web
 
 from pdserve.frontend.http.http_response import (
+    EVENTS,
     connection_line,
     connection_of,
     date_line,
@@ -72,6 +73,7 @@ class SseWriter:
         "_parts",
         "_request",
         "_transport",
+        "_type",
         "ended",
         "held",
         "paused",
@@ -79,7 +81,12 @@ class SseWriter:
     )
 
     def __init__(
-        self, request: web.BaseRequest, headers: bytes, limit: Bytes, flusher: Flusher
+        self,
+        request: web.BaseRequest,
+        headers: bytes,
+        limit: Bytes,
+        flusher: Flusher,
+        content_type: bytes = EVENTS,
     ) -> None:
         """Args: `headers` are whole lines; `limit` is the most bytes held for a slow client.
 
@@ -90,6 +97,7 @@ class SseWriter:
         self._request = request
         self._flusher = flusher
         self._lines = headers
+        self._type = content_type
         self._limit = limit
         self._chunked = request.version >= HttpVersion11
         self._keep_alive = request.keep_alive and self._chunked
@@ -140,8 +148,8 @@ class SseWriter:
         self._add(
             (
                 status_line(200),
-                b"Content-Type: text/event-stream; charset=utf-8\r\n"
-                b"Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\n",
+                b"Content-Type: %s\r\n"
+                b"Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\n" % self._type,
                 b"Transfer-Encoding: chunked\r\n" if self._chunked else b"",
                 date_line(),
                 self._lines,

@@ -3,7 +3,7 @@
 A request of such an API becomes a chat request. Its plan carries an `ApiAdapter`, which turns
 output parts into that API's events and a whole answer into its object. One adapter serves one
 request; it decides nothing about the output and touches no socket. Its bytes are
-whole events of a stream, or empty.
+whole events (or lines) of a stream, or empty.
 """
 
 from __future__ import annotations
@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 class ApiAdapter(Protocol):
     """Writes one answer in an API's format. For a stream: `begin`, any number of `parts`, then
     `finish` or `error`."""
+
+    @property
+    def stream_type(self) -> bytes:
+        """Content-Type of a stream."""
+        ...
+
+    def waiting(self) -> bytes:
+        """What a stream sends before `begin` if that takes long; clients skip it."""
+        ...
 
     def repeats(self) -> Bytes:
         """Bytes of the request that it holds in order to repeat them in the answer."""

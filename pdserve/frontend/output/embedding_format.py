@@ -52,13 +52,21 @@ class EmbeddingFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     def written(self, vector: bytes) -> list[float] | str:
         """The vector as it is written in the answer."""
-        numbers = array("f", vector[: self.kept * _NUMBER])
-        if sys.byteorder == "big":
-            numbers.byteswap()
-        if self.normalize and (length := math.hypot(*numbers)) > 0:
-            numbers = array("f", [number / length for number in numbers])
+        numbers = self._scaled(vector)
         if not self.base64:
             return numbers.tolist()
         if sys.byteorder == "big":
             numbers.byteswap()
         return base64.b64encode(numbers.tobytes()).decode()
+
+    def numbers(self, vector: bytes) -> list[float]:
+        """The vector as numbers."""
+        return self._scaled(vector).tolist()
+
+    def _scaled(self, vector: bytes) -> array[float]:
+        numbers = array("f", vector[: self.kept * _NUMBER])
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        if self.normalize and (length := math.hypot(*numbers)) > 0:
+            numbers = array("f", [number / length for number in numbers])
+        return numbers

@@ -99,6 +99,10 @@ class EmbeddingResponseBuilder(ResponseBuilder):
     def body(self) -> bytes:
         """The answer as JSON. Thread-safe, because a finished answer no longer changes."""
         written = self._shape.written
+        write_vectors = self.plan.write_vectors
+        if write_vectors is not None:
+            vectors = [self._shape.numbers(choice.vector) for choice in self.choices]
+            return write_vectors(self.plan, vectors, self.usage(last=True))
         return _encode_json(
             EmbeddingList(
                 data=[

@@ -29,7 +29,7 @@ from pdserve.frontend.output.output_processor import (
 from pdserve.frontend.output.response_builder import ChoiceSink, ResponseBuilder
 from pdserve.frontend.output.response_memory import delta_bytes
 from pdserve.protocols.openai_errors import error_body
-from pdserve.protocols.sse import DONE_EVENT, encode_event
+from pdserve.protocols.sse import DONE_EVENT, WAITING_COMMENT, encode_event
 from pdserve.protocols.stream_chunks import NULL, ChunkExtras, ChunkTemplate, ChunkWriter
 from pdserve.text.output_parts import ContentDelta
 from pdserve.text.tokenization.token_text_table import json_escape
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from pdserve.protocols.completion_responses import CompletionLogprobs, FinishReason
 
 _json = msgspec.json.Encoder().encode
-
-_WAITING = b": waiting for the first token\n\n"
 
 _LOGPROB_BYTES = 128
 """Approximate bytes of one logprob entry that is held back."""
@@ -88,14 +86,14 @@ class StreamingResponseBuilder(ResponseBuilder):
         self.wire.write(self._opening())
 
     def tell_waiting(self) -> bool:
-        """Sends the headers, as far as known, and a comment that clients skip, because no token has
+        """Sends the headers, as far as known, and something that clients skip, because no token has
         come for long and a proxy might close a silent connection. Returns False if a token has
         come."""
         if self.first_token is not None or self.finished.done() or self.wire.ended:
             return False
         if not self.wire.started:
             self.wire.begin(self.served_lines())
-        self.wire.write(_WAITING)
+        self.wire.write(self._waiting())
         return True
 
     def finish(self) -> None:
@@ -132,6 +130,9 @@ class StreamingResponseBuilder(ResponseBuilder):
 
     def _failure(self, error: PdserveError) -> bytes:
         return encode_event(error_body(error))
+
+    def _waiting(self) -> bytes:
+        return WAITING_COMMENT
 
     def _flush(self) -> None:
         """Writes what was held back, one chunk per choice."""
@@ -178,6 +179,9 @@ class AdaptedResponseBuilder(StreamingResponseBuilder):
 
     def _failure(self, error: PdserveError) -> bytes:
         return self.adapter.error(error)
+
+    def _waiting(self) -> bytes:
+        return self.adapter.waiting()
 
 
 def streaming_response_builder(

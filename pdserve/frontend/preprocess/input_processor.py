@@ -7,6 +7,7 @@ prompt leaves. Long text work goes to the pool; everything else is plain code.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -80,6 +81,9 @@ class PlanContext(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds left until the deadline."""
     any_output: bool = False
     """True if more output than the whole context may be requested."""
+    arrival: Seconds = 0.0
+    """Time at which the request arrived, by `time`."""
+    time: Callable[[], Seconds] = time.monotonic
 
     @property
     def fit(self) -> ContextFit:

@@ -24,7 +24,7 @@ POST_ONLY = [CHAT, "/v1/completions", "/tokenize", "/detokenize"]
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/v1", "/v1/models/", "/v1/chat/completions/", "//", "/ü%ff"]
+    "path", ["/v", "/v1", "/v1/models/", "/v1/chat/completions/", "//", "/ü%ff"]
 )
 async def test_an_unknown_path_is_a_404_in_openais_shape(path):
     async with frontend() as client, raw_connection(client) as (reader, writer):

@@ -19,8 +19,9 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import ResponseStreamEvent
 
 from pdserve.errors import InvalidRequest
-from pdserve.frontend.api.adapters import anthropic_request, responses_request
+from pdserve.frontend.api.adapters import anthropic_request, ollama_request, responses_request
 from pdserve.frontend.api.adapters.anthropic_output import AnthropicAdapter
+from pdserve.frontend.api.adapters.ollama_output import OllamaAdapter
 from pdserve.frontend.api.adapters.responses_output import ResponsesAdapter
 from pdserve.frontend.api.adapters.responses_tools import Toolset, toolset_of
 from pdserve.frontend.output.chat_parts import chat_message
@@ -35,6 +36,7 @@ from pdserve.protocols.completion_responses import (
     PromptTokensDetails,
     Usage,
 )
+from pdserve.protocols.ollama.requests import OLLAMA_CHAT
 from pdserve.protocols.responses_api import RESPONSES
 from pdserve.protocols.sse import SseDecoder
 from pdserve.text.output_parts import (
@@ -138,6 +140,50 @@ def test_every_body_of_messages_is_a_chat_or_refused(body):
         assert well_formed(chat)
         roles = [message.role for message in chat.messages]
         assert all(a != b or a == "tool" for a, b in itertools.pairwise(roles)), roles
+
+
+OLLAMA_MESSAGE = st.fixed_dictionaries(
+    {"role": ROLES, "content": TEXT | st.none()},
+    optional={
+        "thinking": TEXT,
+        "tool_name": TEXT,
+        "tool_call_id": TEXT,
+        "tool_calls": st.lists(
+            st.fixed_dictionaries(
+                {
+                    "function": st.fixed_dictionaries(
+                        {"name": TEXT, "arguments": st.dictionaries(TEXT, VALUES, max_size=2)}
+                    )
+                }
+            ),
+            max_size=3,
+        ),
+    },
+)
+
+
+@given(
+    bodies(
+        {"messages": st.lists(OLLAMA_MESSAGE, min_size=1, max_size=6)},
+        format=KINDS | st.dictionaries(TEXT, VALUES, max_size=2),
+        think=st.booleans() | KINDS | st.just("high"),
+        options=bodies(
+            {},
+            num_predict=st.integers(-2, 9),
+            seed=st.integers(-1, 3),
+            repeat_last_n=st.integers(-1, 9),
+            repeat_penalty=st.just(1.1),
+            mirostat=st.integers(0, 2),
+        ),
+    )
+)
+def test_every_body_of_ollama_is_a_chat_or_refused(body):
+    model: Any = SimpleNamespace(reasoning=object(), card=SimpleNamespace(name="m"))
+    chat = translated(OLLAMA_CHAT, lambda each: ollama_request.chat_request(each, model), body)
+    if chat is not None:
+        assert well_formed(chat)
+        ids = [call.id for message in chat.messages for call in message.tool_calls or ()]
+        assert len(set(ids)) == len(ids)
 
 
 def translated(decoder: Any, translate: Any, body: Any) -> ChatRequest | None:
@@ -252,3 +298,35 @@ def test_events_of_responses_add_up_to_the_whole_response(parts, cuts):
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     items = [e["item"] for e in events if e["type"] == "response.output_item.done"]
     assert items == expected["output"]
+
+
+@given(answers(), CUTS)
+def test_lines_of_ollama_add_up_to_the_whole_answer(parts, cuts):
+    def adapter() -> OllamaAdapter:
+        context: Any = SimpleNamespace(arrival=0.0, time=lambda: 2.0)
+        return OllamaAdapter("m", context, chat=True, plan=plan())
+
+    expected = json.loads(adapter().whole(whole(parts)))
+    lines = written(adapter(), parts, cuts)
+    replies = [line.pop("message") for line in lines]
+    for name in ("content", "thinking"):
+        told = "".join([reply.get(name, "") for reply in replies])
+        assert told == expected["message"].get(name, "")
+    calls = [call for reply in replies for call in reply.get("tool_calls", ())]
+    assert calls == expected["message"].get("tool_calls", [])
+    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+    del expected["message"], expected["created_at"], lines[-1]["created_at"]
+    assert lines[-1] == expected
+
+
+def written(adapter: OllamaAdapter, parts: list[OutputPart], cuts: list[int]) -> list[Any]:
+    """The objects of a stream, with so many parts told at once."""
+    told = adapter.begin(plan(), USAGE)
+    left = list(parts)
+    for cut in itertools.cycle(cuts):
+        if not left:
+            break
+        told += adapter.parts(left[:cut], OutputDelta(""))
+        del left[:cut]
+    told += adapter.finish("tool_calls", None, USAGE)
+    return [json.loads(line) for line in told.splitlines()]

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from pdserve.errors import EngineDied
+from pdserve.frontend.api.adapters.common import EventStreamAdapter
 from pdserve.frontend.api.app import ApiRoute
 from pdserve.frontend.generation import RequestKind
 from pdserve.frontend.preprocess.input_processor import plan_chat
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 TEXT = f"<think>\nhm\n</think>\nWell. {call('weather', city='Rome')}"
 
 
-class Plainly:
+class Plainly(EventStreamAdapter):
     """Says what it was told."""
 
     def __init__(self) -> None:

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pdserve.frontend.api.adapters.common import cached_tokens, reasoning_tokens
+from pdserve.frontend.api.adapters.common import (
+    EventStreamAdapter,
+    arguments_object,
+    cached_tokens,
+    reasoning_tokens,
+)
 from pdserve.protocols.anthropic_messages import (
     MessageObject,
     MessagesOutputDetails,
@@ -41,7 +46,7 @@ _SIGNATURE = "unsigned"
 Event = dict[str, Any]
 
 
-class AnthropicAdapter:
+class AnthropicAdapter(EventStreamAdapter):
     """Writes one answer in Anthropic's format."""
 
     def __init__(self, plan: RequestPlan, *, cut: bool = False) -> None:
@@ -91,7 +96,7 @@ class AnthropicAdapter:
         if message.content:
             content.append(TextBlock(text=message.content))
         for call in message.tool_calls or ():
-            arguments = _object(call.function.arguments)
+            arguments = arguments_object(call.function.arguments)
             content.append(ToolUseBlock(id=call.id, name=call.function.name, input=arguments))
         return _encode(
             MessageObject(
@@ -184,12 +189,3 @@ def _stop(
     if isinstance(stop_reason, str):
         return "stop_sequence", stop_reason
     return "end_turn", None
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object; empty for a call that was cut off."""
-    try:
-        found = msgspec.json.decode(arguments)
-    except msgspec.MsgspecError:
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -1,11 +1,15 @@
-"""Functions shared by the translations to chat requests."""
+"""What the translations to chat requests and their adapters share."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from pdserve.errors import InvalidRequest
+from pdserve.frontend.http.http_response import EVENTS
 from pdserve.protocols.completion_requests import ContentPart
+from pdserve.protocols.sse import WAITING_COMMENT
 from pdserve.protocols.unsupported_fields import shorten
 
 if TYPE_CHECKING:
@@ -14,6 +18,16 @@ if TYPE_CHECKING:
     from pdserve.protocols.completion_responses import Usage
 
 T = TypeVar("T")
+
+
+class EventStreamAdapter:
+    """What adapters share whose streams are server-sent events."""
+
+    stream_type = EVENTS
+
+    def waiting(self) -> bytes:
+        """What is sent while there is no token."""
+        return WAITING_COMMENT
 
 
 def content_of(texts: Sequence[str]) -> str | list[ContentPart]:
@@ -39,6 +53,15 @@ def missing(where: str) -> InvalidRequest:
 def unsupported(where: str, value: str, instead: str) -> InvalidRequest:
     """The error for an unsupported value at `where`; `instead` says what is supported."""
     return InvalidRequest(f"'{where}': '{shorten(value)}' is not supported; {instead}", param=where)
+
+
+def arguments_object(arguments: str) -> dict[str, Any]:
+    """A call's arguments as an object; empty for a call that was cut off."""
+    try:
+        found = msgspec.json.decode(arguments)
+    except (msgspec.MsgspecError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def cached_tokens(usage: Usage) -> int:

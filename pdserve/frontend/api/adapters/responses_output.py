@@ -15,7 +15,11 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from pdserve.errors import ContextLengthExceeded, Overloaded
-from pdserve.frontend.api.adapters.common import cached_tokens, reasoning_tokens
+from pdserve.frontend.api.adapters.common import (
+    EventStreamAdapter,
+    cached_tokens,
+    reasoning_tokens,
+)
 from pdserve.frontend.api.adapters.responses_tools import OriginalTool, Toolset, custom_input
 from pdserve.frontend.output.logprobs import chat_logprobs
 from pdserve.protocols.responses_api import (
@@ -58,7 +62,7 @@ Event = tuple[str, dict[str, Any]]
 """Its type without `response.`, and its fields besides type and number."""
 
 
-class ResponsesAdapter:
+class ResponsesAdapter(EventStreamAdapter):
     """Writes one answer in the format of the Responses API. Events are numbered from 0 over the
     whole stream."""
 

@@ -1,0 +1,1 @@
+"""Ollama's API as typed records: requests, and answers with errors."""
