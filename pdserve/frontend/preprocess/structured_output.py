@@ -20,6 +20,7 @@ from pdserve.text.grammar.grammar_source import (
     DEFAULT_JSON_STYLE,
     GrammarSource,
     JsonStyle,
+    after,
     any_of,
     from_choice,
     from_grammar,
@@ -138,12 +139,22 @@ def grammar_source_of(request: GenerationRequest, model: PreparedModel) -> Gramm
     """The grammar that the request's fields describe, not compiled yet. Errors:
     `InvalidRequest`."""
     answer = _of_answer(request, model)
+    if answer is not None and isinstance(request, ChatRequest):
+        answer = _behind_markup(answer, model)
     if not isinstance(request, ChatRequest) or not _tools(request) or model.tools is None:
         return answer
     if answer is not None and request.tool_choice in (None, "auto"):
         return _either(request, model, answer)
     # If a tool must be called, there is no other answer that a grammar could describe.
     return _of_tools(request, model)
+
+
+def _behind_markup(answer: GrammarSource, model: PreparedModel) -> GrammarSource:
+    """The grammar with the markup that the model's family puts before an answer."""
+    if model.reasoning is None:
+        return answer
+    term = model.reasoning.before_answer(_special(model.reasoning.markers, model))
+    return after(term, answer) if term else answer
 
 
 def thinking_of(request: GenerationRequest, model: PreparedModel, begun: bool) -> Thinking | None:

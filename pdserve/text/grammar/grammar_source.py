@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GrammarSource",
     "JsonStyle",
+    "after",
     "any_of",
     "from_choice",
     "from_grammar",
@@ -134,17 +135,27 @@ def from_tags(
 
 def any_of(calls: str, text: GrammarSource) -> GrammarSource:
     """Accept tool calls (`calls` is Lark) or a text of `text`. Errors name the field of `text`."""
-    inner = json.loads(text.text)["grammars"]
-    if len(inner) != 1:
+    first, *others = json.loads(text.text)["grammars"]
+    name = first.setdefault("name", "text")
+    grammars = [
+        {"name": "either", "lark_grammar": f"start: @calls | @{name}"},
+        {"name": "calls", "lark_grammar": calls},
+        *(first, *others),
+    ]
+    whole = _json({"grammars": grammars}, text.param)
+    return GrammarSource("ready", _limited(whole, text.param), text.param)
+
+
+def after(term: str, text: GrammarSource) -> GrammarSource:
+    """Accept `term` (Lark), then a text of `text`. Errors: `InvalidRequest`."""
+    if text.kind == "grammar":
         raise InvalidRequest(
-            f"'{text.param}' cannot be combined with tools: leave one of them out",
+            f"'{text.param}' cannot be a grammar for this model, which puts markup before its "
+            "answer: use a JSON schema, a regex or choices",
             param=text.param,
         )
-    grammars = [
-        {"name": "either", "lark_grammar": "start: @calls | @text"},
-        {"name": "calls", "lark_grammar": calls},
-        {"name": "text", **inner[0]},
-    ]
+    (only,) = json.loads(text.text)["grammars"]
+    grammars = [{"name": "whole", "lark_grammar": f"start: {term} @text"}, {"name": "text", **only}]
     whole = _json({"grammars": grammars}, text.param)
     return GrammarSource("ready", _limited(whole, text.param), text.param)
 

@@ -22,6 +22,8 @@ __all__ = [
 _MARKED: Final = "pdserve.text.reasoning_parsers.marked_blocks:"
 
 REASONING_PARSERS: Final[Mapping[str, str]] = {
+    "harmony": "pdserve.text.reasoning_parsers.channels:HARMONY",
+    "gemma4": "pdserve.text.reasoning_parsers.channels:GEMMA4",
     "mistral": f"{_MARKED}MISTRAL",
     "think": f"{_MARKED}THINK",
 }
@@ -29,7 +31,7 @@ REASONING_PARSERS: Final[Mapping[str, str]] = {
 REASONING_PARSER_GROUP: Final = "pdserve.reasoning_parsers"
 """Group of entry points with which other packages add formats."""
 
-_NEEDED: Final = ("start", "end", "markers", "detect", "opens", "parser")
+_NEEDED: Final = ("start", "end", "markers", "detect", "opens", "before_answer", "parser")
 
 
 @cache

@@ -20,6 +20,8 @@ from pdserve.text.incremental_reader import (
 from pdserve.text.output_parts import ContentDelta, ReasoningDelta
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pdserve.text.output_parts import OutputParser, OutputPart
 
 __all__ = ["MarkedReasoning", "ReasoningFormat", "ReasoningParser"]
@@ -54,6 +56,13 @@ class ReasoningFormat(Protocol):
         """
         ...
 
+    def before_answer(self, special: Mapping[str, int]) -> str:
+        """Return a Lark term for markup that begins an answer, before what a grammar describes.
+
+        Empty: there is none. `special`: ids of those markers that are special tokens.
+        """
+        ...
+
     def parser(
         self, begun: bool, then: OutputParser | None = None, calls: tuple[str, ...] = ()
     ) -> OutputParser:
@@ -85,6 +94,9 @@ class MarkedReasoning:
         if continued.rfind(self.start) > continued.rfind(self.end):
             return True
         return prompt.rstrip().endswith(self.start)
+
+    def before_answer(self, special: Mapping[str, int]) -> str:
+        return ""
 
     def parser(
         self, begun: bool, then: OutputParser | None = None, calls: tuple[str, ...] = ()

@@ -25,7 +25,10 @@ __all__ = [
 
 _HERE: Final = "pdserve.text.tool_parsers."
 
-_OF_FAMILIES: Final[Mapping[str, str]] = {}
+_OF_FAMILIES: Final[Mapping[str, str]] = {
+    "harmony": f"{_HERE}channels.harmony:Harmony",
+    "gemma4": f"{_HERE}channels.gemma4:Gemma4",
+}
 """Formats that are recognised by a marker that only one family's templates have."""
 
 _JSON_FAMILIES: Final[Mapping[str, str]] = {
@@ -61,7 +64,6 @@ _UNREAD: Final = (
     "<function=example_function_name>{",  # Functionary
     "<|tool_call_start|>",  # LFM2
     "<｜DSML｜",  # DeepSeek
-    "<|channel|>",  # GPT-OSS
     "<seed:tool_call>",  # Seed-OSS
     "<|START_ACTION|>",  # Cohere
     "<function_calls>",  # OLMo

@@ -108,9 +108,9 @@ class LiteralGrammar:
         values = schema.get("enum")
         if isinstance(values, list):
             self._grammar.budget.step(len(values))
-            return self._union([lark_string(self._dialect.spell(value)) for value in values])
+            return self._union([self._constant(value) for value in values])
         if "const" in schema:
-            return self._union([lark_string(self._dialect.spell(schema["const"]))])
+            return self._union([self._constant(schema["const"])])
         for key in ("anyOf", "oneOf"):
             if isinstance(schema.get(key), list):
                 return self._union([self._value(each) for each in schema[key]])
@@ -122,6 +122,9 @@ class LiteralGrammar:
             different = dict.fromkeys(each for each in kinds if isinstance(each, str))
             return self._union([self._typed(kind, schema) for kind in different])
         return self._typed(kinds, schema)
+
+    def _constant(self, value: Any) -> str:
+        return lark_string(self._dialect.spell(value))
 
     def _rule(self, stem: str, body: str) -> str:
         if body not in self._rules:

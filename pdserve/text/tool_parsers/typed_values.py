@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 
     from pdserve.protocols.completion_requests import Tool
 
-__all__ = ["MAX_PARAMETER_STEPS", "ParameterTypes", "check_parameters", "value_as_json"]
+__all__ = [
+    "MAX_PARAMETER_STEPS",
+    "ParameterTypes",
+    "check_parameters",
+    "json_or_text",
+    "value_as_json",
+]
 
 _INTEGER: Final = re.compile(r"[+-]?\d{1,4000}", re.ASCII)
 _NUMBER: Final = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
@@ -41,8 +47,11 @@ _NAMES: Final[Mapping[type, str]] = {
 }
 _ALIASES: Final[Mapping[str, str]] = {
     **{kind.__name__: name for kind, name in _NAMES.items()},
-    "tuple": "array",
-    "double": "number",
+    **dict.fromkeys(("tuple", "arr", "sequence"), "array"),
+    **dict.fromkeys(("text", "char", "varchar", "enum"), "string"),
+    **dict.fromkeys(("int32", "int64", "uint", "uint32", "uint64", "long", "short"), "integer"),
+    **dict.fromkeys(("double", "float32", "float64"), "number"),
+    "map": "object",
     "None": "null",
 }
 """Type names of Python and other languages, which clients write into schemas."""
@@ -51,12 +60,19 @@ _ALIASES: Final[Mapping[str, str]] = {
 class ParameterTypes:
     """Types of one tool's parameters; of an unknown tool, all are strings."""
 
-    __slots__ = ("_known", "_root")
+    __slots__ = ("_known", "_root", "_unnamed")
 
     def __init__(self, tool: Tool | None) -> None:
         self._root = (tool.function.parameters if tool is not None else None) or {}
         self._known: dict[str, tuple[str, ...]] = {}
         """Types by the parameter's name, since a model may write the same one repeatedly."""
+        self._unnamed: set[str] = set()
+        """Parameters for which the schema names no type."""
+
+    def described(self, name: str) -> tuple[str, ...] | None:
+        """As `types`; None if the schema names none. Raises `InvalidRequest` like it."""
+        found = self.types(name)
+        return None if name in self._unnamed else found
 
     def types(self, name: str, budget: SchemaBudget | None = None) -> tuple[str, ...]:
         """JSON types that the parameter may have, as the schema lists them; at least one.
@@ -69,8 +85,10 @@ class ParameterTypes:
             own = SchemaBudget("tools" if budget is None else budget.field, MAX_PARAMETER_STEPS)
             properties = self._root.get("properties")
             schema = properties.get(name) if isinstance(properties, dict) else None
-            known = tuple(dict.fromkeys(self._types(schema, own))) or _STRING
-            self._known[name] = known
+            known = tuple(dict.fromkeys(self._types(schema, own)))
+            if not known:
+                self._unnamed.add(name)
+            known = self._known[name] = known or _STRING
             if budget is not None:
                 budget.step(own.steps)
         return known
@@ -141,7 +159,18 @@ def value_as_json(text: str, types: tuple[str, ...]) -> str:
         found = read(bare) if kind in types else None
         if found is not None:
             return found
+    if _STANDARD.isdisjoint(types):
+        return json_or_text(text)
     return json.dumps(text, ensure_ascii=False)
+
+
+def json_or_text(text: str) -> str:
+    """`text` if it is JSON; else as a string."""
+    try:
+        json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    return text.strip()
 
 
 def _null(text: str) -> str | None:
@@ -192,6 +221,9 @@ def _literal(text: str, kind: type) -> str | None:
         pass
     if structure_size(text) > MAX_STRUCTURE:
         return None
+    if text[1:].lstrip(" {[").startswith('\\"'):
+        # Some models escape the quotes as if the value stood inside of a string.
+        return _literal(_unescaped(text), kind)
     try:
         value = ast.literal_eval(text)
         return (
@@ -201,6 +233,21 @@ def _literal(text: str, kind: type) -> str | None:
         )
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
+
+
+def _unescaped(text: str) -> str:
+    try:
+        found = json.loads(f'"{text}"')
+    except ValueError:
+        return ""
+    return str(found)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is too large")
+    return number
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -216,3 +263,4 @@ _READERS: Final[Mapping[str, Callable[[str], str | None]]] = {
     "array": _array,
 }
 """The narrower type first; any text can be a string."""
+_STANDARD: Final = frozenset((*_READERS, "string"))

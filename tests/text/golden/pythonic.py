@@ -113,3 +113,5 @@ TEMPLATES = [
     "{% if tools %}[func_name1(params_name1=params_value1)]",
     "{% if tools %}<|python_start|>",
 ]
+WITHOUT_DEFINITIONS = True
+"""Its grammars leave out definitions that nothing refers to."""

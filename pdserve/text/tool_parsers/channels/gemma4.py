@@ -1,0 +1,543 @@
+"""Parses Gemma 4's format: reasoning on a channel, and calls whose values have quotes of their own.
+
+    <|channel>thought
+    REASONING<channel|>ANSWER<|tool_call>call:NAME{key:<|"|>text<|"|>,count:3}<tool_call|>
+
+Keys are bare. A bare value gets its type from the tool's schema; without one it is a number, a
+boolean or null if it looks like it, else a string. Strings stream as they come. Brackets that are
+open at the end of a call are closed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from pdserve.text.incremental_reader import WhitespaceBuffer
+from pdserve.text.output_parts import ReasoningDelta
+from pdserve.text.tool_parsers.base import ToolCallReader
+from pdserve.text.tool_parsers.literal_grammar import Dialect, LiteralGrammar
+from pdserve.text.tool_parsers.tool_call_grammar import call_id, lark_string, text_without
+from pdserve.text.tool_parsers.typed_values import ParameterTypes, check_parameters, value_as_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pdserve.protocols.completion_requests import Tool
+    from pdserve.text.tool_parsers.base import ToolChoiceMode
+
+CHANNEL: Final = "<|channel>"
+CHANNEL_END: Final = "<channel|>"
+CALL: Final = "<|tool_call>"
+CALL_END: Final = "<tool_call|>"
+QUOTE: Final = '<|"|>'
+_RESULT: Final = "<|tool_response>"
+_TURN_END: Final = "<turn|>"
+MARKERS: Final = (CALL, CALL_END, QUOTE, CHANNEL, CHANNEL_END, _RESULT, _TURN_END)
+_ENDS: Final = (CALL_END, CALL, _RESULT, _TURN_END, CHANNEL, CHANNEL_END)
+"""Markers that end a call, wherever they stand outside of strings."""
+_ANY: Final = re.compile("|".join(map(re.escape, MARKERS)))
+_LABEL: Final = "thought"
+_NAME: Final = re.compile(r"[^{(<\s]*")
+_LONGEST_NAME: Final = 256
+_LONGEST_BARE: Final = 4096
+_KEY: Final = re.compile(r"[^:<{}\[\],]*")
+_BARE: Final = re.compile(r"[^,{}\[\]<]*")
+_GUESSED: Final = re.compile(r"null|true|false|-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
+
+
+class Gemma4:
+    markers: Final = MARKERS
+    starts: Final = (CALL,)
+
+    def detect(self, template: str) -> bool:
+        return CALL in template and QUOTE in template
+
+    def check(self, tools: Sequence[Tool]) -> None:
+        check_parameters(tools)
+
+    def parser(self, tools: Sequence[Tool]) -> Gemma4Reader:
+        return Gemma4Reader(tools)
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolChoiceMode,
+        parallel: bool,
+        special: Mapping[str, int] | None = None,
+    ) -> str:
+        return _Grammar(tools, choice, parallel, special).text()
+
+    def call_id(self) -> str:
+        return call_id()
+
+
+class Gemma4Reader(ToolCallReader):
+    """Reads reasoning, content and calls."""
+
+    __slots__ = (
+        "_calls",
+        "_held",
+        "_known",
+        "_name",
+        "_open",
+        "_quoted",
+        "_schemas",
+        "_thought",
+        "_types",
+    )
+
+    def __init__(self, tools: Sequence[Tool] = (), *, calls: bool = True) -> None:
+        """`calls`: the request has tools; otherwise what looks like a call is content."""
+        super().__init__(self._first)
+        self._calls = calls
+        self._known = {tool.function.name: tool for tool in tools}
+        self._schemas: dict[str, ParameterTypes] = {}
+        """Schemas of the functions called so far."""
+        self._thought = WhitespaceBuffer(bare=True)
+        self._name = ""
+        self._held = ""
+        """A bare value, as far as it has come."""
+        self._open: list[str] = []
+        """Closing brackets of the objects and arrays that are open."""
+        self._types: tuple[str, ...] | None = None
+        """Types of the value that is read; None: its schema is not known."""
+        self._quoted = ""
+        """Text that ends the string that is read."""
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self.state in (self._think, self._label)
+
+    def begin_reasoning(self) -> None:
+        """The prompt has opened the channel. Call it before any text."""
+        self.state = self._label
+
+    # ------------------------------------------------------------------ channels
+
+    def _first(self) -> bool:
+        """State at the beginning. Some models leave the channel's marker out, not its label."""
+        begin = self.at
+        found = self.skip_blank()
+        label = self.meets((f"{_LABEL}\n",)) if found else ""
+        if label is None or (not found and not self.last):
+            self.at = begin
+            return False
+        if label:
+            self.at += len(label)
+            return self.turn(self._think)
+        self.at = begin
+        return self.turn(self._content)
+
+    def _content(self) -> bool:
+        text, marker = self.seek(_ANY, MARKERS)
+        self.say(text)
+        if not marker:
+            return False
+        self.mark()
+        if marker == CHANNEL:
+            return self.turn(self._label)
+        return self._calls_if(marker)
+
+    def _label(self) -> bool:
+        """State between the channel's marker and its text."""
+        if not self.skip_blank():
+            return False
+        label = self.meets((f"{_LABEL}\n", f"{_LABEL}{CHANNEL_END}", CHANNEL))
+        if label is None:
+            return False
+        self.drop_half((f"{_LABEL}\n",))
+        if label:
+            self.at += len(_LABEL) if label != CHANNEL else len(CHANNEL)
+        return True if label == CHANNEL else self.turn(self._think)
+
+    def _think(self) -> bool:
+        text, marker = self.seek(_ANY, MARKERS)
+        shown = self._thought.add(text)
+        if shown:
+            self.parts.append(ReasoningDelta(shown))
+        if marker in (CHANNEL_END, _TURN_END, _RESULT):
+            return self.turn(self._content)
+        return bool(marker) and self._calls_if(marker)
+
+    def _calls_if(self, marker: str) -> bool:
+        """Go on after a marker, which may begin a call."""
+        if marker == CALL and self._calls:
+            self.mark()
+            self._name = ""
+            return self.turn(self._call)
+        return True
+
+    # ------------------------------------------------------------------ calls
+
+    def _call(self) -> bool:
+        """State between the marker and the name."""
+        if not self.skip_blank():
+            return False
+        prefix = self.meets(("call:", ":"))
+        if prefix is None:
+            return False
+        self.drop_half(("call:",))
+        self.at += len(prefix)
+        return self.turn(self._named)
+
+    def _named(self) -> bool:
+        found = _NAME.match(self.text, self.at)
+        # The pattern matches an empty string too.
+        assert found is not None
+        self._name += found[0]
+        self.at = found.end()
+        if len(self._name) > _LONGEST_NAME:
+            return self._no_call()
+        if self.at == len(self.text):
+            return self.last and self._no_call()
+        if self.text[self.at] in "{(" and self._name:
+            bracket = self.text[self.at]
+            self.at += 1
+            self.begin(self._name)
+            self.argue("{")
+            self._open = ["}" if bracket == "{" else ")"]
+            if self._name not in self._schemas:
+                self._schemas[self._name] = ParameterTypes(self._known.get(self._name))
+            return self.turn(self._key)
+        marker = self.meets(MARKERS)
+        if marker is None:
+            return False
+        self.drop_half(MARKERS)
+        if marker in _ENDS and self._name in self._known:
+            self.begin(self._name)
+            self.argue("{}")
+            return self.turn(self._content)
+        return self._no_call()
+
+    def _no_call(self) -> bool:
+        """What follows the marker is no call: it is content."""
+        self.say(self._name)
+        return self.turn(self._content)
+
+    def _close(self) -> bool:
+        """End the call at a marker; brackets that are open are closed."""
+        self.argue("".join("}" if each == ")" else each for each in reversed(self._open)))
+        self._open.clear()
+        return self.turn(self._content)
+
+    def _at_end(self) -> bool | None:
+        """Whether a marker ends the call here; None: more text decides."""
+        marker = self.meets(_ENDS)
+        if marker is None:
+            return None
+        self.drop_half(MARKERS)
+        return bool(marker)
+
+    def _key(self) -> bool:
+        """State at the beginning of an object: a key, or its end."""
+        if not self.skip_blank():
+            return False
+        if self.text[self.at] in "})":
+            return self._shut()
+        self._held = ""
+        return self.turn(self._key_text)
+
+    def _next_key(self) -> bool:
+        """State after a comma in an object."""
+        if not self.skip_blank():
+            return False
+        char = self.text[self.at]
+        if char == ",":
+            self.at += 1
+            return True
+        if char in "})":
+            return self._shut()
+        self.argue(", ")
+        self._held = ""
+        return self.turn(self._key_text)
+
+    def _key_text(self) -> bool:
+        found = _KEY.match(self.text, self.at)
+        # The pattern matches an empty string too.
+        assert found is not None
+        self._held += found[0]
+        self.at = found.end()
+        if self.at == len(self.text):
+            return False
+        char = self.text[self.at]
+        if char == ":" or len(self._held) > _LONGEST_BARE:
+            self.at += char == ":"
+            return self._keyed()
+        if char == "<":
+            quote = self.meets((QUOTE,))
+            if quote is None:
+                return False
+            if quote:
+                self.at += len(QUOTE)
+                return True
+            ended = self._at_end()
+            if ended is None or self.at == len(self.text):
+                return False
+            if ended:
+                return self._keyless()
+        elif char in "})],":
+            return self._keyless()
+        self._held += char
+        self.at += 1
+        return True
+
+    def _keyless(self) -> bool:
+        """Text without a value: it becomes a key with nothing."""
+        self.argue(f"{json.dumps(_bare_key(self._held), ensure_ascii=False)}: null")
+        return self.turn(self._after)
+
+    def _keyed(self) -> bool:
+        name = _bare_key(self._held)
+        self.argue(f"{json.dumps(name, ensure_ascii=False)}: ")
+        self._types = None
+        if len(self._open) == 1:
+            self._types = self._schemas[self._name].described(name)
+        return self.turn(self._value)
+
+    def _value(self) -> bool:
+        """State where a value begins."""
+        if not self.skip_blank():
+            return False
+        char = self.text[self.at]
+        if char in "{[":
+            self.at += 1
+            self.argue(char)
+            self._open.append("}" if char == "{" else "]")
+            return self.turn(self._key if char == "{" else self._item)
+        if char == '"':
+            self.at += 1
+            return self._begin_string('"')
+        if char == "<":
+            quote = self.meets((QUOTE,))
+            if quote is None:
+                return False
+            if quote:
+                self.at += len(QUOTE)
+                return self._begin_string(QUOTE)
+        self._held = ""
+        return self.turn(self._bare)
+
+    def _item(self) -> bool:
+        """State in an array: an item, or its end."""
+        if not self.skip_blank():
+            return False
+        if self.text[self.at] == "]":
+            return self._shut()
+        self._types = None
+        return self.turn(self._value)
+
+    def _begin_string(self, quote: str) -> bool:
+        self._quoted = quote
+        self.argue('"')
+        return self.turn(self._string if quote == QUOTE else self._json_string)
+
+    def _string(self) -> bool:
+        end = self.text.find(QUOTE, self.at)
+        if end < 0:
+            stop = self._before_half(QUOTE)
+            self._quote_text(self.text[self.at : stop])
+            # Half a quote at the end of the text is markup.
+            self.at = len(self.text) if self.last else stop
+            return False
+        self._quote_text(self.text[self.at : end])
+        self.argue('"')
+        self.at = end + len(QUOTE)
+        return self.turn(self._after)
+
+    def _before_half(self, marker: str) -> int:
+        """Where an incomplete marker at the end of the text begins."""
+        size = min(len(marker) - 1, len(self.text) - self.at)
+        while size and not self.text.endswith(marker[:size]):
+            size -= 1
+        return len(self.text) - size
+
+    def _quote_text(self, text: str) -> None:
+        self.argue(json.dumps(text, ensure_ascii=False)[1:-1])
+
+    def _json_string(self) -> bool:
+        """State in a string with JSON's quotes, which some models write."""
+        found = _IN_JSON_STRING.match(self.text, self.at)
+        # The pattern matches an empty string too.
+        assert found is not None
+        self._quote_text(found[0])
+        self.at = found.end()
+        if self.at == len(self.text):
+            return False
+        char = self.text[self.at]
+        if char == '"':
+            self.at += 1
+            self.argue('"')
+            return self.turn(self._after)
+        if self.at + 1 == len(self.text) and not self.last:
+            return False
+        # A backslash: JSON's escapes of one character stand for themselves, others are text.
+        escaped = self.text[self.at + 1 : self.at + 2]
+        self.argue(char + escaped if escaped and escaped in '"\\/bfnrtu' else "\\\\")
+        self.at += 2 if escaped and escaped in '"\\/bfnrtu' else 1
+        return True
+
+    def _bare(self) -> bool:
+        """State in a value without quotes."""
+        found = _BARE.match(self.text, self.at)
+        # The pattern matches an empty string too.
+        assert found is not None
+        self._held += found[0]
+        self.at = found.end()
+        if self.at == len(self.text):
+            return False
+        char = self.text[self.at]
+        if char == "<":
+            ended = self._at_end()
+            if ended is None or self.at == len(self.text):
+                return False
+            if not ended:
+                self._held += char
+                self.at += 1
+                return True
+        elif char in "{[" or (char in "}])" and char not in self._open):
+            self._held += char
+            self.at += 1
+            return True
+        self._put_bare()
+        return self.turn(self._after)
+
+    def _put_bare(self) -> None:
+        text = self._held.strip()
+        self._held = ""
+        if self._types is not None:
+            self.argue(value_as_json(text, self._types) if text else '""')
+        elif text and _GUESSED.fullmatch(text):
+            self.argue(text)
+        else:
+            self.argue(json.dumps(text, ensure_ascii=False))
+
+    def _after(self) -> bool:
+        """State after a value: a comma, or the end of what holds it."""
+        if not self.skip_blank():
+            return False
+        char = self.text[self.at]
+        if char == ",":
+            self.at += 1
+            if self._open[-1] == "]":
+                return self.turn(self._next_item)
+            return self.turn(self._next_key)
+        if char in "}])":
+            return self._shut()
+        if char == "<":
+            ended = self._at_end()
+            if ended is None or self.at == len(self.text):
+                return False
+            if ended:
+                return self._close()
+        # Text where a comma should be is passed over.
+        self.at += 1
+        return True
+
+    def _next_item(self) -> bool:
+        """State after a comma in an array."""
+        if not self.skip_blank():
+            return False
+        char = self.text[self.at]
+        if char == ",":
+            self.at += 1
+            return True
+        if char == "]":
+            return self._shut()
+        self.argue(", ")
+        self._types = None
+        return self.turn(self._value)
+
+    def _shut(self) -> bool:
+        """A closing bracket ends the innermost object or array, whatever its form."""
+        self.at += 1
+        closing = self._open.pop()
+        self.argue("}" if closing == ")" else closing)
+        return self.turn(self._after if self._open else self._content)
+
+
+_IN_JSON_STRING: Final = re.compile(r'[^"\\]*')
+
+
+def _bare_key(text: str) -> str:
+    return text.strip().strip('"')
+
+
+# ---------------------------------------------------------------- grammar
+
+_LITERALS: Final = r"""
+gemma_value: gemma_string | GEMMA_NUMBER | GEMMA_BOOLEAN | "null" | gemma_list | gemma_object
+gemma_list: "[" (gemma_value ("," gemma_value)*)? "]"
+gemma_object: "{" (gemma_pair ("," gemma_pair)*)? "}"
+gemma_pair: GEMMA_KEY ":" gemma_value
+GEMMA_KEY: /[a-zA-Z_][a-zA-Z0-9_]{0,63}/
+GEMMA_INTEGER: /0|-?[1-9][0-9]{0,17}/
+GEMMA_NUMBER: /0|-?[1-9][0-9]{0,17}|-?(0|[1-9][0-9]{0,17})\.[0-9]{1,18}/
+GEMMA_BOOLEAN: "true" | "false"
+""".strip()
+_PLAIN_KEY: Final = re.compile(r"[^\s:,{}\[\]<\"][^:,{}\[\]<\"]*(?<!\s)")
+
+
+class _Grammar(LiteralGrammar):
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolChoiceMode,
+        parallel: bool,
+        special: Mapping[str, int] | None,
+    ) -> None:
+        super().__init__(_DIALECT, tools, choice, parallel, special)
+
+    def text(self) -> str:
+        grammar = self._grammar
+        calls = grammar.any_call(
+            f"{lark_string(f'call:{tool.function.name}{{')} {self.arguments(tool, _key)} "
+            f'"}}" {grammar.marker(CALL_END)}'
+            for tool in grammar.tools
+        )
+        grammar.terminal(_LITERALS)
+        quote = grammar.marker(QUOTE)
+        name = "gemma_string" if grammar.is_special(QUOTE) else "GEMMA_STRING"
+        if name == "GEMMA_STRING":
+            grammar.terminal("gemma_string: GEMMA_STRING")
+        grammar.terminal(f"{name}: {quote} GEMMA_TEXT {quote}")
+        banned = [] if grammar.is_special(QUOTE) else [QUOTE]
+        grammar.terminal(f"GEMMA_TEXT: {text_without(banned)}")
+        return grammar.tagged(CALL, calls)
+
+    def _constant(self, value: Any) -> str:
+        quote = self._grammar.marker(QUOTE)
+        return f" {quote} ".join(map(lark_string, _spelled(value).split(QUOTE)))
+
+
+def _key(name: str) -> str | None:
+    return f"{name}:" if _PLAIN_KEY.fullmatch(name) else None
+
+
+def _spelled(value: Any) -> str:
+    match value:
+        case str():
+            return f"{QUOTE}{value}{QUOTE}"
+        case list():
+            return "[" + ",".join(map(_spelled, value)) + "]"
+        case dict():
+            return "{" + ",".join(f"{k}:{_spelled(v)}" for k, v in value.items()) + "}"
+        case _:
+            return json.dumps(value)
+
+
+_DIALECT: Final = Dialect(
+    any="gemma_value",
+    any_object="gemma_object",
+    simple={
+        "string": "gemma_string",
+        "integer": "GEMMA_INTEGER",
+        "number": "GEMMA_NUMBER",
+        "boolean": "GEMMA_BOOLEAN",
+        "null": '"null"',
+    },
+    spell=_spelled,
+    key=lambda name: f"{name}:",
+    comma=",",
+)

@@ -1,0 +1,143 @@
+"""Reasoning on channels, beside content and calls, however the text is cut."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from pdserve.text.reasoning_parsers import detect_reasoning_format, reasoning_format
+from pdserve.text.reasoning_parsers.channels import GEMMA4, HARMONY
+from pdserve.text.tool_parsers import tool_format
+from tests.text.golden.samples import TOOLS, Sample
+from tests.text.tool_parsers.reading import calls, content, cut, decoded, read, reasoning
+
+ANALYSIS = "<|channel|>analysis<|message|>"
+SAMPLES = {
+    "harmony": [
+        Sample(
+            "reasoning and an answer",
+            f"{ANALYSIS}I think.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+            "Yes.",
+            reasoning="I think.",
+        ),
+        Sample(
+            "reasoning and a call",
+            f"{ANALYSIS}I look.<|end|><|start|>assistant<|channel|>commentary to=functions.now "
+            "<|constrain|>json<|message|>{}<|call|>",
+            calls=[("now", {})],
+            reasoning="I look.",
+        ),
+        Sample(
+            "reasoning twice",
+            f"{ANALYSIS}One.<|end|><|start|>assistant{ANALYSIS}Two.<|end|><|start|>assistant"
+            "<|channel|>final<|message|>Three.",
+            "Three.",
+            reasoning="One.\nTwo.",
+        ),
+        Sample("no end", f"{ANALYSIS}I am cut", reasoning="I am cut"),
+        Sample(
+            "an end that was left out",
+            f"{ANALYSIS}Hm.<|channel|>final<|message|>So.",
+            "So.",
+            reasoning="Hm.",
+        ),
+        Sample(
+            "begun by the prompt",
+            "I think.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+            "Yes.",
+            reasoning="I think.",
+            begun=True,
+        ),
+    ],
+    "gemma4": [
+        Sample(
+            "reasoning and an answer",
+            "<|channel>thought\nI think.\n<channel|>Yes.",
+            "Yes.",
+            reasoning="I think.",
+        ),
+        Sample(
+            "reasoning and a call",
+            "<|channel>thought\nI look.<channel|><|tool_call>call:now{}<tool_call|>",
+            calls=[("now", {})],
+            reasoning="I look.",
+        ),
+        Sample(
+            "a call within the reasoning",
+            "<|channel>thought\nI look.<|tool_call>call:now{}<tool_call|><channel|>Well.",
+            "Well.",
+            [("now", {})],
+            reasoning="I look.",
+        ),
+        Sample("no thought", "<|channel>thought\n<channel|>Yes.", "Yes."),
+        Sample("no label", "<|channel>Hm.<channel|>Yes.", "Yes.", reasoning="Hm."),
+        Sample("only the label", "thought\nHm.<channel|>Yes.", "Yes.", reasoning="Hm."),
+        Sample("a word like the label", "thought is free", "thought is free"),
+        Sample("no end", "<|channel>thought\nI am cut", reasoning="I am cut"),
+        Sample(
+            "begun by the prompt", "\nHm.<channel|>Yes.", "Yes.", reasoning="Hm.", begun=True
+        ),
+        Sample(
+            "thoughts between answers",
+            "A.<|channel>thought\nHm.<channel|>B.",
+            "A.B.",
+            reasoning="Hm.",
+        ),
+    ],
+}
+EVERY = [(name, sample) for name, samples in SAMPLES.items() for sample in samples]
+
+
+@pytest.mark.parametrize(
+    ("name", "sample"), EVERY, ids=[f"{name}: {sample.about}" for name, sample in EVERY]
+)
+def test_a_sample_is_read_however_cut(name: str, sample: Sample):
+    def make():
+        return reasoning_format(name).parser(sample.begun, tool_format(name).parser(TOOLS))
+
+    whole = read(make, [sample.text])
+    assert reasoning(whole) == sample.reasoning
+    assert content(whole) == sample.content
+    assert decoded(calls(whole), sample.calls) == list(sample.calls)
+    assert read(make, sample.text) == whole
+    for pair in combinations(range(len(sample.text) + 1), 2):
+        if sum(pair) % 7 == 0:
+            assert read(make, cut(sample.text, pair)) == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "sample"), EVERY, ids=[f"{name}: {sample.about}" for name, sample in EVERY]
+)
+def test_without_tools_there_are_no_calls(name: str, sample: Sample):
+    found = read(lambda: reasoning_format(name).parser(sample.begun), [sample.text])
+    assert calls(found) == []
+    assert reasoning(found).startswith(sample.reasoning)
+    shown = content(found) + reasoning(found)
+    assert not any(marker in shown for marker in reasoning_format(name).markers)
+
+
+def test_it_is_known_token_by_token_whether_it_reasons():
+    parser = HARMONY.parser(False)
+    seen = []
+    for token in ["<|channel|>", "analysis", "<|message|>", "a", "<|end|>", "<|start|>", "x"]:
+        parser.feed(token)
+        seen.append(parser.in_reasoning)
+    assert seen == [False, False, True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opens"),
+    [
+        ("<|turn>model\n", False),
+        ("<|turn>model\n<|channel>thought\n", True),
+        ("<|turn>model\n<|channel>thought\n<channel|>", False),
+    ],
+)
+def test_a_prompt_may_open_the_channel(prompt: str, opens: bool):
+    assert GEMMA4.opens(prompt, "") is opens
+
+
+def test_templates_tell_the_format():
+    assert detect_reasoning_format("<|channel|>analysis<|message|>") == "harmony"
+    assert detect_reasoning_format("<|channel>thought\\n<channel|>") == "gemma4"
