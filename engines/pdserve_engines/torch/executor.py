@@ -141,7 +141,7 @@ class TorchExecutor:
         _enter(settings.device)
         torch.set_num_threads(settings.threads)
         with Checkpoint(directory) as checkpoint:
-            checkpoint.entries = weights.canonical(checkpoint.entries)
+            checkpoint.entries = weights.canonical(checkpoint.entries, multimodal=config.multimodal)
             embeds = (directory / "modules.json").exists()
             config = weights.resolve_lm_head(config, checkpoint.entries, embeds=embeds)
             weights.check(config, checkpoint.entries)

@@ -15,6 +15,7 @@ from pdserve.errors import ConfigError
 from pdserve.limits.memory import available
 from pdserve.limits.sizes import approximate_size
 from pdserve_engines.torch.models.attention import GATHERED
+from pdserve_engines.torch.models.capped_attention import SCORES_AT_ONCE
 
 if TYPE_CHECKING:
     from pdserve.engine_core.executor import KvBlockShape
@@ -39,6 +40,8 @@ _HOST_MOST = 0.9
 process."""
 _CUDA_CONTEXT: Bytes = 512 << 20
 """Bytes that a process takes of a GPU beside its tensors: the context, and modules loaded late."""
+_CAPPED_SCORE: Bytes = 4 * 4
+"""Bytes of one score in `capped_attention.py`: float32 before and after softmax, and `dtype`s."""
 _FRAGMENTS: Bytes = 512 << 20
 """Bytes lost to fragmentation in torch's allocator and to cuBLAS's workspace."""
 
@@ -140,10 +143,15 @@ def step_memory(spec: EngineSpec, config: ModelConfig, itemsize: int) -> StepMem
     activations += (itemsize + 3 * 4) * heads * config.head_dim
     logits = (itemsize + 3 * 4 + 2 * 8) * config.vocab_size
     windows = len({config.window(layer) for layer in range(config.num_layers)})
+    of_pool = GATHERED / config.num_layers
+    scores = 0
+    if config.attention_cap is not None:
+        scores = SCORES_AT_ONCE * _CAPPED_SCORE
+        of_pool *= 1 + _CAPPED_SCORE / (2 * config.head_dim * itemsize)
     return StepMemory(
-        fixed=tokens * activations + spec.max_sequences * logits + _FRAGMENTS,
+        fixed=tokens * activations + spec.max_sequences * logits + scores + _FRAGMENTS,
         per_position=tokens * config.groups * (windows + itemsize),
-        of_pool=GATHERED / config.num_layers,
+        of_pool=of_pool,
     )
 
 

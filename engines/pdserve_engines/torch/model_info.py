@@ -45,7 +45,9 @@ def model_info(
         layout=layout,
         weight_bytes=weight_bytes,
         kv_memory=budget.proposed,
-        compat_hash=compat_hash(config, layout, dtype, identity),
+        compat_hash=compat_hash(
+            config.for_context(settings.max_model_len), layout, dtype, identity
+        ),
         embedding_size=config.hidden_size,
         generates=not config.headless,
         features=(
@@ -85,12 +87,22 @@ def compat_hash(config: ModelConfig, layout: KvBlockShape, dtype: str, identity:
     from the same models of an older release.
     """
     facts = asdict(config)
-    for irrelevant in ("max_positions", "dtype", "eos_token_ids"):
+    for irrelevant in ("max_positions", "dtype", "eos_token_ids", "multimodal"):
         del facts[irrelevant]
     for field in fields(config):
         if facts.get(field.name, field) == field.default:
             del facts[field.name]
-    if config.rope.yarn is None:
-        del facts["rope"]["yarn"]
+    _drop_defaults(facts["rope"], *_LATER_ROPE_FIELDS, "yarn")
+    _drop_defaults(facts.get("local_rope") or {}, *_LATER_ROPE_FIELDS)
     text = repr((KV_FORMAT, sorted(facts.items()), asdict(layout), dtype)).encode()
     return hashlib.sha256(text + identity).hexdigest()[:32]
+
+
+_LATER_ROPE_FIELDS = ("dims", "interleaved", "longrope", "context")
+"""Fields of `RopeConfig` that the first release had not."""
+
+
+def _drop_defaults(rope: dict[str, object], *names: str) -> None:
+    for name in names:
+        if not rope.get(name):
+            rope.pop(name, None)

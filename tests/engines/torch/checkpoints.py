@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pdserve import accel
 
@@ -36,6 +38,15 @@ YARN_ROPE = {
     "original_max_position_embeddings": 16,
 }
 """The tests' sequences are longer than the original context."""
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.5, 2.0, 4.0, 7.0, 9.0],
+}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}
 WINDOW = 12
 """Shorter than the tests' prompts, and no multiple of a block."""
 
@@ -47,6 +58,12 @@ class Tiny:
     family: str
     fields: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
+    outer: dict[str, Any] = field(default_factory=dict)
+    """For a multimodal model, of which `fields` are the text part: the whole's other fields."""
+
+    @property
+    def architecture(self) -> str:
+        return self.family + ("ForConditionalGeneration" if self.outer else "ForCausalLM")
 
     def config(self) -> Any:
         common: dict[str, Any] = {
@@ -59,10 +76,35 @@ class Tiny:
             "max_position_embeddings": POSITIONS,
             "eos_token_id": 7,
             "bos_token_id": 1,
+            "pad_token_id": None,
         }
+        if self.outer:
+            whole = getattr(transformers, self.family + "Config")
+            return whole(text_config=common | self.fields, **self.outer)
         suffix = "TextConfig" if self.family == "Gemma3" else "Config"
         return getattr(transformers, self.family + suffix)(**common | self.fields)
 
+
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 16,
+    "patch_size": 4,
+    "out_hidden_size": 48,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+}
+"""Of both generations; each ignores the other's keys."""
+PIXTRAL_VISION = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "image_size": 16,
+    "patch_size": 4,
+}
 
 TINY = {
     "llama": Tiny("Llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -114,6 +156,78 @@ TINY = {
             },
         },
     ),
+    "gemma2": Tiny(
+        "Gemma2",
+        {
+            "head_dim": 20,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 10.0,
+        },
+    ),
+    "phi3": Tiny(
+        "Phi3",
+        {
+            "hidden_size": 64,
+            "rope_parameters": LONG_ROPE,
+            "original_max_position_embeddings": 16,
+            "sliding_window": WINDOW,
+        },
+    ),
+    "olmo2": Tiny("Olmo2", {"num_attention_heads": 6}, seed=1),
+    "olmo3": Tiny(
+        "Olmo3",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": YARN_ROPE,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            },
+        },
+    ),
+    "granite": Tiny(
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.4,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 1.5,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "smollm3": Tiny("SmolLM3", {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}),
+    "glm4": Tiny("Glm4", {"head_dim": 20, "rope_parameters": {"rope_theta": 10000.0}}),
+    "seed_oss": Tiny(
+        "SeedOss",
+        {"head_dim": 20, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "cohere2": Tiny(
+        "Cohere2",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "logit_scale": 0.8,
+        },
+    ),
+    "mistral3": Tiny(
+        "Mistral3",
+        {"model_type": "mistral", "head_dim": 20, "sliding_window": None},
+        outer={"vision_config": PIXTRAL_VISION, "tie_word_embeddings": False},
+    ),
+    "qwen2_5_vl": Tiny(
+        "Qwen2_5_VL",
+        {"rope_parameters": MROPE},
+        outer={"vision_config": QWEN_VISION, "tie_word_embeddings": True},
+    ),
+    "qwen3_vl": Tiny(
+        "Qwen3VL",
+        {"head_dim": 12, "rope_parameters": MROPE | {"mrope_interleaved": True}},
+        outer={"vision_config": QWEN_VISION, "tie_word_embeddings": False},
+    ),
 }
 RARE = {
     "qwen2": Tiny(
@@ -152,10 +266,48 @@ RARE = {
     "gemma3": Tiny(
         "Gemma3", {"num_hidden_layers": 7, "head_dim": 8, "sliding_window": 5, "hidden_size": 40}
     ),
+    "llama": Tiny("Llama", {"rope_parameters": DYNAMIC_ROPE}),
+    "phi3": Tiny("Phi3", seed=1),
+    "olmo2": Tiny("Olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
+    "olmo3": Tiny("Olmo3", {"num_hidden_layers": 5, "sliding_window": WINDOW}),
+    "smollm3": Tiny(
+        "SmolLM3",
+        {
+            "num_hidden_layers": 4,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "glm4": Tiny("Glm4", {"head_dim": 24, "attention_bias": False, "num_key_value_heads": 4}),
+    "cohere2": Tiny(
+        "Cohere2",
+        {"num_hidden_layers": 5, "sliding_window": WINDOW, "attention_bias": True},
+    ),
+    "gemma2": Tiny(
+        "Gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 8},
+    ),
+    "qwen2_vl": Tiny(
+        "Qwen2VL",
+        {"rope_parameters": MROPE},
+        outer={"vision_config": {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 48}},
+    ),
+    "mistral3": Tiny(
+        "Mistral3", {"model_type": "mistral"}, outer={"vision_config": PIXTRAL_VISION}
+    ),
 }
 """What one look at is enough for: other ways through code that `TINY` goes through."""
-NATIVE = tuple(TINY)
+NATIVE = tuple(
+    name for name in TINY if name not in ("gemma2", "olmo2", "olmo3", "granite", "cohere2")
+)
 """Those of `TINY` that the native kernels compute; torch computes all of them."""
+SELDOM = (*list(TINY)[list(TINY).index("gemma2") :],)
+"""Those of `TINY` that a run takes a slice of: each goes through code that others go through, too.
+`test_every_family_computes_the_tokens_of_transformers` takes them always."""
 
 
 def kernels_of(name: str) -> list[str]:
@@ -164,14 +316,25 @@ def kernels_of(name: str) -> list[str]:
     return ["torch", "native"] if native else ["torch"]
 
 
-WITH_KERNELS = [(name, kernels) for name in TINY for kernels in kernels_of(name)]
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.long] if name in SELDOM else []
+
+
+NAMES = [pytest.param(name, marks=_marks(name)) for name in TINY]
+"""Every configuration."""
+WITH_KERNELS = [
+    pytest.param(name, kernels, marks=_marks(name), id=f"{name}-{kernels}")
+    for name in TINY
+    for kernels in kernels_of(name)
+]
 """Every configuration with everything that can compute it."""
 
 
 def build(tiny: Tiny) -> Any:
     """A model whose every parameter matters: biases and norms are random too."""
     torch.manual_seed(tiny.seed)
-    model = getattr(transformers, f"{tiny.family}ForCausalLM")(tiny.config())
+    model = getattr(transformers, tiny.architecture)(tiny.config())
+    _pin_angles(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
@@ -180,6 +343,18 @@ def build(tiny: Tiny) -> Any:
                 # Wide enough for logits to differ clearly from token to token.
                 parameter.normal_(0.0, 0.25)
     return model.eval()
+
+
+def _pin_angles(model: Any) -> None:
+    """Let a rotary embedding that depends on the sequence's length turn by the longest context,
+    whatever the length, so that computed keys stay valid."""
+    rope = model.config.get_text_config().rope_parameters
+    if rope.get("rope_type") not in ("dynamic", "longrope"):
+        return
+    rotary, longest = model.model.rotary_emb, int(POSITIONS * rope.get("factor", 1))
+    frequencies, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](model.config, None, seq_len=longest)
+    rotary.inv_freq = frequencies
+    rotary.rope_type = "default"
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import torch
 
 from pdserve.messages.request import SamplingParams
 from pdserve_engines.torch.models import attention
-from tests.engines.torch.checkpoints import TINY, VOCAB, checkpoint, oracle_generate
+from tests.engines.torch.checkpoints import NAMES, VOCAB, checkpoint, oracle_generate
 from tests.engines.torch.driver import Driver, loaded
 
 pytestmark = [
@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", list(TINY))
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy_output_is_that_of_transformers_on_the_cpu(name: str) -> None:
     directory, model = checkpoint(name)
     prompts = [random.Random(length).choices(range(VOCAB), k=length) for length in (1, 9, 40)]

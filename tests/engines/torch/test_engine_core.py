@@ -14,7 +14,7 @@ from pdserve.engine_core.core import EngineCore
 from pdserve.engine_core.engine_loader import load_core
 from pdserve.messages.engine import EngineStats, KvEvents, StepOutput, Submit
 from pdserve.messages.request import Finish, GenerateRequest, SamplingParams
-from tests.engines.torch.checkpoints import TINY, VOCAB, checkpoint, oracle_generate
+from tests.engines.torch.checkpoints import NAMES, TINY, VOCAB, checkpoint, oracle_generate
 from tests.engines.torch.driver import spec
 
 BLOCK = 8
@@ -65,7 +65,7 @@ def start(watch_blocks: Watch) -> Iterator[Callable[..., Inline]]:
     def make(name: str, num_blocks: int, **fields: object) -> Inline:
         core = load_core("torch", ManualClock())
         assert isinstance(core, EngineCore)
-        config = TINY[name].config()
+        config = TINY[name].config().get_text_config()
         head_dim = getattr(config, "head_dim", None) or (
             config.hidden_size // config.num_attention_heads
         )
@@ -95,7 +95,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(VOCAB), k=length)
 
 
-@pytest.mark.parametrize("name", list(TINY))
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("budget", [5, BLOCK, 64])
 def test_requests_that_come_and_go_get_the_tokens_of_transformers(
     start: Callable[..., Inline], name: str, budget: int
@@ -113,7 +113,7 @@ def test_requests_that_come_and_go_get_the_tokens_of_transformers(
     assert inline.stats.computed_tokens == sum(map(len, prompts.values())) + 9 * len(prompts)
 
 
-@pytest.mark.parametrize("name", list(TINY))
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("shared", "reused"), [(2 * BLOCK, 2 * BLOCK), (2 * BLOCK + 3, 2 * BLOCK), (BLOCK - 1, 0)]
 )
@@ -135,7 +135,7 @@ def test_a_cached_prefix_is_reused_and_changes_nothing(
     assert inline.kv_events
 
 
-@pytest.mark.parametrize("name", list(TINY))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_pool_too_small_for_all_preempts_and_still_gives_the_same_tokens(
     start: Callable[..., Inline], name: str
 ) -> None:
@@ -150,7 +150,7 @@ def test_a_pool_too_small_for_all_preempts_and_still_gives_the_same_tokens(
         assert inline.outputs[handle, 0] == oracle_generate(checkpoint(name)[1], prompt, 24)
 
 
-@pytest.mark.parametrize("name", list(TINY))
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("length", [BLOCK, BLOCK + 1, 2 * BLOCK + 5])
 def test_choices_share_the_prompt_and_are_those_of_a_solitary_run(
     start: Callable[..., Inline], name: str, length: int

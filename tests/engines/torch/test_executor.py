@@ -12,6 +12,7 @@ from pdserve.engine_core.executor import ScheduledChunk, StepPlan
 from pdserve.messages.request import SamplingParams
 from tests.engines.torch.checkpoints import (
     RARE,
+    SELDOM,
     VOCAB,
     WITH_KERNELS,
     checkpoint,
@@ -33,7 +34,9 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(VOCAB), k=length)
 
 
-@pytest.fixture(params=WITH_KERNELS, ids="-".join)
+@pytest.fixture(
+    params=[pytest.param(row.values, marks=row.marks, id=row.id) for row in WITH_KERNELS]
+)
 def computed(request: pytest.FixtureRequest) -> tuple[str, str]:
     """A configuration and what computes it."""
     pair: tuple[str, str] = request.param
@@ -78,6 +81,20 @@ def test_what_scaled_contexts_hold_is_that_of_transformers(
     sequence = driver.add(prompt)
     driver.finish([sequence], OUTPUTS, chunk)
     assert sequence.output == oracle_generate(checkpoint(family)[1], prompt, OUTPUTS)
+
+
+@pytest.mark.parametrize("name", SELDOM)
+def test_every_family_computes_the_tokens_of_transformers(name: str) -> None:
+    """One look at those of which a run takes a slice: in chunks, and longer than every window."""
+    directory, model = checkpoint(name)
+    executor = loaded(directory, block_size=BLOCK)
+    driver = Driver(executor)
+    prompts = [prompt_of(40), prompt_of(9, seed=1)]
+    sequences = [driver.add(prompt) for prompt in prompts]
+    driver.finish(sequences, OUTPUTS, chunk=7)
+    executor.close()
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        assert sequence.output[:OUTPUTS] == oracle_generate(model, prompt, OUTPUTS)
 
 
 @pytest.mark.parametrize("name", RARE)

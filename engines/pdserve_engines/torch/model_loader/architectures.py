@@ -23,11 +23,24 @@ ModelFamily = Literal[
     "mistral",
     "mixtral",
     "qwen3_moe",
+    "gemma2",
     "gemma3",
+    "phi3",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "smollm3",
+    "glm4",
+    "seed_oss",
+    "cohere2",
 ]
 
 TEXT_PARTS: Mapping[str, ModelFamily] = {
     "Gemma3ForConditionalGeneration": "gemma3",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen2VLForConditionalGeneration": "qwen2",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2",
+    "Qwen3VLForConditionalGeneration": "qwen3",
 }
 """Multimodal architectures, of which the text part is served, and that part's family."""
 
@@ -38,7 +51,16 @@ ARCHITECTURES: Mapping[str, ModelFamily] = {
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Phi3ForCausalLM": "phi3",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
+    "GraniteForCausalLM": "granite",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Glm4ForCausalLM": "glm4",
+    "SeedOssForCausalLM": "seed_oss",
+    "Cohere2ForCausalLM": "cohere2",
     **TEXT_PARTS,
 }
 

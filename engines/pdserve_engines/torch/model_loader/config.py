@@ -7,25 +7,26 @@ here by name, before any weight is read.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pdserve.errors import UnsupportedCheckpoint
 from pdserve_engines.torch.model_loader.architectures import (
     HEADLESS_ARCHITECTURES,
+    TEXT_PARTS,
     ModelFamily,
     architectures,
     family_of,
 )
 from pdserve_engines.torch.model_loader.config_keys import Json, flag, number, positive
 from pdserve_engines.torch.model_loader.families import FAMILIES, Fields
+from pdserve_engines.torch.model_loader.layer_patterns import parse_nope_layers, parse_windows
 from pdserve_engines.torch.model_loader.quantization import (
     refuse_quantised_config,
     refuse_quantised_files,
 )
 from pdserve_engines.torch.model_loader.rope_config import RopeConfig, max_positions, parse_rope
 from pdserve_engines.torch.model_loader.text_part import text_part
-from pdserve_engines.torch.model_loader.windows import parse_windows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,6 +89,30 @@ class ModelConfig:
     embed_scale: float = 1.0
     query_scalar: float | None = None
     """Attention scores are divided by its root; None: by that of `head_dim`."""
+    in_norms: bool = True
+    """Whether the inputs of attention and feed-forward are normalised."""
+    layer_norms: bool = False
+    """Whether norms subtract the mean before they scale."""
+    whole_qk_norm: bool = False
+    """Whether q and k get one norm over all their heads, with `qk_norm`."""
+    parallel: bool = False
+    """Whether attention and feed-forward have the same input, and both are added to it."""
+    nope_layers: tuple[int, ...] = ()
+    """Layers without a rotary embedding."""
+    residual_scale: float = 1.0
+    """Factor of the outputs of attention and feed-forward."""
+    logit_scale: float = 1.0
+    attention_cap: float | None = None
+    """Bound that attention scores approach, by a tanh; None: none."""
+    logit_cap: float | None = None
+    fused_qkv: bool = False
+    """Whether the checkpoint stores q, k and v as one tensor."""
+    fused_gate_up: bool = False
+    """Whether it stores gate and up as one tensor."""
+    multimodal: bool = False
+    """Whether the checkpoint has other parts, which are not loaded."""
+    tied_unless_stored: bool = False
+    """Whether the configuration leaves `tied` to the tensors; unset once they are known."""
     headless: bool = False
     """Whether the output layer may be missing, and, once the tensors are known, whether it is: the
     model then makes embeddings, not text, and `tied` is set."""
@@ -101,8 +126,15 @@ class ModelConfig:
         """Tokens that a query of `layer` sees; None: all before it."""
         return None if layer in self.full_layers else self.sliding_window
 
-    def rope_of(self, layer: int) -> RopeConfig:
-        """The rotary embedding of `layer`."""
+    def for_context(self, tokens: int) -> ModelConfig:
+        """The model for sequences of up to so many tokens (`RopeConfig.for_context`)."""
+        local = self.local_rope and self.local_rope.for_context(tokens)
+        return replace(self, rope=self.rope.for_context(tokens), local_rope=local)
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """The rotary embedding of `layer`; None: it has none."""
+        if layer in self.nope_layers:
+            return None
         local = self.local_rope if self.window(layer) is not None else None
         return local or self.rope
 
@@ -121,10 +153,13 @@ def read_config(directory: Path) -> ModelConfig:
 def parse_config(raw: Json, generation: Json | None = None) -> ModelConfig:
     """`read_config` for JSON that is already read."""
     family = family_of(raw)
-    reader = FAMILIES[family]
+    reader, multimodal = FAMILIES[family], not TEXT_PARTS.keys().isdisjoint(architectures(raw))
     raw = dict(reader.defaults) | text_part(raw)
     refuse_quantised_config(raw)
-    fields: Fields = dict.fromkeys(_OPTIONS, False) | reader.fields(raw)
+    layers = positive(raw, "num_hidden_layers")
+    window, full_layers = parse_windows(raw, family, layers)
+    fields: Fields = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "qk_norm"), False)
+    fields |= {"rms_eps": number(raw, "rms_norm_eps", 1e-6)} | reader.fields(raw)
     _refuse_the_unbuilt(raw, family, gelu=fields.get("gelu", False))
     hidden, heads = positive(raw, "hidden_size"), positive(raw, "num_attention_heads")
     kv_heads = positive(raw, "num_key_value_heads", heads)
@@ -133,9 +168,8 @@ def parse_config(raw: Json, generation: Json | None = None) -> ModelConfig:
             f"config.json: num_attention_heads {heads} is no multiple of "
             f"num_key_value_heads {kv_heads}"
         )
-    layers = positive(raw, "num_hidden_layers")
-    window, full_layers = parse_windows(raw, family, layers)
-    rope = parse_rope(raw, family)
+    head_dim = _head_dim(raw, hidden, heads)
+    rope = parse_rope(raw, family, head_dim)
     return ModelConfig(
         family=family,
         vocab_size=positive(raw, "vocab_size"),
@@ -144,8 +178,7 @@ def parse_config(raw: Json, generation: Json | None = None) -> ModelConfig:
         num_layers=layers,
         num_heads=heads,
         kv_heads=kv_heads,
-        head_dim=_head_dim(raw, hidden, heads),
-        rms_eps=number(raw, "rms_norm_eps", 1e-6),
+        head_dim=head_dim,
         rope=rope,
         max_positions=max_positions(raw, rope),
         tied=flag(raw, "tie_word_embeddings"),
@@ -153,14 +186,13 @@ def parse_config(raw: Json, generation: Json | None = None) -> ModelConfig:
         dtype=raw.get("dtype") or raw.get("torch_dtype"),
         eos_token_ids=_eos_token_ids(raw, generation or {}),
         full_layers=full_layers,
+        nope_layers=parse_nope_layers(raw, family, layers, full_layers),
         experts=_experts(raw, family, layers),
+        multimodal=multimodal,
+        tied_unless_stored=multimodal and "tie_word_embeddings" not in raw,
         headless=not HEADLESS_ARCHITECTURES.keys().isdisjoint(architectures(raw)),
         **fields,
     )
-
-
-_OPTIONS = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm")
-"""Fields of `ModelConfig` without a default."""
 
 
 def _read_json(path: Path) -> Json:
@@ -189,8 +221,6 @@ def _refuse_the_unbuilt(raw: Json, family: ModelFamily, *, gelu: bool) -> None:
         raise UnsupportedCheckpoint(
             f"config.json: {key} {act!r} is not supported, only {possible[0]}"
         )
-    if number(raw, "partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedCheckpoint("config.json: partial_rotary_factor is not supported")
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if raw.get(key) and family not in _EXPERTS:
             raise UnsupportedCheckpoint(f"config.json: {key}: experts are not supported")

@@ -58,6 +58,58 @@ def _mistral(raw: Json) -> Fields:
     return {}
 
 
+def _phi3(raw: Json) -> Fields:
+    return {"fused_qkv": True, "fused_gate_up": True}
+
+
+def _glm4(raw: Json) -> Fields:
+    return _biases(raw, "qkv") | {"out_norms": True, "fused_gate_up": True}
+
+
+def _seed_oss(raw: Json) -> Fields:
+    return _biases(raw, "qkv", "mlp") | {"o_bias": flag(raw, "attention_out_bias")}
+
+
+def _olmo(raw: Json) -> Fields:
+    return _biases(raw, "qkv", "o") | {
+        "in_norms": False,
+        "out_norms": True,
+        "qk_norm": True,
+        "whole_qk_norm": True,
+    }
+
+
+def _olmo3(raw: Json) -> Fields:
+    theta = (raw.get("rope_parameters") or {}).get("rope_theta", raw["rope_theta"])
+    local = parse_local_rope(raw | {"rope_local_base_freq": theta})
+    return _olmo(raw) | {"local_rope": local}
+
+
+def _granite(raw: Json) -> Fields:
+    return _biases(raw, "qkv", "o", "mlp") | {
+        "embed_scale": number(raw, "embedding_multiplier", 1.0),
+        "query_scalar": number(raw, "attention_multiplier", 1.0) ** -2,
+        "residual_scale": number(raw, "residual_multiplier", 1.0),
+        "logit_scale": 1 / number(raw, "logits_scaling", 1.0),
+    }
+
+
+def _cohere2(raw: Json) -> Fields:
+    return _biases(raw, "qkv", "o") | {
+        "rms_eps": number(raw, "layer_norm_eps"),
+        "layer_norms": True,
+        "parallel": True,
+        "logit_scale": number(raw, "logit_scale"),
+    }
+
+
+def _gemma2(raw: Json) -> Fields:
+    return _gemma(raw) | {
+        "attention_cap": _cap(raw, "attn_logit_softcapping"),
+        "logit_cap": _cap(raw, "final_logit_softcapping"),
+    }
+
+
 def _gemma3(raw: Json) -> Fields:
     for key in ("final_logit_softcapping", "attn_logit_softcapping"):
         if raw.get(key) is not None:
@@ -76,6 +128,17 @@ def _gemma(raw: Json) -> Fields:
     }
 
 
+def _cap(raw: Json, key: str) -> float | None:
+    return None if raw[key] is None else number(raw, key)
+
+
+_GEMMA2_DEFAULTS: Json = {
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+}
 _GEMMA3_DEFAULTS: Json = {
     "vocab_size": 262208,
     "num_attention_heads": 8,
@@ -92,12 +155,35 @@ _GEMMA3_DEFAULTS: Json = {
 }
 """Multimodal ones say little about their text part."""
 
+_GLM4_DEFAULTS: Json = {
+    "attention_bias": True,
+    "head_dim": 128,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1.5625e-07,
+}
+
+_COHERE2_DEFAULTS: Json = {
+    "logit_scale": 0.0625,
+    "layer_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
 FAMILIES: Mapping[ModelFamily, FamilyReader] = {
     "llama": FamilyReader(_llama),
     "qwen2": FamilyReader(_qwen2),
     "qwen3": FamilyReader(_qwen3),
     "mistral": FamilyReader(_mistral),
-    "mixtral": FamilyReader(_mistral, {"rope_theta": 1e6}),
+    "mixtral": FamilyReader(_mistral, {"rope_theta": 1e6, "sliding_window": None}),
     "qwen3_moe": FamilyReader(_qwen3),
+    "gemma2": FamilyReader(_gemma2, _GEMMA2_DEFAULTS),
     "gemma3": FamilyReader(_gemma3, _GEMMA3_DEFAULTS),
+    "phi3": FamilyReader(_phi3, {"rms_norm_eps": 1e-5, "sliding_window": None}),
+    "olmo2": FamilyReader(_olmo, {"rms_norm_eps": 1e-5}),
+    "olmo3": FamilyReader(_olmo3, {"rms_norm_eps": 1e-5, "rope_theta": 5e5}),
+    "granite": FamilyReader(_granite),
+    "smollm3": FamilyReader(_llama, {"rope_theta": 2e6, "tie_word_embeddings": True}),
+    "glm4": FamilyReader(_glm4, _GLM4_DEFAULTS),
+    "seed_oss": FamilyReader(_seed_oss, {"attention_bias": True, "head_dim": 128}),
+    "cohere2": FamilyReader(_cohere2, _COHERE2_DEFAULTS),
 }

@@ -60,6 +60,34 @@ def nbytes(config: ModelConfig, itemsize: int) -> int:
     return sum(math.prod(param.shape) for param in params(config)) * itemsize
 
 
+_NORMS: Mapping[str, Mapping[str, str]] = {
+    "": {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "gemma": {
+        "attn_norm": "input_layernorm",
+        "attn_out_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    },
+    "glm4": {
+        "attn_norm": "input_layernorm",
+        "attn_out_norm": "post_self_attn_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp_out_norm": "post_mlp_layernorm",
+    },
+    "olmo": {
+        "attn_out_norm": "post_attention_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    },
+    "cohere": {"attn_norm": "input_layernorm"},
+}
+"""A layer's norms and their tensors, by the beginning of the family's name."""
+
+
+def _norms(config: ModelConfig) -> Mapping[str, str]:
+    family = next((name for name in _NORMS if name and config.family.startswith(name)), "")
+    return _NORMS[family]
+
+
 def _layer(config: ModelConfig, index: int) -> Iterator[Param]:
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.kv_heads * config.head_dim
@@ -76,22 +104,20 @@ def _layer(config: ModelConfig, index: int) -> Iterator[Param]:
     def vector(name: str, module: str, size: int) -> Param:
         return Param(f"{key}.{name}", ((f"{source}.{module}.weight", (size,)),))
 
-    yield vector("attn_norm", "input_layernorm", hidden)
-    yield from stacked("qkv", "self_attn", config.qkv_bias, hidden, q=q, k=kv, v=kv)
+    qkv_rows = {"qkv": q + 2 * kv} if config.fused_qkv else {"q": q, "k": kv, "v": kv}
+    yield from stacked("qkv", "self_attn", config.qkv_bias, hidden, **qkv_rows)
     if config.qk_norm:
-        yield vector("q_norm", "self_attn.q_norm", config.head_dim)
-        yield vector("k_norm", "self_attn.k_norm", config.head_dim)
+        whole = config.whole_qk_norm
+        yield vector("q_norm", "self_attn.q_norm", q if whole else config.head_dim)
+        yield vector("k_norm", "self_attn.k_norm", kv if whole else config.head_dim)
     yield from stacked("o", "self_attn", config.o_bias, q, o=hidden)
-    if config.out_norms:
-        yield vector("attn_out_norm", "post_attention_layernorm", hidden)
-        yield vector("mlp_norm", "pre_feedforward_layernorm", hidden)
-        yield vector("mlp_out_norm", "post_feedforward_layernorm", hidden)
-    else:
-        yield vector("mlp_norm", "post_attention_layernorm", hidden)
+    for name, module in _norms(config).items():
+        yield vector(name, module, hidden)
     if config.experts is not None and index not in config.experts.dense_layers:
         yield from _experts(config, config.experts, source, key)
         return
-    yield from stacked("gate_up", "mlp", config.mlp_bias, hidden, gate=inner, up=inner)
+    rows = {"gate_up": 2 * inner} if config.fused_gate_up else {"gate": inner, "up": inner}
+    yield from stacked("gate_up", "mlp", config.mlp_bias, hidden, **rows)
     yield from stacked("down", "mlp", config.mlp_bias, inner, down=hidden)
 
 
@@ -117,17 +143,20 @@ _STEMS = ("model.", "", "language_model.model.", "model.language_model.")
 """Name prefixes of a checkpoint's text model: as a language model, without a head (embedding
 models), and as part of a multimodal model by older and newer tools."""
 
-_OTHER_SENSES = ("vision_tower.", "multi_modal_projector.")
+_OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "visual.")
 
 
-def canonical(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def canonical(
+    entries: Mapping[str, TensorEntry], *, multimodal: bool = False
+) -> dict[str, TensorEntry]:
     """The tensors under the names that `params` uses, without the other parts of a multimodal
-    model."""
+    model. `multimodal`: whether the configuration says that it is one."""
     stem = next((stem for stem in _STEMS if f"{stem}embed_tokens.weight" in entries), "model.")
+    others = multimodal or "language_model" in stem
     named: dict[str, TensorEntry] = {}
     for name, entry in entries.items():
         bare = name.removeprefix("model.")
-        if "language_model" in stem and bare.startswith(_OTHER_SENSES):
+        if others and bare.startswith(_OTHER_PARTS):
             continue
         if name.endswith("lm_head.weight"):
             named["lm_head.weight"] = entry
@@ -142,6 +171,9 @@ def resolve_lm_head(
     """Return the configuration with the output layer decided. `embeds`: the checkpoint's other
     files say that it is an embedding model; in any other model a missing output layer is an
     error."""
+    if config.tied_unless_stored:
+        tied = "lm_head.weight" not in entries
+        return replace(config, tied=tied, tied_unless_stored=False, headless=False)
     missing = not config.tied and "lm_head.weight" not in entries
     if missing and (config.headless or embeds):
         return replace(config, tied=True, headless=True)
@@ -183,6 +215,23 @@ def load(config: ModelConfig, checkpoint: Checkpoint, place: PlaceFn, progress: 
     sizes = [sum(checkpoint.entries[name].nbytes for name, _ in param.parts) for param in todo]
     total, done = sum(sizes), 0
     for param, size in zip(todo, sizes, strict=True):
-        place(param, [checkpoint.tensor(name) for name, _ in param.parts])
+        tensors = [checkpoint.tensor(name) for name, _ in param.parts]
+        place(param, _arranged(config, param, tensors))
         done += size
         progress("loading weights", done / total)
+
+
+def _arranged(config: ModelConfig, param: Param, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts that the models take: gate and up apart, and the dimensions of each head of q and k
+    in the order of `RopeConfig.head_order`, by which no score changes."""
+    name = param.key.rpartition(".")[2]
+    if name.startswith("gate_up") and len(tensors) == 1:
+        return list(tensors[0].chunk(2))
+    order = config.rope.head_order(config.head_dim)
+    if order is None or not name.startswith(("qkv", "q_norm", "k_norm")):
+        return tensors
+    whole = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+    heads = whole.view(-1, config.head_dim, *whole.shape[1:])
+    turned = heads[: config.num_heads + config.kv_heads] if name.startswith("qkv") else heads
+    rest = heads[len(turned) :]
+    return [part.flatten(0, 1) for part in (turned[:, order], rest) if len(part)]

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
+from pdserve_engines.torch.models.capped_attention import attend_capped
 from pdserve_engines.torch.models.upload import upload
 
 if TYPE_CHECKING:
@@ -58,15 +59,18 @@ class PagedAttention:
         groups: int,
         windows: Iterable[int | None] = (None,),
         query_scalar: float | None = None,
+        cap: float | None = None,
     ) -> None:
         """`windows`: those of all layers, None for a layer that sees all tokens. Scores are divided
-        by the root of `query_scalar`; None: of the head's dimension."""
+        by the root of `query_scalar`; None: of the head's dimension. Then they are bounded by
+        `cap`."""
         self._pool = pool
         self._layout = layout = pool.layout
         self._groups = groups
         self._scale = None if query_scalar is None else query_scalar**-0.5
+        self._cap = cap
         self._device = pool.tensor.device
-        self._skips = _skips_hidden_keys(pool.tensor)
+        self._skips = cap is None and _skips_hidden_keys(pool.tensor)
         self._block_heads = layout.num_layers * 2 * layout.kv_heads
         self._slots = self._slot_index(batch)
         self._clear_fresh_blocks(batch)
@@ -100,9 +104,13 @@ class PagedAttention:
         folded = queries.view(group.n, group.count, kv_heads, self._groups, dim)
         folded = folded.permute(0, 2, 3, 1, 4).reshape(group.n, kv_heads, -1, dim)
         keys, values = self._gather(layer, group)
-        out = functional.scaled_dot_product_attention(
-            folded, keys, values, attn_mask=group.mask, scale=self._scale
-        )
+        if self._cap is not None:
+            scale = dim**-0.5 if self._scale is None else self._scale
+            out = attend_capped(folded, keys, values, group.mask, scale, self._cap)
+        else:
+            out = functional.scaled_dot_product_attention(
+                folded, keys, values, attn_mask=group.mask, scale=self._scale
+            )
         out = out.view(group.n, kv_heads, self._groups, group.count, dim)
         return out.permute(0, 3, 1, 2, 4).reshape(queries.shape)
 

@@ -36,6 +36,7 @@ _KNOWN: Final = frozenset(
         "out_norms",
         "embed_scale",
         "query_scalar",
+        "nope_layers",
         "fused_qkv",
         "fused_gate_up",
         "multimodal",
@@ -46,9 +47,19 @@ _KNOWN: Final = frozenset(
 """Optional fields of `ModelConfig` that the native kernels take into account. A model that sets
 another one is left to torch."""
 _KNOWN_ROPE: Final = frozenset(
-    {"factor", "low_freq_factor", "high_freq_factor", "original_max_positions", "yarn"}
+    {
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_positions",
+        "yarn",
+        "dims",
+        "interleaved",
+        "longrope",
+        "context",
+    }
 )
-"""The same for `RopeConfig`."""
+"""The same for `RopeConfig`. The table, and the order of the rows of q and k, hold all of them."""
 
 
 def unsupported_reason(config: ModelConfig, device: torch.device, max_model_len: int) -> str | None:

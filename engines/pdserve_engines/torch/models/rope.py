@@ -15,16 +15,29 @@ if TYPE_CHECKING:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Radians per position of each pair of dimensions: `[head_dim / 2]`, float32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / (rope.theta**exponents)
+    """Radians per position of each pair of dimensions that is turned: `[dims / 2]`, float32."""
+    dims = rope.dims or head_dim
+    exponents = torch.arange(0, dims, 2, dtype=torch.float32) / dims
+    wavelengths = _theta(rope, dims) ** exponents
+    if rope.longrope is not None:
+        return 1.0 / (torch.tensor(rope.longrope.long, dtype=torch.float32) * wavelengths)
+    frequencies = 1.0 / wavelengths
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "llama3":
         return _llama3(frequencies, rope)
     if rope.yarn is not None:
-        return _yarn(frequencies, rope, rope.yarn, head_dim)
+        return _yarn(frequencies, rope, rope.yarn, dims)
     return frequencies
+
+
+def _theta(rope: RopeConfig, dims: int) -> float:
+    """With `dynamic`, larger the longer the context: the slowest pair turns no further in it than
+    in the original one."""
+    if rope.kind != "dynamic" or rope.context <= rope.original_max_positions:
+        return rope.theta
+    stretch = rope.factor * rope.context / rope.original_max_positions - (rope.factor - 1)
+    return float(rope.theta * stretch ** (dims / (dims - 2)))
 
 
 def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
@@ -60,9 +73,14 @@ def _yarn(
 
 
 def rope_table(rope: RopeConfig, head_dim: int, positions: int) -> torch.Tensor:
-    """Cosines, then sines: `[positions, 2, head_dim / 2]`, float32 on the CPU."""
+    """Cosines, then sines, for a context of so many positions: `[positions, 2, head_dim / 2]`,
+    float32 on the CPU. Pairs that are not turned come last (`RopeConfig.head_order`)."""
+    rope = rope.for_context(positions)
     angles = torch.outer(
         torch.arange(positions, dtype=torch.float32), inverse_frequencies(rope, head_dim)
     )
-    scale = 1.0 if rope.yarn is None else rope.yarn.attention_factor
-    return torch.stack((angles.cos() * scale, angles.sin() * scale), dim=1)
+    scaled = rope.yarn or rope.longrope
+    scale = 1.0 if scaled is None else scaled.attention_factor
+    table = torch.stack((angles.cos() * scale, angles.sin() * scale), dim=1)
+    still = table.new_tensor([1.0, 0.0]).view(1, 2, 1)
+    return torch.cat((table, still.expand(positions, 2, head_dim // 2 - angles.shape[1])), dim=2)

@@ -20,6 +20,7 @@ from pdserve_engines.torch.sampling.sampler import argmax
 if TYPE_CHECKING:
     from pdserve_engines.torch.kv_pool import KvPool
     from pdserve_engines.torch.model_loader.config import ModelConfig
+    from pdserve_engines.torch.model_loader.rope_config import RopeConfig
     from pdserve_engines.torch.model_loader.weights import Param
     from pdserve_engines.torch.models.base import LayersDoneFn
     from pdserve_engines.torch.models.forward_batch import ForwardBatch
@@ -48,7 +49,8 @@ class TorchModel:
         """None once closed; siblings have references of their own."""
         self._ropes = {
             rope: rope_table(rope, config.head_dim, settings.max_model_len).to(settings.device)
-            for rope in {config.rope_of(layer) for layer in range(config.num_layers)}
+            for rope in map(config.rope_of, range(config.num_layers))
+            if rope is not None
         }
         self._windows = {config.window(layer) for layer in range(config.num_layers)}
         self._pool: KvPool | None = None
@@ -97,24 +99,33 @@ class TorchModel:
         assert self._pool is not None, "bind comes before forward"
         weights, config = self._held, self._config
         attention = PagedAttention(
-            batch, self._pool, config.groups, self._windows, config.query_scalar
+            batch,
+            self._pool,
+            config.groups,
+            self._windows,
+            config.query_scalar,
+            config.attention_cap,
         )
         positions = upload(batch.positions, self._device)
-        angles = {rope: _angles(table[positions]) for rope, table in self._ropes.items()}
+        angles: dict[RopeConfig | None, _Angles | None] = {
+            rope: _angles(table[positions]) for rope, table in self._ropes.items()
+        }
         rows = upload(batch.rows, self._device)
         x = self._embed(upload(batch.tokens, self._device))
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
-            mixed = self._attend(index, layer, x, attention, *angles[config.rope_of(index)])
+            normed = self._norm_input(layer, "attn_norm", x)
+            mixed = self._attend(index, layer, normed, attention, angles.get(config.rope_of(index)))
             if after is not None:
                 after(index + 1)
             if index == last and len(rows) < len(x):
                 # The other rows are not needed any more; their keys and values are stored.
-                mixed, x = mixed[rows], x[rows]
+                mixed, normed, x = mixed[rows], normed[rows], x[rows]
             mixed = functional.linear(mixed, layer["o"], layer.get("o_bias"))
-            x += self._norm(mixed, layer["attn_out_norm"]) if config.out_norms else mixed
-            fed = self._feed_forward(layer, x)
-            x += self._norm(fed, layer["mlp_out_norm"]) if config.out_norms else fed
+            x += self._output(layer, "attn_out_norm", mixed)
+            if not config.parallel:
+                normed = self._norm_input(layer, "mlp_norm", x)
+            x += self._output(layer, "mlp_out_norm", self._feed_forward(layer, normed))
         return self._norm(x, weights.params["norm"])
 
     def greedy(self, batch: ForwardBatch, after: LayersDoneFn | None = None) -> list[int]:
@@ -124,7 +135,11 @@ class TorchModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         head = self._held.params["embed" if self._config.tied else "head"]
-        return functional.linear(hidden, head).float()
+        logits = functional.linear(hidden, head).float()
+        if self._config.logit_scale != 1.0:
+            logits *= self._config.logit_scale
+        cap = self._config.logit_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def close(self) -> None:
         self._pool = None
@@ -146,28 +161,50 @@ class TorchModel:
         self,
         index: int,
         layer: dict[str, torch.Tensor],
-        x: torch.Tensor,
+        normed: torch.Tensor,
         attention: PagedAttention,
-        cosines: torch.Tensor,
-        sines: torch.Tensor,
+        angles: _Angles | None,
     ) -> torch.Tensor:
         config = self._config
-        normed = self._norm(x, layer["attn_norm"])
         qkv = functional.linear(normed, layer["qkv"], layer.get("qkv_bias"))
-        heads = qkv.view(len(x), -1, config.head_dim)
+        heads = qkv.view(len(normed), -1, config.head_dim)
         split = config.num_heads + config.kv_heads
         turned = place = heads[:, :split]
         if config.qk_norm:
-            queries = self._norm(turned[:, : config.num_heads], layer["q_norm"])
-            keys = self._norm(turned[:, config.num_heads :], layer["k_norm"])
-            turned = torch.cat((queries, keys), dim=1)
-        _rotate(turned, cosines, sines, place)
+            turned = self._norm_heads(layer, turned)
+        if angles is not None:
+            _rotate(turned, *angles, place)
+        elif turned is not place:
+            place.copy_(turned)
         queries, written = heads[:, : config.num_heads], heads[:, config.num_heads :]
         attention.write(index, written)
         return attention.attend(index, queries, config.window(index)).flatten(1)
 
-    def _feed_forward(self, layer: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        config, normed = self._config, self._norm(x, layer["mlp_norm"])
+    def _norm_heads(self, layer: dict[str, torch.Tensor], heads: torch.Tensor) -> torch.Tensor:
+        """The norms of q and k: of each head, or of all of them as one row."""
+        count, whole = self._config.num_heads, self._config.whole_qk_norm
+        found = []
+        for part, name in ((heads[:, :count], "q_norm"), (heads[:, count:], "k_norm")):
+            rows = part.flatten(1) if whole else part
+            found.append(self._norm(rows, layer[name]).view(part.shape))
+        return torch.cat(found, dim=1)
+
+    def _norm_input(
+        self, layer: dict[str, torch.Tensor], name: str, x: torch.Tensor
+    ) -> torch.Tensor:
+        return self._norm(x, layer[name]) if self._config.in_norms else x
+
+    def _output(
+        self, layer: dict[str, torch.Tensor], name: str, computed: torch.Tensor
+    ) -> torch.Tensor:
+        """What is added to the layer's input: the output, normed or scaled in some families."""
+        if self._config.out_norms:
+            return self._norm(computed, layer[name])
+        scale = self._config.residual_scale
+        return computed if scale == 1.0 else computed.mul_(scale)
+
+    def _feed_forward(self, layer: dict[str, torch.Tensor], normed: torch.Tensor) -> torch.Tensor:
+        config = self._config
         if config.experts is not None and "router" in layer:
             return feed_experts(config.experts, layer, normed)
         gate, up = functional.linear(normed, layer["gate_up"], layer.get("gate_up_bias")).chunk(
@@ -178,12 +215,17 @@ class TorchModel:
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         eps = self._config.rms_eps
+        if self._config.layer_norms:
+            return functional.layer_norm(x, weight.shape, weight, None, eps)
         if weight.dtype == x.dtype:
             return functional.rms_norm(x, weight.shape, weight, eps)
         return functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
-def _angles(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+_Angles = tuple[torch.Tensor, torch.Tensor]
+
+
+def _angles(table: torch.Tensor) -> _Angles:
     """Cosines and sines as `_rotate` takes them, each `[T, 1, head_dim]`, of `[T, 2, head_dim / 2]`
     of a rope table."""
     cosines, sines = table.unsqueeze(1).unbind(2)

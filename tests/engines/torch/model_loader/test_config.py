@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.errors import UnsupportedCheckpoint
+from pdserve_engines.torch.model_loader.architectures import ARCHITECTURES
 from pdserve_engines.torch.model_loader.config import ExpertsConfig, parse_config, read_config
 from pdserve_engines.torch.model_loader.rope_config import YarnConfig
 from tests.engines.torch.checkpoints import TINY
@@ -98,15 +99,16 @@ def test_ends_are_the_union_of_both_files() -> None:
     assert parse_config(LLAMA | {"eos_token_id": [1, 2]}).eos_token_ids == (1, 2)
 
 
-@pytest.mark.parametrize("name", list(TINY))
+@pytest.mark.parametrize("name", TINY)
 def test_what_transformers_writes_can_be_read(name: str, tmp_path: Path) -> None:
     written = TINY[name].config()
-    written.architectures = [f"{TINY[name].family}ForCausalLM"]
+    written.architectures = [TINY[name].architecture]
     written.save_pretrained(tmp_path)
     config = read_config(tmp_path)
-    assert config.family == TINY[name].family.lower().replace("moe", "_moe")
-    assert config.kv_heads == written.num_key_value_heads
-    rope = written.rope_parameters
+    text = written.get_text_config()
+    assert config.family == ARCHITECTURES[TINY[name].architecture]
+    assert config.kv_heads == text.num_key_value_heads
+    rope = text.rope_parameters
     assert config.rope.kind == rope.get("full_attention", rope)["rope_type"]
     assert config.eos_token_ids == (7,)
 
@@ -118,8 +120,9 @@ def test_what_transformers_writes_can_be_read(name: str, tmp_path: Path) -> None
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope'"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "proportional"}}, "'proportional'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "short_factor must be a list of 8"),
         ({"rope_scaling": {"type": "default", "mrope_section": [1, 1]}}, "mrope_section"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "by layer"),
@@ -237,8 +240,11 @@ def test_both_spellings_of_a_gemma3_mean_the_same() -> None:
     }
     assert parse_config(older) == parse_config(newer)
     config = parse_config(older | {"sliding_window_pattern": 2})
-    assert [config.rope_of(layer).theta for layer in range(2)] == [3e4, 2e6]
-    assert [config.rope_of(layer).kind for layer in range(2)] == ["default", "linear"]
+    ropes = [config.rope_of(layer) for layer in range(2)]
+    assert [rope and (rope.theta, rope.kind) for rope in ropes] == [
+        (3e4, "default"),
+        (2e6, "linear"),
+    ]
 
 
 def test_a_multimodal_gemma3_is_its_text_part() -> None:

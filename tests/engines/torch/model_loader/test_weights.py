@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from pdserve.errors import UnsupportedCheckpoint
 from pdserve_engines.torch.executor import TorchExecutor
-from tests.engines.torch.checkpoints import TINY, checkpoint, oracle_generate
+from tests.engines.torch.checkpoints import NAMES, TINY, checkpoint, oracle_generate
 from tests.engines.torch.driver import Driver, loaded, spec
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def test_loading_reports_bytes_from_start_to_end() -> None:
     executor.close()
 
 
-@pytest.mark.parametrize("name", list(TINY))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_sharded_checkpoint_computes_the_same(name: str, tmp_path: Path) -> None:
     directory, model = checkpoint(name)
     model.save_pretrained(tmp_path, max_shard_size="40KB")

@@ -1,4 +1,4 @@
-"""Reads which layers have a sliding window, in each family's spelling."""
+"""Reads in which layers attention differs: which have a sliding window, and which turn no head."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
     from pdserve_engines.torch.model_loader.architectures import ModelFamily
 
-_IN_EVERY_LAYER: Final = ("mistral", "mixtral")
-_IN_A_PATTERN: Final[Mapping[str, int]] = {"gemma3": 6}
+_IN_EVERY_LAYER: Final = ("mistral", "mixtral", "phi3")
+_IN_A_PATTERN: Final[Mapping[str, int]] = {"gemma2": 2, "gemma3": 6, "olmo3": 4, "cohere2": 4}
 """Families in which every so many layers one has no window."""
-_IF_SAID: Final = ("qwen2", "qwen3", "qwen3_moe")
+_IF_SAID: Final = ("qwen2", "qwen3", "qwen3_moe", "smollm3")
 """Families with a switch, which is off by default."""
 
 
@@ -23,13 +23,30 @@ def parse_windows(
     raw: Json, family: ModelFamily, layers: int
 ) -> tuple[int | None, tuple[int, ...]]:
     """The window, None if no layer uses one, and the layers that do not."""
-    # A configuration without the key means the family's default.
-    window = raw.get("sliding_window", None if family == "mixtral" else 4096)
+    window = raw.get("sliding_window", 4096)
     windowed = _windowed_layers(raw, family, layers)
     if not any(windowed) or (window is None and family not in _IN_A_PATTERN):
         return None, ()
     full = tuple(index for index, has in enumerate(windowed) if not has)
     return positive({"sliding_window": window}, "sliding_window"), full
+
+
+def parse_nope_layers(
+    raw: Json, family: ModelFamily, layers: int, full_layers: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The layers without a rotary embedding."""
+    if family == "cohere2":
+        return full_layers
+    if family != "smollm3":
+        return ()
+    rotary = raw.get("no_rope_layers")
+    if rotary is None:
+        every = positive(raw, "no_rope_layer_interval", 4)
+        return tuple(index for index in range(layers) if (index + 1) % every == 0)
+    if not isinstance(rotary, list) or len(rotary) < layers:
+        raise UnsupportedCheckpoint(f"config.json: no_rope_layers must list {layers} layers")
+    # Despite the key's name, one means that the layer has the embedding.
+    return tuple(index for index in range(layers) if not rotary[index])
 
 
 def _windowed_layers(raw: Json, family: ModelFamily, layers: int) -> list[bool]:
@@ -45,6 +62,9 @@ def _windowed_layers(raw: Json, family: ModelFamily, layers: int) -> list[bool]:
     if pattern is not None:
         pattern = positive(raw, "sliding_window_pattern", pattern)
         return [(index + 1) % pattern != 0 for index in range(layers)]
+    if family == "smollm3":
+        nope = parse_nope_layers(raw, family, layers, ())
+        return [index in nope for index in range(layers)]
     # Zero: every layer has the window.
     first = 0 if raw.get("max_window_layers") == 0 else positive(raw, "max_window_layers", 28)
     return [index >= first for index in range(layers)]
