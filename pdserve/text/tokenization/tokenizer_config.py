@@ -17,15 +17,7 @@ from pdserve.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_NAMED = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+_NAMES_OF_OWN = ("extra_special_tokens", "model_specific_special_tokens")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 
@@ -65,11 +57,11 @@ def _content(token: object) -> str | None:
 
 
 def _named_tokens(raw: Mapping[str, Any]) -> dict[str, str]:
-    named = {name: _content(raw.get(name)) for name in _NAMED}
-    extra = raw.get("extra_special_tokens")
-    # These are model-specific names, such as `image_token`.
-    if isinstance(extra, dict):
-        named |= {str(name): _content(token) for name, token in extra.items()}
+    named = {name: _content(raw[name]) for name in raw if name.endswith("_token")}
+    # Models have names of their own, such as `image_token`, here or beside `bos_token`.
+    for key in _NAMES_OF_OWN:
+        if isinstance(extra := raw.get(key), dict):
+            named |= {str(name): _content(token) for name, token in extra.items()}
     return {name: content for name, content in named.items() if content is not None}
 
 

@@ -38,6 +38,15 @@ def test_further_special_tokens_come_as_lists_or_by_name():
     assert config.special_tokens == {"image_token": "<i>"}
 
 
+def test_a_model_may_have_special_tokens_with_names_of_its_own():
+    config = parsed(
+        image_token="<i>",
+        add_bos_token=True,
+        model_specific_special_tokens={"audio_token": {"content": "<a>"}},
+    )
+    assert config.special_tokens == {"image_token": "<i>", "audio_token": "<a>"}
+
+
 def test_added_tokens_are_in_the_order_of_their_ids():
     config = parsed(added_tokens_decoder={"10": {"content": "<b>"}, "9": {"content": "<a>"}})
     assert [(token["id"], token["content"]) for token in config.added_tokens] == [
