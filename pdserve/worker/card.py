@@ -18,7 +18,11 @@ from pdserve.errors import ConfigError
 from pdserve.messages.card import GenerationDefaults, ModelCard
 from pdserve.text.reasoning_parsers import detect_reasoning_format as detect_reasoning
 from pdserve.text.tokenization.tekken import from_tekken
-from pdserve.text.tokenization.tokenizer_config import parse_tokenizer_config
+from pdserve.text.tokenization.tokenizer_config import (
+    parse_tokenizer_config,
+    with_chat_templates,
+    with_special_tokens,
+)
 from pdserve.text.tool_parsers import detect_tool_format as detect_tools
 from pdserve.worker.pooling import PoolerConfig, PoolingOption, read_pooler_config
 
@@ -37,6 +41,8 @@ _INT32_MAX = 2**31 - 1
 class _Added(msgspec.Struct):
     id: int
     content: str
+_MAX_TEMPLATES = 32
+"""Most named chat templates beside the usual one; checkpoints have one to three."""
 
 
 class _TokenizerFile(msgspec.Struct):
@@ -138,16 +144,28 @@ def _tokenizer_files(path: Path) -> tuple[bytes, bytes]:
     config = _optional(path / "tokenizer_config.json")
     tekken = _optional(path / "tekken.json")
     if tekken is None or (path / "tokenizer.json").is_file():
-        return _required(path / "tokenizer.json"), config or b"{}"
+        return _required(path / "tokenizer.json"), _with_other_files(path, config or b"{}")
     tokenizer, made = from_tekken(tekken)
-    return tokenizer, config or made
+    return tokenizer, _with_other_files(path, config or made)
+
+
+def _with_other_files(path: Path, config: bytes) -> bytes:
+    """The tokenizer's configuration with what other files say in its place."""
+    special_tokens = _optional(path / "special_tokens_map.json")
+    if special_tokens is not None:
+        config = with_special_tokens(config, special_tokens)
+    files = sorted((path / "additional_chat_templates").glob("*.jinja"))
+    if len(files) > _MAX_TEMPLATES:
+        raise ConfigError(f"additional_chat_templates holds more than {_MAX_TEMPLATES} templates")
+    if files or (path / "chat_template.jinja").exists():
+        config = with_chat_templates(config, {file.stem: _text(file) for file in files})
+    return config
 
 
 def _chat_template(path: Path, tokenizer_config: bytes) -> str | None:
     """The chat template. A file of its own wins over the entry in the tokenizer's configuration."""
-    source = _optional(path / "chat_template.jinja")
-    if source is not None:
-        return source.decode()
+    if (path / "chat_template.jinja").exists():
+        return _text(path / "chat_template.jinja")
     older = _optional(path / "chat_template.json")
     if older is not None:
         try:
@@ -239,3 +257,10 @@ def _optional(path: Path) -> bytes | None:
         return None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+def _text(path: Path) -> str:
+    try:
+        return _required(path).decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
+
+

@@ -5,6 +5,7 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.messages.card import GenerationDefaults
 from pdserve.messages.engine import EngineCapabilities
+from pdserve.text.chat.chat_template import ChatTemplates
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.worker.card import read_card
 from tests.text.builders import tekken_file
@@ -118,6 +119,46 @@ def test_an_older_template_file_wins_over_the_entry_too(checkpoint):
     assert card(path).chat_template == "older"
     (path / "chat_template.jinja").write_text("file")
     assert card(path).chat_template == "file"
+
+
+def rendered(path):
+    """What each named template of the card writes."""
+    templates = ChatTemplates.from_card(card(path))
+    user = [{"role": "user", "content": "x"}]
+    return {name: templates.select(name).render(user) for name in templates.names}
+
+
+def test_named_template_files_win_over_the_entries(checkpoint):
+    own = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "old"}]
+    path = checkpoint(tokenizer_config={"chat_template": own})
+    assert rendered(path) == {"default": "d", "tool_use": "old"}
+    (path / "chat_template.jinja").write_text("file")
+    assert rendered(path) == {"default": "file"}
+    folder = path / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "rag.jinja").write_text("documents")
+    assert rendered(path) == {"default": "file", "rag": "documents"}
+    (path / "chat_template.jinja").unlink()
+    assert rendered(path) == {"default": "d", "rag": "documents"}
+    for number in range(40):
+        (folder / f"{number}.jinja").write_text("x")
+    with pytest.raises(ConfigError, match="more than 32 templates"):
+        card(path)
+
+
+def test_a_template_file_that_is_not_text_is_named(checkpoint):
+    path = checkpoint()
+    (path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja is not UTF-8"):
+        card(path)
+
+
+def test_special_tokens_may_be_in_a_file_of_their_own(checkpoint):
+    path = checkpoint(
+        special_tokens_map={"eos_token": "<end>"},
+        tokenizer={"added_tokens": [{"id": 3, "content": "<end>"}]},
+    )
+    assert card(path).eos_token_ids == (7, 3)
 
 
 def test_a_tekken_file_becomes_the_tokenizer(checkpoint):

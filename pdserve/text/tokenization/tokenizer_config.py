@@ -1,8 +1,9 @@
 """Reads special tokens and chat templates from `tokenizer_config.json`.
 
-It keeps what serving needs and ignores the rest, which differs between releases of the library that
-writes the file. `add_bos_token` and similar keys have no effect next to a tokenizer.json. It does
-not know the vocabulary; `tokenizer.py` does.
+A checkpoint may have both in files of their own; as in transformers, they replace the entries here.
+What serving needs is kept; the rest differs between releases of the library that writes the file.
+`add_bos_token` and similar keys have no effect next to a tokenizer.json. This file does not know
+the vocabulary; `tokenizer.py` does.
 """
 
 from __future__ import annotations
@@ -37,16 +38,40 @@ class TokenizerConfig:
 
 def parse_tokenizer_config(content: bytes) -> TokenizerConfig:
     """Parse the file's content. Raises `ConfigError` if it is malformed."""
-    try:
-        raw = msgspec.json.decode(content or b"{}", type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"tokenizer_config.json is not a JSON object: {error}") from None
+    raw = _object(content or b"{}", "tokenizer_config.json")
     return TokenizerConfig(
         special_tokens=_named_tokens(raw),
         extra_special_tokens=_extra_tokens(raw),
         added_tokens=_added_tokens(raw),
         chat_templates=_templates(raw.get("chat_template")),
     )
+
+
+def with_special_tokens(content: bytes, special_tokens_map: bytes) -> bytes:
+    """Return the file with the entries of `special_tokens_map.json`, which older checkpoints have.
+
+    A file that lists its added tokens is newer, and returned as it is. Raises `ConfigError`.
+    """
+    raw = _object(content, "tokenizer_config.json")
+    if "added_tokens_decoder" in raw:
+        return content
+    return msgspec.json.encode(raw | _object(special_tokens_map, "special_tokens_map.json"))
+
+
+def with_chat_templates(content: bytes, templates: Mapping[str, str]) -> bytes:
+    """Return the file with these templates, by name, and of its own only the default one."""
+    raw = _object(content, "tokenizer_config.json")
+    kept = _templates(raw.get("chat_template"))
+    named = {name: source for name, source in kept.items() if name == "default"} | {**templates}
+    entries = [{"name": name, "template": source} for name, source in named.items()]
+    return msgspec.json.encode(raw | {"chat_template": entries})
+
+
+def _object(content: bytes, file: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(content, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{file} is not a JSON object: {error}") from None
 
 
 def _content(token: object) -> str | None:

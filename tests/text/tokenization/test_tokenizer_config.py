@@ -7,7 +7,12 @@ import json
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.text.tokenization.tokenizer_config import TokenizerConfig, parse_tokenizer_config
+from pdserve.text.tokenization.tokenizer_config import (
+    TokenizerConfig,
+    parse_tokenizer_config,
+    with_chat_templates,
+    with_special_tokens,
+)
 
 
 def parsed(**fields: object) -> TokenizerConfig:
@@ -71,3 +76,23 @@ def test_templates_come_alone_or_by_name(value, templates):
 def test_templates_of_another_form_are_refused(value):
     with pytest.raises(ConfigError, match="chat_template"):
         parsed(chat_template=value)
+
+
+def test_an_older_checkpoint_has_special_tokens_in_a_file_of_their_own():
+    tokens = b'{"bos_token": {"content": "<s>"}, "eos_token": "</s>"}'
+    merged = parse_tokenizer_config(with_special_tokens(b'{"eos_token": "<end>", "x": 1}', tokens))
+    assert merged.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    newer = b'{"eos_token": "<end>", "added_tokens_decoder": {}}'
+    assert with_special_tokens(newer, tokens) == newer
+    with pytest.raises(ConfigError, match=r"special_tokens_map\.json is not a JSON object"):
+        with_special_tokens(b"{}", b"[]")
+
+
+def test_templates_in_files_replace_all_but_the_default_one():
+    own = [{"name": "default", "template": "d"}, {"name": "rag", "template": "r"}]
+    content = json.dumps({"chat_template": own, "bos_token": "<s>"}).encode()
+    found = parse_tokenizer_config(with_chat_templates(content, {"tool_use": "t"}))
+    assert found.chat_templates == {"default": "d", "tool_use": "t"}
+    assert found.special_tokens == {"bos_token": "<s>"}
+    found = parse_tokenizer_config(with_chat_templates(b"{}", {"default": "file"}))
+    assert found.chat_templates == {"default": "file"}
