@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 N = TypeVar("N", int, float)
 
 _INT32_MAX = 2**31 - 1
+_MAX_TEMPLATES = 32
+"""Most named chat templates beside the usual one; checkpoints have one to three."""
 
 
 class _Added(msgspec.Struct):
     id: int
     content: str
-_MAX_TEMPLATES = 32
-"""Most named chat templates beside the usual one; checkpoints have one to three."""
 
 
 class _TokenizerFile(msgspec.Struct):
@@ -250,13 +250,6 @@ def _required(path: Path) -> bytes:
     return content
 
 
-def _optional(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 def _text(path: Path) -> str:
     try:
         return _required(path).decode()
@@ -264,3 +257,10 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
+def _optional(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
