@@ -161,6 +161,7 @@ class EngineCore:
             unfilled=spec.transfer.unfilled if spec.transfer is not None else 0.0,
             embeds=info.embedding_size > 0,
             generates=info.generates,
+            classifies=info.num_labels > 0,
         )
         progress(LoadProgress(stage="allocating KV blocks"))
         self._executor.allocate(sizing.num_blocks)
@@ -651,7 +652,12 @@ def _capabilities(
         weight_bytes=info.weight_bytes,
         compat_hash=info.compat_hash,
         transfers=transfers,
-        features=(*info.features, *(("embeddings",) if info.embedding_size else ())),
+        features=(
+            *info.features,
+            *(("embeddings",) if info.embedding_size else ()),
+            *(("classify",) if info.num_labels else ()),
+        ),
         embedding_size=info.embedding_size,
+        num_labels=info.num_labels,
         reduced=sizing.warning or "",
     )

@@ -63,6 +63,8 @@ class ModelInfo:
     embedding_size: int = 0
     generates: bool = True
     """False: the model has no output layer and makes only embeddings."""
+    num_labels: int = 0
+    """Outputs of the model's classification head; 0: it has none."""
     kv_most: int | None = None
     """Most bytes that KV may take, for all cores that share the memory; None: not known."""
     kv_reason: str = ""

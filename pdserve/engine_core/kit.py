@@ -597,6 +597,8 @@ class SelfSchedulingCore(ABC):
     ) -> None:
         """Check a request and count it until it ends; `choices` end with a `finish`."""
         limits = self._capabilities
+        if request.classify:
+            raise InvalidRequest("this engine serves no classification heads", param="model")
         check_request(
             request,
             max_model_len=limits.max_model_len,

@@ -24,7 +24,12 @@ from pdserve.text.tokenization.tokenizer_config import (
     with_special_tokens,
 )
 from pdserve.text.tool_parsers import detect_tool_format as detect_tools
-from pdserve.worker.pooling import PoolerConfig, PoolingOption, read_pooler_config
+from pdserve.worker.pooling import (
+    PoolerConfig,
+    PoolingOption,
+    read_pooler_config,
+    read_score_activation,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,6 +115,8 @@ def read_card(
         normalize=vectors.normalize,
         dimensions=vectors.dimensions,
         embedding_size=capabilities.embedding_size if vectors.pooling else 0,
+        num_labels=capabilities.num_labels,
+        score_activation=read_score_activation(path) if capabilities.num_labels == 1 else "",
         created=int(time.time()) if created is None else created,
         tool_parser=_chosen(tool_parser, detect_tools, _tool_template(config) or template),
         reasoning_parser=_chosen(reasoning_parser, detect_reasoning, template),
@@ -129,6 +136,9 @@ def _tool_template(tokenizer_config: bytes) -> str | None:
 
 def _vectors(path: Path, asked: PoolingOption, capabilities: EngineCapabilities) -> PoolerConfig:
     """Errors: `ConfigError` if embeddings are configured but the engine cannot compute them."""
+    if capabilities.num_labels and asked == "auto":
+        # Its sentence-transformers files are those of a classifier.
+        return PoolerConfig()
     if "embeddings" in capabilities.features:
         return read_pooler_config(path, asked)
     if asked in ("auto", "none"):

@@ -1,8 +1,8 @@
-"""Reads how a model turns token states into embeddings, from its files or the operator's option.
+"""Reads how a model turns token states into embeddings and logits into scores.
 
-Embedding models carry sentence-transformers files: `modules.json` lists the steps, and the pooling
-step's `config.json` says which rows are taken. Reading them blocks for a moment. Does not know what
-the engine can compute.
+Its files or the operator's option say it. Embedding models carry sentence-transformers files:
+`modules.json` lists the steps, and the pooling step's `config.json` says which rows are taken.
+Reading them blocks for a moment. Does not know what the engine can compute.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from pdserve.messages.request import Pooling
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["PoolerConfig", "PoolingOption", "read_pooler_config"]
+    from pdserve.messages.card import ScoreActivation
+
+__all__ = ["PoolerConfig", "PoolingOption", "read_pooler_config", "read_score_activation"]
 
 PoolingOption = Literal["auto", "none", "mean", "last"]
 
@@ -103,6 +105,35 @@ def _mode(file: Path, config: Mapping[str, Any]) -> Pooling:
             f"{file}: the model pools by {found}, which no engine supports; {_REMEDY}"
         )
     return _MODES[modes[0]]
+
+
+def read_score_activation(path: Path) -> ScoreActivation:
+    """Reads which function of its logit a reranker's score is: the sigmoid, unless its
+    sentence-transformers files say otherwise.
+
+    Errors: `ConfigError` for broken files and for a function that is not supported.
+    """
+    for name in ("config_sentence_transformers.json", "config.json"):
+        config = _read(path / name)
+        if not isinstance(config, Mapping):
+            continue
+        nested = config.get("sentence_transformers")
+        nested = nested if isinstance(nested, Mapping) else {}
+        older = config.get("sbert_ce_default_activation_function")
+        function = config.get("activation_fn") or nested.get("activation_fn") or older
+        if function:
+            return _activation(path / name, str(function))
+    return "sigmoid"
+
+
+def _activation(file: Path, function: str) -> ScoreActivation:
+    known: Mapping[str, ScoreActivation] = {"Sigmoid": "sigmoid", "Identity": "identity"}
+    found = known.get(function.rpartition(".")[2])
+    if found is None:
+        raise ConfigError(
+            f"{file}: scores through {function} are not supported; known are {', '.join(known)}"
+        )
+    return found
 
 
 def _dimensions(path: Path) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from pdserve.errors import ConfigError
 from pdserve.worker.card import read_card
-from pdserve.worker.pooling import PoolerConfig, read_pooler_config
+from pdserve.worker.pooling import PoolerConfig, read_pooler_config, read_score_activation
 from tests.worker.test_card import CAPABILITIES
 
 if TYPE_CHECKING:
@@ -134,6 +134,50 @@ def test_a_card_says_so_if_model_and_engine_agree(tmp_path: Path) -> None:
     assert (other.pooling, other.embedding_size, other.features) == ("", 0, ())
     with pytest.raises(ConfigError, match="'instant' cannot compute embeddings"):
         read_card(path, ("m",), CAPABILITIES, pooling="last")
+
+
+def test_a_classifiers_files_say_nothing_of_vectors(tmp_path: Path) -> None:
+    """A reranker's list of steps has no pooling, which is an error for an embedding model."""
+    path = write(tmp_path, None, "LogitScore")
+    judges = replace(MAKES, features=("embeddings", "classify"), num_labels=1)
+    card = read_card(path, ("m",), judges)
+    assert (card.pooling, card.embedding_size, card.features) == ("", 0, ("classify",))
+    assert (card.num_labels, card.score_activation) == (1, "sigmoid")
+    several = read_card(path, ("m",), replace(judges, num_labels=3))
+    assert (several.num_labels, several.score_activation) == (3, "")
+    both = read_card(path, ("m",), judges, pooling="last")
+    assert (both.pooling, both.features) == ("last", ("embeddings", "classify"))
+    with pytest.raises(ConfigError, match="LogitScore"):
+        read_card(path, ("m",), MAKES)
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({}, "sigmoid"),
+        ({"config.json": {"sentence_transformers": {"activation_fn": "torch.nn.Identity"}}}, "id"),
+        ({"config.json": {"sbert_ce_default_activation_function": "torch.nn.Sigmoid"}}, "sigmoid"),
+        ({"config_sentence_transformers.json": {"activation_fn": "torch.nn.Identity"}}, "id"),
+        (
+            {
+                "config_sentence_transformers.json": {"activation_fn": "torch.nn.Identity"},
+                "config.json": {"sentence_transformers": {"activation_fn": "torch.nn.Sigmoid"}},
+            },
+            "id",
+        ),
+        ({"config_sentence_transformers.json": {"activation_fn": "torch.nn.Tanh"}}, "error"),
+    ],
+)  # fmt: skip
+def test_a_rerankers_files_say_what_a_score_is(
+    tmp_path: Path, files: dict[str, Any], found: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    if found == "error":
+        with pytest.raises(ConfigError, match=r"scores through torch\.nn\.Tanh"):
+            read_score_activation(tmp_path)
+    else:
+        assert read_score_activation(tmp_path).startswith(found)
 
 
 def test_a_model_that_says_nothing_makes_none_unless_it_is_told(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pdserve_engines.torch.executor import TorchExecutor
 __all__ = ["SUPPORT", "TorchExecutor", "create"]
 
 SUPPORT = EngineSupport(
-    features=("bans", "grammar", "thinking", "embeddings"),
+    features=("bans", "grammar", "thinking", "embeddings", "classify"),
     exact="all requests: on CPUs in float32; elsewhere but for near ties",
     prompt_logprobs="yes",
     kv_events="yes",

@@ -29,6 +29,7 @@ from pdserve_engines.torch.kv_budget import measure_memory, out_of_memory
 from pdserve_engines.torch.kv_pool import KvPool
 from pdserve_engines.torch.model_info import model_info, plan_kv_budget
 from pdserve_engines.torch.model_loader import weights
+from pdserve_engines.torch.model_loader.classifier import read_head, without_output_layer
 from pdserve_engines.torch.model_loader.config import read_config
 from pdserve_engines.torch.model_loader.safetensors_reader import Checkpoint
 from pdserve_engines.torch.models.cpu_model import CpuModel, unsupported_reason
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.request import SamplingParams, TokenLogprob
     from pdserve_engines.torch.kv_budget import AvailableMemory
+    from pdserve_engines.torch.model_loader.classifier import ClassificationHead
     from pdserve_engines.torch.model_loader.config import ModelConfig
     from pdserve_engines.torch.models.base import ForwardModel, LayersDoneFn
     from pdserve_engines.torch.settings import TorchSettings
@@ -76,6 +78,7 @@ class _Loaded:
     model: ForwardModel
     room: AvailableMemory
     """Available memory, measured once for all that share it."""
+    head: ClassificationHead | None
 
 
 class TorchExecutor:
@@ -115,6 +118,7 @@ class TorchExecutor:
             else:
                 progress("sharing the weights of another worker", None)
         self._loaded, self._model, self._settings = loaded, loaded.model, loaded.settings
+        self._pooler.head = loaded.head
         self.prepare_thread()
         if loaded.settings.device.type == "cuda":
             self._cudnn_attention.hold()
@@ -126,6 +130,7 @@ class TorchExecutor:
             loaded.identity,
             loaded.room,
             loaded.model.exact,
+            num_labels=0 if loaded.head is None else loaded.head.num_labels,
         )
         self._sampler.masks.structured_output = structured_output = StructuredOutputManager(
             read_tokenizer(Path(spec.model)), self.info.vocab_size, self.info.eos_token_ids
@@ -144,6 +149,9 @@ class TorchExecutor:
             checkpoint.entries = weights.canonical(checkpoint.entries, multimodal=config.multimodal)
             embeds = (directory / "modules.json").exists()
             config = weights.resolve_lm_head(config, checkpoint.entries, embeds=embeds)
+            head = read_head(directory, checkpoint, config, settings.classifier_from_token)
+            if head is not None and head.stored:
+                config = without_output_layer(config)
             weights.check(config, checkpoint.entries)
             early = plan_kv_budget(spec, config, settings, measure_memory(settings.device))
             check_kv_memory(spec, early.most, early.reason)
@@ -151,7 +159,9 @@ class TorchExecutor:
             _load_weights(config, settings, checkpoint, model, progress)
             names = [name for param in weights.params(config) for name, _ in param.parts]
             identity = checkpoint.identity(names)
-            return _Loaded(config, settings, identity, model, measure_memory(settings.device))
+            identity += b"" if head is None else head.identity
+            room = measure_memory(settings.device)
+            return _Loaded(config, settings, identity, model, room, head)
 
     def _share(self, owner: _Loaded, spec: EngineSpec) -> _Loaded | None:
         """Share the owner's weights; None if they are gone."""
@@ -169,7 +179,7 @@ class TorchExecutor:
             _enter(settings.device)
             torch.cuda.synchronize(settings.device)
             self._stream = torch.cuda.Stream(settings.device)  # type: ignore[no-untyped-call]
-        return _Loaded(owner.config, settings, owner.identity, model, owner.room)
+        return _Loaded(owner.config, settings, owner.identity, model, owner.room, owner.head)
 
     def sibling(self) -> TorchExecutor:
         """Return an executor that shares these weights and has a KV pool of its own."""

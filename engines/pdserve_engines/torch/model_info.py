@@ -30,8 +30,11 @@ def model_info(
     identity: bytes,
     room: AvailableMemory,
     exact: str = "",
+    *,
+    num_labels: int = 0,
 ) -> ModelInfo:
-    """`identity` tells checkpoints apart (`Checkpoint.identity`); `exact` is the model's."""
+    """`identity` tells checkpoints apart (`Checkpoint.identity`); `exact` is the model's,
+    `num_labels` its classification head's."""
     layout = kv_block_shape(spec, config, settings)
     dtype = str(settings.dtype).removeprefix("torch.")
     budget = plan_kv_budget(spec, config, settings, room)
@@ -50,6 +53,7 @@ def model_info(
         ),
         embedding_size=config.hidden_size,
         generates=not config.headless,
+        num_labels=num_labels,
         features=(
             "bans",
             *structured_output_features(Path(spec.model)),

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 
 _THREADS_BESIDE_GPU = 2
+OPTIONS = ("kernels", "classifier_from_token")
+"""Names of the engine's options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class TorchSettings:
     max_model_len: int
     kernels: str = "auto"
     """`auto`, `torch`, `native`, or one of the native instruction sets."""
+    classifier_from_token: tuple[str, ...] = ()
+    """Tokens of which the output layer's rows make a classification head; empty: none."""
 
 
 def resolve_settings(spec: EngineSpec, config: ModelConfig) -> TorchSettings:
@@ -51,6 +55,7 @@ def resolve_settings(spec: EngineSpec, config: ModelConfig) -> TorchSettings:
         threads=choose_threads(spec.threads or available_cpus(), device),
         max_model_len=max_model_len,
         kernels=kernels_option(spec.options),
+        classifier_from_token=classifier_option(spec.options),
     )
 
 
@@ -87,10 +92,23 @@ def choose_dtype(name: str, stored: str | None, device: torch.device) -> torch.d
     return dtypes[name]
 
 
+def classifier_option(options: dict[str, str]) -> tuple[str, ...]:
+    """The tokens that the option `classifier_from_token` names, one or two. Raises
+    `ConfigError`."""
+    value = options.get("classifier_from_token", "")
+    tokens = tuple(value.split(",")) if value else ()
+    if len(tokens) > 2 or not all(tokens) or len(set(tokens)) < len(tokens):
+        raise ConfigError(
+            f"engine option classifier_from_token={value!r}: give the token for relevant texts, or "
+            "those for irrelevant and relevant ones, as in no,yes"
+        )
+    return tokens
+
+
 def kernels_option(options: dict[str, str]) -> str:
-    """The value of the option `kernels`, the only one. Raises `ConfigError` for any other name or
-    value."""
-    check_options("torch", options, ("kernels",))
+    """The value of the option `kernels`. Raises `ConfigError` for another value, and for options of
+    other names than `OPTIONS`."""
+    check_options("torch", options, OPTIONS)
     value = options.get("kernels", "auto")
     possible = ["auto", "torch"]
     if accel.NATIVE:

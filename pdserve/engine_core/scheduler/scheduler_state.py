@@ -59,6 +59,8 @@ class SchedulerLimits:
     """Most of the pool, as a share, that is reserved for prompts that other workers prefill."""
     embeds: bool = False
     """Whether the executor makes embeddings."""
+    classifies: bool = False
+    """Whether the model has a classification head."""
     generates: bool = True
     """Whether the executor makes text."""
 
@@ -143,6 +145,8 @@ class SchedulerState:
             vocab_size=limits.vocab_size,
             embeds=limits.embeds,
         )
+        if request.classify and not (limits.classifies and request.pooling == "last"):
+            raise InvalidRequest("this model has no classification head", param="model")
         if self._unstarted >= limits.max_waiting:
             raise Overloaded(
                 f"{self._unstarted} requests are waiting for the engine", retry_after=1.0

@@ -72,6 +72,17 @@ HEADLESS_ARCHITECTURES: Mapping[str, ModelFamily] = {
 }
 """Architecture names of embedding models, which have no output layer after the final norm."""
 
+CLASSIFIER_ARCHITECTURES: Mapping[str, ModelFamily] = {
+    "LlamaForSequenceClassification": "llama",
+    "Qwen2ForSequenceClassification": "qwen2",
+    "Qwen3ForSequenceClassification": "qwen3",
+    "MistralForSequenceClassification": "mistral",
+    "MixtralForSequenceClassification": "mixtral",
+    "Qwen3MoeForSequenceClassification": "qwen3_moe",
+    "Gemma3TextForSequenceClassification": "gemma3",
+}
+"""Architecture names of models with a classification head instead of an output layer."""
+
 VLLM_SERVES_IT = (
     "--engine=vllm serves it: pip install 'pdserve[vllm]', then pdserve serve MODEL --engine=vllm"
 )
@@ -83,6 +94,7 @@ def family_of(raw: Json) -> ModelFamily:
     names = architectures(raw)
     for name in names:
         family = ARCHITECTURES.get(name) or HEADLESS_ARCHITECTURES.get(name)
+        family = family or CLASSIFIER_ARCHITECTURES.get(name)
         if family is not None:
             return family
     found = ", ".join(names) or "none"

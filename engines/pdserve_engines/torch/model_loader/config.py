@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.errors import UnsupportedCheckpoint
 from pdserve_engines.torch.model_loader.architectures import (
+    CLASSIFIER_ARCHITECTURES,
     HEADLESS_ARCHITECTURES,
     TEXT_PARTS,
     ModelFamily,
@@ -113,6 +114,8 @@ class ModelConfig:
     """Whether the checkpoint has other parts, which are not loaded."""
     tied_unless_stored: bool = False
     """Whether the configuration leaves `tied` to the tensors; unset once they are known."""
+    classifier: bool = False
+    """Whether the checkpoint stores a classification head instead of an output layer."""
     headless: bool = False
     """Whether the output layer may be missing, and, once the tensors are known, whether it is: the
     model then makes embeddings, not text, and `tied` is set."""
@@ -190,6 +193,7 @@ def parse_config(raw: Json, generation: Json | None = None) -> ModelConfig:
         experts=_experts(raw, family, layers),
         multimodal=multimodal,
         tied_unless_stored=multimodal and "tie_word_embeddings" not in raw,
+        classifier=not CLASSIFIER_ARCHITECTURES.keys().isdisjoint(architectures(raw)),
         headless=not HEADLESS_ARCHITECTURES.keys().isdisjoint(architectures(raw)),
         **fields,
     )

@@ -42,6 +42,7 @@ _KNOWN: Final = frozenset(
         "multimodal",
         "tied_unless_stored",
         "headless",
+        "classifier",
     }
 )
 """Optional fields of `ModelConfig` that the native kernels take into account. A model that sets

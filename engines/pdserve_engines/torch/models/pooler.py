@@ -1,4 +1,5 @@
-"""Pools hidden states into one embedding per prompt: the mean of all rows, or the last row.
+"""Pools hidden states into one embedding per prompt: the mean of all rows, or the last row, of which
+a classification head may make logits.
 
 A mean is accumulated over a prompt's chunks in float32, whatever the model's dtype. A sequence's
 state is dropped when it ends or is preempted; its prompt then starts again at its first token. The
@@ -16,12 +17,15 @@ if TYPE_CHECKING:
 
     from pdserve.engine_core.executor import ScheduledChunk
     from pdserve.ids import SequenceKey
+    from pdserve_engines.torch.model_loader.classifier import ClassificationHead
 
 
 class Pooler:
     """Accumulates the prompts that are computed in several chunks."""
 
     def __init__(self) -> None:
+        self.head: ClassificationHead | None = None
+        """The model's; None: it has none."""
         self._sums: dict[SequenceKey, torch.Tensor] = {}
 
     def take(self, chunk: ScheduledChunk, hidden: torch.Tensor) -> torch.Tensor | None:
@@ -30,7 +34,11 @@ class Pooler:
         one."""
         sequence = chunk.sequence
         if sequence.request.pooling == "last":
-            return hidden[-1].float().cpu()
+            last = hidden[-1].float().cpu()
+            if not sequence.request.classify:
+                return last
+            assert self.head is not None, "the scheduler refuses it without a head"
+            return self.head.logits(last)
         total = hidden.float().sum(0)
         if chunk.start:
             total += self._sums[sequence.key]
