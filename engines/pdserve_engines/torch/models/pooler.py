@@ -1,9 +1,9 @@
-"""Pools hidden states into one embedding per prompt: the mean of all rows, or the last row, of which
-a classification head may make logits.
+"""Pools hidden states into one embedding per prompt: the mean of all rows, or the last row.
 
-A mean is accumulated over a prompt's chunks in float32, whatever the model's dtype. A sequence's
-state is dropped when it ends or is preempted; its prompt then starts again at its first token. The
-executor owns the pooler and calls it from one thread.
+A classification head may make logits of the last row. A mean is accumulated over a prompt's chunks
+in float32, whatever the model's dtype. A sequence's state is dropped when it ends or is preempted;
+its prompt then starts again at its first token. The executor owns the pooler and calls it from one
+thread.
 """
 
 from __future__ import annotations
