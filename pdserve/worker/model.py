@@ -144,9 +144,9 @@ def _hint(path: Path, missing: str) -> str:
             ": it is in Mistral's own format: give the same model as a Hugging Face checkpoint, "
             "with config.json and model.safetensors"
         )
-    if missing == "tokenizer.json" and (path / "tiktoken.model").is_file():
+    if missing == "tokenizer.json" and (tiktoken := _tiktoken(path)):
         return (
-            ": tiktoken.model alone is not supported: give a tokenizer.json of the same "
+            f": {tiktoken} alone is not supported: give a tokenizer.json of the same "
             "vocabulary, as converted checkpoints on the hub have"
         )
     inner = sorted(child.parent.name for child in path.glob("*/config.json"))
@@ -162,3 +162,15 @@ def _hint(path: Path, missing: str) -> str:
             f'T.from_pretrained("{path}").save_pretrained("{path}")\''
         )
     return ": a Hugging Face checkpoint directory is needed"
+
+
+def _tiktoken(path: Path) -> str:
+    """The tiktoken vocabulary of the checkpoint, in words; empty if it has none."""
+    for found in (path / "tiktoken.model", *sorted(path.glob("*.tiktoken"))):
+        if found.is_file():
+            return found.name
+    # A download brings no such file, but this one names the class that reads it.
+    config = path / "tokenizer_config.json"
+    if config.is_file() and b"tiktoken" in config.read_bytes().lower():
+        return "a tiktoken vocabulary"
+    return ""

@@ -102,12 +102,20 @@ def test_a_file_is_not_a_model(checkpoint):
         ("config.json", "adapter_config.json", "a LoRA adapter.*merge it into its base model"),
         ("config.json", "params.json", "in Mistral's own format"),
         ("tokenizer.json", "tiktoken.model", "tiktoken.model alone is not supported: give"),
+        ("tokenizer.json", "qwen.tiktoken", "qwen.tiktoken alone is not supported: give"),
     ],
 )
 def test_what_else_is_there_is_named(checkpoint, missing, instead, says):
     (checkpoint / missing).unlink()
     (checkpoint / instead).touch()
     with pytest.raises(ConfigError, match=f"has no {missing}: .*{says}"):
+        locate(str(checkpoint))
+
+
+def test_a_tiktoken_vocabulary_that_was_not_downloaded_is_named(checkpoint):
+    (checkpoint / "tokenizer.json").unlink()
+    (checkpoint / "tokenizer_config.json").write_text('{"tokenizer_class": "TikTokenTokenizer"}')
+    with pytest.raises(ConfigError, match="a tiktoken vocabulary alone is not supported: give"):
         locate(str(checkpoint))
 
 

@@ -24,6 +24,7 @@ from pdserve_engines.torch.kv_budget import (
 )
 from pdserve_engines.torch.kv_pool import KvPool
 from pdserve_engines.torch.model_loader.config import parse_config
+from pdserve_engines.torch.models.capped_attention import SCORES_AT_ONCE
 from tests.engines.torch.checkpoints import checkpoint
 from tests.engines.torch.driver import Driver, loaded, spec
 from tests.engines.torch.model_loader.test_config import LLAMA
@@ -104,6 +105,14 @@ def test_pools_and_steps_of_all_cores_fit_into_what_a_gpu_has_free(
     if found.most:
         block = LAYOUT_8B.block_bytes * (1 + needs.of_pool) + needs.per_position * 32
         assert (pool + step + block) / share > free - 2 * GIB * (share < 1)
+
+
+def test_bounded_scores_need_memory_of_their_own() -> None:
+    wanted = anything(block_size=32)
+    plain = step_memory(wanted, LLAMA_8B, 2)
+    bounded = step_memory(wanted, replace(LLAMA_8B, attention_cap=50.0), 2)
+    assert bounded.fixed - plain.fixed == SCORES_AT_ONCE * 16
+    assert plain.of_pool < bounded.of_pool < 1.1 * plain.of_pool
 
 
 def test_a_gpu_is_used_up_to_its_utilization() -> None:

@@ -15,7 +15,7 @@ from pdserve_engines.torch.model_info import compat_hash
 from pdserve_engines.torch.model_loader.config import ModelConfig, parse_config
 from tests.engines.torch.checkpoints import checkpoint
 from tests.engines.torch.driver import loaded, spec
-from tests.engines.torch.model_loader.test_config import LLAMA, MISTRAL, QWEN2
+from tests.engines.torch.model_loader.test_config import GEMMA3, LLAMA, MISTRAL, MIXTRAL, QWEN2
 
 if TYPE_CHECKING:
     from pdserve.messages.engine import EngineSpec
@@ -54,11 +54,28 @@ def test_blocks_of_different_models_never_look_compatible(
             QWEN2 | {"rope_scaling": {"type": "linear", "factor": 2.0}},
             "0523cbcf9a8fe33dc3fe9d7128ba06f3",
         ),
+        (LLAMA | {"rope_scaling": YARN}, "e7dca18c5275f46bfae150cc062e61d8"),
+        (MIXTRAL, "81083d381d20e258ca1fbfcd4621e4e2"),
+        (GEMMA3, "e1f644acb1fbe1400d10c722b205b704"),
+        (
+            GEMMA3 | {"architectures": ["Gemma3ForConditionalGeneration"]},
+            "e1f644acb1fbe1400d10c722b205b704",
+        ),
     ],
 )
 def test_blocks_of_the_release_before_are_still_understood(raw: dict[str, Any], known: str) -> None:
     """While workers are replaced one by one, the old and the new hand over to each other."""
     assert compat_hash(parse_config(raw), LAYOUT, "float32", b"w") == known
+
+
+def test_keys_turned_by_another_context_are_not_exchanged() -> None:
+    hashes = []
+    for length in (16, 17, 200):
+        executor = TorchExecutor()
+        wanted = spec(checkpoint("phi3")[0], max_model_len=length)
+        hashes.append(executor.load(wanted, lambda stage, fraction: None).compat_hash)
+        executor.close()
+    assert hashes[0] != hashes[1] == hashes[2]
 
 
 def test_limits_and_ends_do_not_separate_workers() -> None:

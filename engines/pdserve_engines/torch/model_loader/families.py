@@ -80,9 +80,8 @@ def _olmo(raw: Json) -> Fields:
 
 
 def _olmo3(raw: Json) -> Fields:
-    theta = (raw.get("rope_parameters") or {}).get("rope_theta", raw["rope_theta"])
-    local = parse_local_rope(raw | {"rope_local_base_freq": theta})
-    return _olmo(raw) | {"local_rope": local}
+    theta = number(raw.get("rope_parameters") or {}, "rope_theta", number(raw, "rope_theta", 5e5))
+    return _olmo(raw) | {"local_rope": parse_local_rope(raw, theta)}
 
 
 def _granite(raw: Json) -> Fields:
@@ -95,6 +94,8 @@ def _granite(raw: Json) -> Fields:
 
 
 def _cohere2(raw: Json) -> Fields:
+    if flag(raw, "use_qk_norm"):
+        raise UnsupportedCheckpoint("config.json: use_qk_norm is not supported")
     return _biases(raw, "qkv", "o") | {
         "rms_eps": number(raw, "layer_norm_eps"),
         "layer_norms": True,
@@ -114,7 +115,8 @@ def _gemma3(raw: Json) -> Fields:
     for key in ("final_logit_softcapping", "attn_logit_softcapping"):
         if raw.get(key) is not None:
             raise UnsupportedCheckpoint(f"config.json: {key} is not supported in this architecture")
-    return _gemma(raw) | {"qk_norm": True, "local_rope": parse_local_rope(raw)}
+    local = parse_local_rope(raw, number(raw, "rope_local_base_freq"))
+    return _gemma(raw) | {"qk_norm": True, "local_rope": local}
 
 
 def _gemma(raw: Json) -> Fields:

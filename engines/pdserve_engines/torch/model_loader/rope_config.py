@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from pdserve.errors import UnsupportedCheckpoint
+from pdserve_engines.torch.model_loader.architectures import VLLM_SERVES_IT
 from pdserve_engines.torch.model_loader.config_keys import Json, flag, number, positive
 
 if TYPE_CHECKING:
@@ -106,11 +107,12 @@ def parse_rope(raw: Json, family: ModelFamily, head_dim: int) -> RopeConfig:
     return replace(parsed, dims=dims, interleaved=family in _INTERLEAVED)
 
 
-def parse_local_rope(raw: Json) -> RopeConfig:
-    """The rotary embedding of the layers with a window; never scaled in the older spelling."""
+def parse_local_rope(raw: Json, theta: float) -> RopeConfig:
+    """The rotary embedding of the layers with a window; in the older spelling it is `theta`'s and
+    never scaled."""
     rope = raw.get("rope_parameters") or {}
     local = (rope.get("sliding_attention") or {}) if _is_nested(rope) else {}
-    return _parse(raw, local, number(raw, "rope_local_base_freq"), 0)
+    return _parse(raw, local, theta, 0)
 
 
 def _dims(raw: Json, rope: Json, family: ModelFamily, head_dim: int) -> int:
@@ -138,9 +140,13 @@ def _parse(raw: Json, rope: Json, theta: float, dims: int) -> RopeConfig:
     """`dims`: dimensions of a head that are turned."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
     theta = number(rope, "rope_theta", theta)
-    for key in ("mrope_section", "llama_4_scaling_beta"):
-        if key in rope:
-            raise UnsupportedCheckpoint(f"config.json: rope with {key} is not supported")
+    if "mrope_section" in rope:
+        raise UnsupportedCheckpoint("config.json: rope with mrope_section is not supported")
+    if "llama_4_scaling_beta" in rope:
+        raise UnsupportedCheckpoint(
+            "config.json: rope with llama_4_scaling_beta is not supported by the torch engine; "
+            f"{VLLM_SERVES_IT}"
+        )
     if kind == "default":
         return RopeConfig("default", theta)
     if kind == "linear":

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pdserve.errors import UnsupportedCheckpoint
+from pdserve_engines.torch.model_loader.architectures import VLLM_SERVES_IT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -166,9 +167,12 @@ def _files(directory: Path) -> list[Path]:
     if not index.exists():
         if single.exists():
             return [single]
+        other = "other weight formats are not supported by the torch engine"
+        if any(directory.glob("pytorch_model*.bin")):
+            other = f"pickled weights are not supported by the torch engine; {VLLM_SERVES_IT}"
         raise UnsupportedCheckpoint(
             f"{directory}: neither model.safetensors nor model.safetensors.index.json is there; "
-            "other weight formats are not supported"
+            f"{other}"
         )
     try:
         shards = json.loads(index.read_bytes())["weight_map"]

@@ -120,7 +120,8 @@ class TorchModel:
                 after(index + 1)
             if index == last and len(rows) < len(x):
                 # The other rows are not needed any more; their keys and values are stored.
-                mixed, normed, x = mixed[rows], normed[rows], x[rows]
+                mixed, x = mixed[rows], x[rows]
+                normed = normed[rows] if config.parallel else normed
             mixed = functional.linear(mixed, layer["o"], layer.get("o_bias"))
             x += self._output(layer, "attn_out_norm", mixed)
             if not config.parallel:

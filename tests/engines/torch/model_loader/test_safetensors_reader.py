@@ -122,8 +122,10 @@ def test_a_dtype_without_arithmetic_here_is_refused_when_read(tmp_path: Path) ->
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(UnsupportedCheckpoint, match="other weight formats are not supported"):
+        Checkpoint(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(UnsupportedCheckpoint, match=r"pickled weights .* --engine=vllm serves it"):
         Checkpoint(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))

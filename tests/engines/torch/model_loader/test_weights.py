@@ -139,6 +139,67 @@ def test_of_a_multimodal_model_the_text_part_is_served(tmp_path: Path) -> None:
     assert sequence.output == oracle_generate(whole, prompt, 8)
 
 
+NEWER = {"model.visual.": "visual.", "model.language_model.": "model."}
+MISTRAL3 = {
+    "model.language_model.": "language_model.model.",
+    "lm_head.": "language_model.lm_head.",
+    "model.": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "older"),
+    [("qwen2_5_vl", NEWER), ("qwen3_vl", NEWER), ("mistral3", MISTRAL3)],
+)
+def test_parts_that_see_are_skipped_under_their_older_names(
+    name: str, older: dict[str, str], tmp_path: Path
+) -> None:
+    """As the first published checkpoints have them. The table's own have the newer names."""
+
+    def rename(tensors: Tensors) -> None:
+        for key in list(tensors):
+            begin = next((begin for begin in older if key.startswith(begin)), None)
+            if begin is not None:
+                tensors[older[begin] + key.removeprefix(begin)] = tensors.pop(key)
+        assert any(key.startswith(("visual.", "vision_tower.")) for key in tensors)
+
+    executor = loaded(changed(name, tmp_path, rename))
+    driver = Driver(executor)
+    sequence = driver.add([3, 1, 4, 1, 5])
+    driver.finish([sequence], 4)
+    executor.close()
+    assert sequence.output == oracle_generate(checkpoint(name)[1], [3, 1, 4, 1, 5], 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("phi3", "model.layers.1.self_attn.qkv_proj.weight"),
+        ("phi3", "model.layers.0.mlp.gate_up_proj.weight"),
+        ("olmo2", "model.layers.0.self_attn.q_norm.weight"),
+        ("glm4", "model.layers.1.post_self_attn_layernorm.weight"),
+        ("gemma2", "model.layers.0.pre_feedforward_layernorm.weight"),
+        ("cohere2", "model.layers.0.input_layernorm.weight"),
+        ("qwen3_vl", "lm_head.weight"),
+    ],
+)
+def test_a_lost_tensor_of_any_family_is_named(name: str, lost: str, tmp_path: Path) -> None:
+    def lose(tensors: Tensors) -> None:
+        del tensors[lost]
+
+    with pytest.raises(UnsupportedCheckpoint, match=f"{lost} is missing"):
+        load(changed(name, tmp_path, lose))
+
+
+def test_a_quantised_tensor_is_called_that(tmp_path: Path) -> None:
+    def quantise(tensors: Tensors) -> None:
+        name = "model.layers.0.mlp.up_proj.weight"
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+    with pytest.raises(UnsupportedCheckpoint, match=r"up_proj\.weight of dtype F8_E4M3: FP8"):
+        load(changed("llama", tmp_path, quantise))
+
+
 def test_loading_reports_bytes_from_start_to_end() -> None:
     seen: list[tuple[str, float | None]] = []
     executor = TorchExecutor()

@@ -30,6 +30,34 @@ YARNS: list[dict[str, Any]] = [
 ROPES = [LINEAR_ROPE, LLAMA3_ROPE, *(YARN_ROPE | fields for fields in YARNS)]
 
 
+@pytest.mark.parametrize("length", [100, 512, 513, 2000])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_context_turns_like_a_sequence_of_its_length(kind: str, length: int) -> None:
+    """What transformers computes for a sequence that is as long as the context may be."""
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"original_max_position_embeddings": 512}
+        rope |= {"short_factor": [1 + i / 9 for i in range(8)], "long_factor": [*range(1, 9)]}
+    raw = LLAMA | {"head_dim": 16, "rope_parameters": rope}
+    theirs = transformers.LlamaConfig(**{k: v for k, v in raw.items() if k != "architectures"})
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](theirs, torch.device("cpu"), seq_len=length)
+    ours = parse_config(raw).rope.for_context(length)
+    torch.testing.assert_close(inverse_frequencies(ours, 16), frequencies, rtol=1e-6, atol=0)
+    angles = torch.outer(torch.arange(length).float(), frequencies)
+    table = rope_table(parse_config(raw).rope, 16, length)
+    torch.testing.assert_close(table[:, 0], angles.cos() * factor, rtol=0, atol=3e-4)
+    torch.testing.assert_close(table[:, 1], angles.sin() * factor, rtol=0, atol=3e-4)
+
+
+def test_dimensions_that_are_not_turned_come_last() -> None:
+    raw = LLAMA | {"architectures": ["Phi3ForCausalLM"], "head_dim": 16}
+    whole = rope_table(parse_config(raw | {"head_dim": 8}).rope, 8, 20)
+    part = rope_table(parse_config(raw | {"partial_rotary_factor": 0.5}).rope, 16, 20)
+    assert torch.equal(part[:, :, :4], whole)
+    assert torch.equal(part[:, 0, 4:], torch.ones(20, 4))
+    assert torch.equal(part[:, 1, 4:], torch.zeros(20, 4))
+
+
 @pytest.mark.parametrize(("rope", "head_dim"), [*itertools.product(ROPES, (16, 64, 128))])
 def test_the_table_is_that_of_transformers(rope: dict[str, Any], head_dim: int) -> None:
     raw = LLAMA | {"head_dim": head_dim, "rope_parameters": rope}
