@@ -1,4 +1,4 @@
-"""The embedded PyTorch engine: Llama, Qwen, Mistral, Mixtral and Gemma 3 checkpoints, CPU and CUDA.
+"""The embedded PyTorch engine: checkpoints of the families in docs/models.md, CPU and CUDA.
 
 An executor of pdserve's scheduler: it computes steps and knows nothing of requests, queues or
 sockets. Read `executor.py` first, then `engines/pdserve_engines/torch/models/torch_model.py`.
