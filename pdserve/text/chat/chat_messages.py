@@ -18,6 +18,8 @@ import msgspec
 from pdserve.errors import InvalidRequest
 
 ChatMessage = Mapping[str, Any]
+ContentFormat = Literal["string", "parts", "either"]
+"""Form of a message's content that a template accepts."""
 
 MAX_NESTING = 64
 """Maximum depth of JSON values handed to a template."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from pdserve.messages.card import ModelCard
+    from pdserve.text.chat.chat_messages import ContentFormat
 
 DEFAULT_LIMITS = TemplateLimits()
 
@@ -85,7 +86,7 @@ class ChatTemplate:
             ) from None
 
     @property
-    def content_format(self) -> Literal["string", "parts", "either"]:
+    def content_format(self) -> ContentFormat:
         """Form of a user's content that the template accepts."""
         if not self._forms.takes_text:
             return "parts"
