@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 _HERE: Final = "pdserve.text.tool_parsers."
+_OBJECTS: Final = f"{_HERE}json_calls.object_lists:"
 
 _OF_FAMILIES: Final[Mapping[str, str]] = {
     "harmony": f"{_HERE}channels.harmony:Harmony",
@@ -35,6 +36,19 @@ _JSON_FAMILIES: Final[Mapping[str, str]] = {
     "kimi_k2": f"{_HERE}named_calls.kimi_k2:KIMI_K2",
     "deepseek_v3": f"{_HERE}named_calls.deepseek_v3:DEEPSEEK_V3",
     "deepseek_v31": f"{_HERE}named_calls.deepseek_v3:DEEPSEEK_V31",
+    "granite": f"{_OBJECTS}GRANITE",
+    "cohere_command3": f"{_HERE}json_calls.cohere:Cohere",
+    "nemotron_json": f"{_OBJECTS}NEMOTRON_JSON",
+    "jamba": f"{_OBJECTS}JAMBA",
+    "hunyuan_a13b": f"{_OBJECTS}HUNYUAN_A13B",
+    "minimax": f"{_OBJECTS}MINIMAX",
+    "apriel": f"{_OBJECTS}APRIEL",
+    "internlm": f"{_OBJECTS}INTERNLM",
+    "xlam": f"{_HERE}json_calls.xlam:XLam",
+    "phi4_mini_json": f"{_OBJECTS}PHI4_MINI_JSON",
+    "apertus": f"{_HERE}json_calls.apertus:Apertus",
+    "ernie45": f"{_OBJECTS}ERNIE45",
+    "granite_20b_fc": f"{_OBJECTS}GRANITE_20B_FC",
 }
 """The same, for families whose arguments are one JSON object."""
 
@@ -58,16 +72,13 @@ _UNREAD: Final = (
     "]<]minimax[>[",  # MiniMax M3
     "minimax:tool_call",  # MiniMax M2
     "<arg_key>",  # GLM
-    "<tool_calls>",  # Apriel, Nemotron
-    "<TOOLCALL>",  # Nemotron
+    "<tool_calls>",  # Hunyuan, Step 3
     "<function=name>",  # Functionary
     "<function=example_function_name>{",  # Functionary
     "<|tool_call_start|>",  # LFM2
     "<｜DSML｜",  # DeepSeek
     "<seed:tool_call>",  # Seed-OSS
-    "<|START_ACTION|>",  # Cohere
     "<function_calls>",  # OLMo
-    "functools[",  # Phi
 )
 """Marks of model families whose format has no parser here. No shared format is chosen for them,
 even if their templates contain its words."""

@@ -299,7 +299,7 @@ class CallObject:
     def _close(self, reader: ToolCallReader) -> None:
         """A key or a value is complete."""
         if self._expect == "key":
-            self._key = _loaded("".join(self._held)) if not self.begun else ""
+            self._key = json_or_none("".join(self._held)) if not self.begun else ""
             self._expect = ":"
             return
         self._expect = "key"
@@ -312,7 +312,7 @@ class CallObject:
             self._argued(reader)
 
     def _named(self, reader: ToolCallReader) -> None:
-        name = _loaded("".join(self._held))
+        name = json_or_none("".join(self._held))
         if isinstance(name, str) and name and (self._known is None or name in self._known):
             self._name = name
             self._pair(reader)
@@ -337,7 +337,7 @@ class CallObject:
         self.failed = not self.begun
 
 
-def _loaded(text: str) -> Any:
+def json_or_none(text: str) -> Any:
     """The parsed JSON; None if it is no JSON or cannot be written as UTF-8."""
     try:
         value = json.loads(text)
@@ -352,8 +352,8 @@ def _object_text(text: str) -> str | None:
     """The object that a value of `arguments` stands for, as JSON; None if it stands for none."""
     if text.startswith("{"):
         return text
-    value = _loaded(text)
+    value = json_or_none(text)
     if isinstance(value, str):
         text = value.strip()
-        return (text or "{}") if isinstance(_loaded(text or "{}"), dict) else None
+        return (text or "{}") if isinstance(json_or_none(text or "{}"), dict) else None
     return "{}" if text == "null" else None

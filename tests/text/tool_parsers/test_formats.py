@@ -233,7 +233,7 @@ UNKNOWN = [
     "{% if tools %}<tool_call>{{ call.name }}<sep>{{ call.arguments | tojson }}</tool_call>",
     '{% if tools %}{"name": "f", "arguments": {}}<tool_call>{{ call["name"] }}<sep>'
     "{{ call['arguments'] }}",
-    '{% if tools %}<tool_calls>[{"name": ..., "arguments": ...}] <tool_call>',
+    '{% if tools %}<tool_calls>\n<tool_call>{"name": ..., "arguments": ...}',
     "{% if tools %}<|python_tag|> {{ '<function=' + name + '>' }}",
     "{% if tools %}tell me",
     "{% if tools %}<other:tool_call><function=f><parameter=p>",

@@ -76,8 +76,8 @@ class MarkedObjects(SchemaFree):
 
     @cached_property
     def markers(self) -> tuple[str, ...]:
-        end = (self.end,) if self.end else ()
-        return (self.start, *end, *self.other_starts, *self.within, *self.around)
+        own = (self.start, self.end, *self.other_starts, *self.within, *self.around)
+        return tuple(each for each in own if each and each not in self.bare_starts)
 
     @cached_property
     def closings(self) -> tuple[str, ...]:
@@ -151,8 +151,8 @@ class MarkedObjectsReader(ToolCallReader):
         super().__init__(self._content)
         self._format = format
         self._known = {tool.function.name for tool in tools} if format.bare_starts else set[str]()
-        self._bare = ""
-        """The bare start before the call; empty after a marker."""
+        self._bare = False
+        """The call follows a bare start."""
         self._listed = False
         """A bracket has opened a list."""
         self._raw: list[str] = []
@@ -162,22 +162,27 @@ class MarkedObjectsReader(ToolCallReader):
     def _content(self) -> bool:
         text, found = self.seek(self._format.seek_pattern, self._format.seeks)
         self.say(text)
-        if not found:
+        if not found or self._may_grow(found):
             return False
-        if found in self._format.bare_starts:
-            self._begin_block(found)
+        self._raw.clear()
+        self._listed = found.endswith("[")
+        self._bare = found in self._format.bare_starts
+        if self._bare:
             self._raw.append(found)
             return self.turn(self._block)
         self.mark()
-        if found in self._format.starts:
-            self._begin_block("")
-            return self.turn(self._marked)
-        return True
+        return self.turn(self._marked) if found in self._format.starts else True
 
-    def _begin_block(self, bare: str) -> None:
-        self._bare = bare
-        self._listed = bare.endswith("[")
-        self._raw.clear()
+    def _may_grow(self, found: str) -> bool:
+        """Whether what was found at the end of the text may become a longer marker; then the reader
+        returns to it."""
+        begin = self.at - len(found)
+        rest = self.text[begin:]
+        longer = (each for each in self._format.seeks if len(each) > len(rest))
+        if self.last or not any(each.startswith(rest) for each in longer):
+            return False
+        self.at = begin
+        return True
 
     def _marked(self) -> bool:
         """State right behind a marker, or behind a call: whitespace may be content."""
@@ -243,7 +248,7 @@ class MarkedObjectsReader(ToolCallReader):
         if char == "]" and self._listed:
             self.at += 1
             self._listed = False
-            return True
+            return self.turn(self._list_ended)
         if self._bare and char == "`":
             self.at += 1
             return True
@@ -253,3 +258,7 @@ class MarkedObjectsReader(ToolCallReader):
             return False
         self.drop_half(self._format.markers)
         return self.at < len(self.text) and self.turn(self._content)
+
+    def _list_ended(self) -> bool:
+        """State behind a list: whitespace may be content."""
+        return self.say_blank() and self.turn(self._surplus)
