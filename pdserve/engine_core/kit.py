@@ -132,12 +132,17 @@ class Core(Protocol):
 
 
 def check_request(
-    request: GenerateRequest, *, max_model_len: int, vocab_size: int, embeds: bool = False
+    request: GenerateRequest,
+    *,
+    max_model_len: int,
+    vocab_size: int,
+    embeds: bool = False,
+    images: int = 0,
 ) -> None:
     """Check a request against the engine's limits; every core calls it once per submission.
 
-    `embeds`: the engine makes embeddings. Raises `InvalidRequest` or `ContextLengthExceeded` for a
-    request that this engine could never serve.
+    `embeds`: the engine makes embeddings. `images`: most images of a prompt. Raises
+    `InvalidRequest` or `ContextLengthExceeded` for a request that this engine could never serve.
     """
     prompt = request.prompt
     if not prompt:
@@ -150,6 +155,8 @@ def check_request(
             "room for output",
             param="prompt",
         )
+    if request.images:
+        _check_images(request, images)
     top = request.sampling.prompt_logprobs
     if top is not None and len(prompt) * (1 + top) > _MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
@@ -170,6 +177,22 @@ def check_request(
             raise InvalidRequest(
                 f"a token id is outside the vocabulary of {vocab_size}", param="prompt"
             )
+
+
+def _check_images(request: GenerateRequest, most: int) -> None:
+    """Check the images of a request. An engine that takes none would ignore them."""
+    if not most:
+        raise InvalidRequest("this engine takes no images with this model", param="messages")
+    if len(request.images) > most:
+        raise InvalidRequest(
+            f"the prompt has {len(request.images)} images; this engine takes {most}",
+            param="messages",
+        )
+    if request.pooling or request.sampling.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "neither embeddings nor the logprobs of a prompt are computed with images",
+            param="messages",
+        )
 
 
 def _check_pooling(request: GenerateRequest, max_model_len: int, *, embeds: bool) -> None:
@@ -472,6 +495,12 @@ class SelfSchedulingCore(ABC):
         already."""
         self._end_rejected(rejected_event(handle, error))
 
+    def note_prompt(self, handle: int, tokens: int) -> None:
+        """Count more tokens of a submission's prompt than it came with: those of its images."""
+        submission = self._submissions.get(handle)
+        if submission is not None and submission.counted:
+            self._prompt_tokens += tokens
+
     def note_change(self) -> None:
         """Have the stats reported, though no request has come or gone: the engine's own numbers
         have changed. In the core's thread."""
@@ -604,6 +633,7 @@ class SelfSchedulingCore(ABC):
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
             embeds=limits.embedding_size > 0,
+            images=0 if limits.image is None else limits.image.most,
         )
         deadline = None if request.deadline is None else self.clock.now() + request.deadline
         self._submissions[handle] = _Submission(deadline, choices, counted)

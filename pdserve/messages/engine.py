@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from pdserve.messages.card import ImagePlaceholder
 from pdserve.messages.handoff import Handoff
 from pdserve.messages.kv_events import KvEvent
 from pdserve.messages.lora import LoraAdapter
@@ -123,6 +124,8 @@ class EngineCapabilities(msgspec.Struct, frozen=True, array_like=True, kw_only=T
     """
     num_labels: int = 0
     """Outputs of the model's classification head; 0: it has none."""
+    image: ImagePlaceholder | None = None
+    """Set with the feature `images`, as in `ModelCard.image`."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -179,6 +182,11 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Prompts from other workers whose KV the engine could not load, at least in part: it has
     computed those tokens itself.
     """
+    images: int = 0
+    """Images of admitted requests that the engine has read."""
+    images_unexpected: int = 0
+    """Those that took another number of tokens than the frontend expected: routers did not find
+    what was cached of them."""
 
 
 class StartCore(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -13,7 +13,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from pdserve.messages.card import GenerationDefaults, ModelCard, ScoreActivation
+from pdserve.messages.card import (
+    GenerationDefaults,
+    ImagePlaceholder,
+    ModelCard,
+    ScoreActivation,
+)
 from pdserve.messages.lora import LoraSummary
 from pdserve.messages.request import Pooling
 
@@ -50,6 +55,7 @@ class ModelSummary(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     loras: tuple[LoraSummary, ...] = ()
     num_labels: int = 0
     score_activation: ScoreActivation = ""
+    image: ImagePlaceholder | None = None
 
     @property
     def parts(self) -> tuple[bytes, ...]:
@@ -138,6 +144,7 @@ def summarize_card(card: ModelCard) -> tuple[ModelSummary, dict[bytes, bytes]]:
         embedding_size=card.embedding_size,
         features=card.features,
         dimensions=card.dimensions,
+        image=card.image,
         loras=card.loras,
         num_labels=card.num_labels,
         score_activation=card.score_activation,
@@ -170,6 +177,7 @@ def model_card(offer: ModelSummary, parts: dict[bytes, bytes]) -> ModelCard:
         embedding_size=offer.embedding_size,
         features=offer.features,
         dimensions=offer.dimensions,
+        image=offer.image,
         loras=offer.loras,
         num_labels=offer.num_labels,
         score_activation=offer.score_activation,

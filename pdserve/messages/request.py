@@ -164,6 +164,17 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     """With `pooling` `last`: the vector is what the model's classification head makes of the pooled
     one, its logits.
     """
+    images: tuple[bytes, ...] = ()
+    """Image files, in the order of their placeholder tokens in `prompt`, one token for each. The
+    engine expands each token to as many as the image takes.
+    """
+    image_tokens: tuple[int, ...] = ()
+    """Tokens that the frontend expects each of `images` to take; 0: it does not know."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, with those that its images are expected to take."""
+        return len(self.prompt) + sum(each - 1 for each in self.image_tokens if each)
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -178,6 +189,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
             "embeddings": bool(self.pooling) and not self.classify,
             "classify": self.classify,
             "lora": bool(self.lora),
+            "images": bool(self.images),
         }
         return tuple(name for name, needed in wanted.items() if needed)
 
@@ -255,6 +267,8 @@ class FirstTokenStats(msgspec.Struct, frozen=True, array_like=True):
     """Where the prompt was prefilled and why, as in the header `x-pdserve-prefill`; empty: the
     worker has no choice.
     """
+    image_tokens: tuple[int, ...] = ()
+    """Tokens that each image of the prompt took."""
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):

@@ -100,6 +100,8 @@ class EngineSample:
     stalled_for: float = 0.0
     inexact_continuations: int = 0
     failed_loads: int = 0
+    images: int = 0
+    images_unexpected: int = 0
 
     @property
     def kv_usage(self) -> float:
@@ -215,6 +217,18 @@ _ENGINE = (
         "counter",
         "Prompts whose KV came from another worker and could not be loaded: computed again.",
         lambda s: s.failed_loads,
+    ),
+    _engine(
+        "images_total",
+        "counter",
+        "Images that the engine has read.",
+        lambda s: s.images,
+    ),
+    _engine(
+        "images_unexpected_total",
+        "counter",
+        "Images that took another number of tokens than the frontend expected.",
+        lambda s: s.images_unexpected,
     ),
     _engine(
         "engine_restarts_total",
@@ -451,6 +465,26 @@ class Instruments:
         "custom.format: the grammar of a custom tool, which only the model sees.",
         "frontend",
         ("type",),
+    )
+
+    request_images: Family[Counter] = _counters(
+        "request_images_total",
+        "Images that came with requests, by where they were: data (in the request) or url.",
+        "frontend",
+        ("source",),
+    )
+    images_refused: Family[Counter] = _counters(
+        "images_refused_total",
+        "Requests refused for an image, by reason: url (its form, scheme or host), address (not "
+        "public), fetch (it could not be had), slow, size, type, pixels, count, memory.",
+        "frontend",
+        ("reason",),
+    )
+    image_prompts_unnamed: Counter = _counter(
+        "image_prompts_unnamed_total",
+        "Prompts with an image of a size that had not been seen: routers could look for cached "
+        "blocks only up to that image.",
+        "frontend",
     )
 
     # Metrics of workers and routers about requests that should move to another worker.

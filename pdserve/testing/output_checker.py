@@ -100,9 +100,15 @@ class OutputChecker:
             return
         start = delta.started
         assert start is not None, "the first token does not say how it came about"
-        assert 0 <= start.cached_tokens <= len(self.request.prompt)
+        assert len(start.image_tokens) == len(self.request.images)
+        assert 0 <= start.cached_tokens <= self._prompt_tokens(start)
         assert min(start.queue_seconds, start.prefill_seconds, start.work_seconds) >= 0
         self.starts[delta.choice] = start
+
+    def _prompt_tokens(self, start: FirstTokenStats | None) -> int:
+        """Tokens of the prompt, with those that its images took."""
+        sizes = () if start is None else start.image_tokens
+        return len(self.request.prompt) + sum(sizes) - len(sizes)
 
     def _finish(self, choice: int, finish: Finish) -> None:
         self.finishes[choice] = finish
@@ -112,9 +118,9 @@ class OutputChecker:
             assert start.queue_seconds == finish.queue_seconds
             assert start.prefill_seconds == finish.prefill_seconds
         output = self.tokens[choice]
-        assert finish.prompt_tokens == len(self.request.prompt)
+        assert finish.prompt_tokens == self._prompt_tokens(start)
         assert finish.completion_tokens == len(output)
-        assert 0 <= finish.cached_tokens <= len(self.request.prompt)
+        assert 0 <= finish.cached_tokens <= finish.prompt_tokens
         assert finish.queue_seconds >= 0
         assert finish.prefill_seconds >= 0
         if finish.reason == "length":

@@ -114,6 +114,7 @@ def read_card(
         pooling=vectors.pooling,
         normalize=vectors.normalize,
         dimensions=vectors.dimensions,
+        image=capabilities.image,
         embedding_size=capabilities.embedding_size if vectors.pooling else 0,
         num_labels=capabilities.num_labels,
         score_activation=read_score_activation(path) if capabilities.num_labels == 1 else "",

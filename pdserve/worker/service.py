@@ -269,6 +269,8 @@ class WorkerService:
             preemptions=stats.preemptions,
             inexact_continuations=stats.inexact_continuations,
             failed_loads=stats.failed_loads,
+            images=stats.images,
+            images_unexpected=stats.images_unexpected,
             steps=stats.steps,
             step_seconds=stats.step_seconds,
             restarts=engine.restarts,

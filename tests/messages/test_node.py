@@ -4,7 +4,7 @@ import pytest
 
 from pdserve.errors import ProtocolError
 from pdserve.gossip import cards
-from pdserve.messages.card import GenerationDefaults, ModelCard
+from pdserve.messages.card import GenerationDefaults, ImagePlaceholder, ModelCard
 from pdserve.messages.lora import LoraSummary
 from pdserve.messages.node import ModelSummary, NodeCard, model_card, part_hash, summarize_card
 from pdserve.wire.codec import decoder, encode
@@ -34,6 +34,7 @@ FULL = ModelCard(
     loras=(LoraSummary(name="poet", revision="1f"),),
     num_labels=1,
     score_activation="sigmoid",
+    image=ImagePlaceholder(token=5, text="<image>", most=4),
 )
 BARE = ModelCard(
     name="bare", max_model_len=1, vocab_size=1, block_size=1, tokenizer_json=b"", chat_template=None

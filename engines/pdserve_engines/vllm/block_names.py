@@ -1,18 +1,28 @@
 """Renames vLLM's KV events: its block hashes become pdserve's, so that routers know the blocks.
 
-`RenamedBlocks` makes the hashes; this file reads vLLM's events, whose chains begin with the salt
-among a block's extra keys. Pure: it knows no vLLM, only the fields of its events.
+`RenamedBlocks` makes the hashes; this file reads vLLM's events. A block's extra keys have the salt
+with which a chain begins, and the images that the block has a part of, each with the distance from
+the block's beginning to its own. Pure: it knows no vLLM, only the fields of its events.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pdserve.blocks.hashing import split_hashes
+from pdserve.blocks.image_hashes import (
+    DIGEST_BYTES,
+    IMAGE_FILLER,
+    PlacedImage,
+    image_block_hashes,
+)
 from pdserve_engines.renamed_blocks import RenamedBlocks, root_of
+from pdserve_engines.vllm.image_reader import image_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
+    from pdserve.blocks.hashing import BlockHash
     from pdserve.messages.kv_events import KvEvent, Tier
 
 __all__ = ["BlockNames"]
@@ -48,11 +58,27 @@ class BlockNames(RenamedBlocks):
         parent = self._parent(event)
         if parent is None or event.block_size != self._block_size:
             return
-        names = self.hashes(event.token_ids, parent)
+        names = self._hashes(event, parent)
         if len(names) != len(event.block_hashes):
             return  # blocks outside of a sliding window are left out; which ones is not said
         tier = _TIERS.get(event.medium, "remote")
         yield from self.store(event.block_hashes, names, parent, tier)
+
+    def _hashes(self, event: Any, parent: bytes) -> list[BlockHash]:
+        """Our hashes of an event's blocks. Images are in the extra keys alone, one entry for each
+        block; an event without any has the hashes of its tokens."""
+        images = _images(event.extra_keys or (), self._block_size)
+        if not images:
+            return self.hashes(event.token_ids, parent)
+        tokens, begun = list(event.token_ids), []
+        for offset, (digest, length) in sorted(images.items()):
+            first, end = max(0, offset), min(len(tokens), offset + length)
+            tokens[first:end] = [IMAGE_FILLER] * (end - first)
+            if offset >= 0:
+                begun.append(PlacedImage(offset, digest))
+        return split_hashes(
+            image_block_hashes(tokens, begun, self._block_size, parent=parent, secret=self._secret)
+        )
 
     def _parent(self, event: Any) -> bytes | None:
         """Our hash of the block before; None: the chain is not known, or not made by pdserve."""
@@ -61,3 +87,15 @@ class BlockNames(RenamedBlocks):
         extra = event.extra_keys[0] if event.extra_keys else None
         roots = (root_of(key) for key in extra or ())
         return next((root for root in roots if root is not None), None)
+
+
+def _images(extra_keys: Sequence[Any], block_size: int) -> dict[int, tuple[bytes, int]]:
+    """The images that the blocks of an event have parts of: offset from the first block -> digest
+    and number of tokens."""
+    found: dict[int, tuple[bytes, int]] = {}
+    for number, keys in enumerate(extra_keys):
+        for key in keys or ():
+            image = image_of(key[0]) if isinstance(key, tuple | list) and len(key) == 2 else None
+            if image is not None and len(image[0]) == DIGEST_BYTES:
+                found[number * block_size + int(key[1])] = image
+    return found

@@ -45,8 +45,16 @@ def finish_reason(number: int) -> FinishReason:
 class VllmChoice:
     """One choice of a request, from its submission to its end."""
 
-    def __init__(self, handle: int, number: int, request: GenerateRequest, now: Seconds) -> None:
-        """`now`: when the request was submitted."""
+    def __init__(
+        self,
+        handle: int,
+        number: int,
+        request: GenerateRequest,
+        now: Seconds,
+        image_tokens: tuple[int, ...] = (),
+    ) -> None:
+        """`now`: when the request was submitted. `image_tokens`: the tokens of each image of its
+        prompt, which is expanded."""
         self.handle = handle
         self.number = number
         self.id = request_id(handle, number)
@@ -60,6 +68,7 @@ class VllmChoice:
         self.work: Seconds = 0.0
         """Its share of the steps so far."""
         self._submitted = now
+        self._image_tokens = image_tokens
         self.cached = 0
         """Prompt tokens that were not computed."""
         self.skipped = 0
@@ -141,7 +150,13 @@ class VllmChoice:
         if self._scheduled is None:
             self._scheduled = self._submitted
         scheduled = self._scheduled
-        return FirstTokenStats(self.cached, scheduled - self._submitted, now - scheduled, self.work)
+        return FirstTokenStats(
+            self.cached,
+            scheduled - self._submitted,
+            now - scheduled,
+            self.work,
+            image_tokens=self._image_tokens,
+        )
 
     @property
     def total(self) -> int:

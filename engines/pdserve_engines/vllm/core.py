@@ -31,6 +31,7 @@ from pdserve_engines.vllm.block_names import BlockNames
 from pdserve_engines.vllm.choices import VllmChoice, request_id
 from pdserve_engines.vllm.engine import WORKER_DIED, Engine, load_engine
 from pdserve_engines.vllm.grammar import grammar_text
+from pdserve_engines.vllm.image_queue import ImageQueue
 from pdserve_engines.vllm.kv_transfer.copy_planner import Copied
 from pdserve_engines.vllm.kv_transfer.disagg import VllmStaging
 from pdserve_engines.vllm.params import given_output, inexact, sampling_arguments
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.messages.engine import EngineCapabilities, EngineSpec, EngineStats, LoadProgress
     from pdserve.messages.request import GenerateRequest
+    from pdserve_engines.vllm.image_reader import ReadPrompt
 
 __all__ = ["VllmCore"]
 
@@ -65,6 +67,8 @@ class _Submission:
     later: list[VllmChoice]
     """Choices that are submitted once the first one has its first token, so that the prompt is
     computed once and found in the prefix cache by the others."""
+    features: list[Any] | None = None
+    """vLLM's records of its images."""
 
 
 class VllmCore(StagedCore):
@@ -81,6 +85,8 @@ class VllmCore(StagedCore):
         self._counts = StepCounts()
         self._staged: VllmStaging | None = None
         """Set while KV is exchanged with other workers."""
+        self._images = ImageQueue(self._read_images, lambda: self.wake())
+        """Requests that wait until their images have been read."""
         self._watch: StepWatch | None = None
         """Tells the node of progress within a step; None on GPUs."""
         self._resume_at: Seconds | None = None
@@ -117,7 +123,7 @@ class VllmCore(StagedCore):
 
     def shutdown(self) -> int:
         """End vLLM and its worker processes."""
-        self._stop_watch()
+        self._stop_threads()
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
@@ -126,7 +132,8 @@ class VllmCore(StagedCore):
         self._staged = None
         return 0
 
-    def _stop_watch(self) -> None:
+    def _stop_threads(self) -> None:
+        self._images.close()
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.stop()
@@ -144,7 +151,10 @@ class VllmCore(StagedCore):
         Raises `Overloaded` if too many choices run or wait, and `InvalidRequest` for what vLLM
         refuses of the request."""
         self.check_submission(request)
-        self._begin(handle, request)
+        if request.images:
+            self._images.submit(handle, request, self.clock.now())
+        else:
+            self._begin(handle, request)
 
     def check_submission(self, request: GenerateRequest) -> None:
         """Raise `Overloaded` if too many choices run or wait, and `InvalidRequest` for an adapter
@@ -153,11 +163,36 @@ class VllmCore(StagedCore):
             raise Overloaded(f"{self._limit} sequences run or wait", retry_after=1.0)
         self._vllm.lora(request.lora)
 
-    def _begin(self, handle: int, request: GenerateRequest) -> None:
-        now = self.clock.now()
-        submission = _Submission(request, {}, [])
+    def _read_images(self, request: GenerateRequest) -> ReadPrompt:
+        """Read the images of a request, in the thread of `ImageQueue`."""
+        return self._vllm.images.read(request, self._vllm.lora(request.lora))
+
+    def _begin_read(self) -> None:
+        """Submit requests whose images have been read, and end those whose images cannot be."""
+        for handle, submitted, read in self._images.take():
+            if isinstance(read, PdserveError):
+                self.reject(handle, read)
+                continue
+            self._counts.note_images(read)
+            self.note_prompt(handle, sum(read.tokens) - len(read.tokens))
+            try:
+                self._begin(handle, read.request, read, submitted)
+            except PdserveError as error:
+                self.reject(handle, error)
+
+    def _begin(
+        self,
+        handle: int,
+        request: GenerateRequest,
+        read: ReadPrompt | None = None,
+        submitted: Seconds | None = None,
+    ) -> None:
+        """`read`: what its images have become, if it has any; `submitted`: when it came, if that
+        was before."""
+        now = self.clock.now() if submitted is None else submitted
+        submission = _Submission(request, {}, [], read.features if read else None)
         for number in request.live:
-            choice = VllmChoice(handle, number, request, now)
+            choice = VllmChoice(handle, number, request, now, read.tokens if read else ())
             ended = choice.ended_before(now, self._vllm.capabilities.max_model_len)
             if ended is not None:
                 self.deltas.append(ended)
@@ -205,7 +240,8 @@ class VllmCore(StagedCore):
             self._vllm.capabilities.max_model_len,
             constrained=constrained,
         )
-        self._vllm.submit(choice.id, request, given, arguments, text, salt)
+        features = submission.features
+        self._vllm.submit(choice.id, request, given, arguments, text, salt, features=features)
         submission.choices[choice.number] = choice
         self._choices[choice.id] = choice
         self._resume_at = None
@@ -216,6 +252,8 @@ class VllmCore(StagedCore):
 
     def drop(self, handle: int) -> None:
         """Abort the request's choices in vLLM, which frees their blocks at once."""
+        if self._images.drop(handle):
+            return
         submission = self._submissions_here.pop(handle, None)
         if submission is None:
             return
@@ -228,7 +266,11 @@ class VllmCore(StagedCore):
 
     @property
     def busy(self) -> bool:
-        """Return whether vLLM has something to do now."""
+        """Return whether vLLM has something to do now, or images have been read."""
+        return self._images.ready or self._computes
+
+    @property
+    def _computes(self) -> bool:
         if self._engine is None or not self._engine.has_work:
             return False
         return self._resume_at is None or self.clock.now() >= self._resume_at
@@ -241,11 +283,14 @@ class VllmCore(StagedCore):
     def waiting(self) -> int:
         """Choices that vLLM has not begun, or has not been given."""
         later = sum(len(each.later) for each in self._submissions_here.values())
+        later += self._images.live()
         return later + (0 if self._engine is None else self._engine.waiting)
 
     def advance(self, now: Seconds) -> None:
         """One step of vLLM."""
-        if not self.busy:
+        if self._images.ready:
+            self._begin_read()
+        if not self._computes:
             return
         outputs, computed = self._watched_step()
         done = self.clock.now()
@@ -348,6 +393,8 @@ class VllmCore(StagedCore):
         return self._staged
 
     def _cached(self, request: GenerateRequest) -> list[int]:
+        if request.images:
+            return []  # what they become is not known yet, and no KV is exchanged for them
         lora = self._vllm.lora(request.lora)
         return self._staging.holds.find(request, self._salt(request), lora)
 

@@ -21,6 +21,7 @@ from pdserve.limits.memory import available
 from pdserve.messages.card import NEARLY
 from pdserve.messages.engine import EngineCapabilities, LoadProgress
 from pdserve_engines.vllm.grammar import Constraints, make_backend
+from pdserve_engines.vllm.image_reader import ImageReader
 from pdserve_engines.vllm.kv_transfer.device_staging import keeping_room, stages_on_device
 from pdserve_engines.vllm.kv_transfer.disagg import (
     check_exchangeable,
@@ -215,6 +216,7 @@ class Engine:
         self._loras = _lora_requests(spec)
         self._events = _EventList()
         self._input = self._make_input_processor()
+        self.images = ImageReader(self._input, _refusals())
         self._tasks = client.get_supported_tasks()
         self.capabilities = self._describe(spec)
         self.names_blocks = self.capabilities.kv_events
@@ -269,6 +271,7 @@ class Engine:
             features=self._features(spec, embeds),
             embedding_size=int(model.get_hidden_size()) if embeds else 0,
             untested=untested(self.version),
+            image=self.images.placeholder,
         )
 
     @property
@@ -291,6 +294,8 @@ class Engine:
             names.append("lora")
         if embeds:
             names.append("embeddings")
+        if self.images.placeholder is not None:
+            names.append("images")
         return tuple(names)
 
     def _compat_hash(self, spec: EngineSpec, dtype: str, block_size: int) -> str:
@@ -308,6 +313,9 @@ class Engine:
         )
         digest = hashlib.sha256(repr(facts).encode())
         digest.update(_identity(Path(spec.model)))
+        if self.images.placeholder is not None:
+            digest.update(repr(self.images.facts()).encode())
+            digest.update(_processor_files(Path(spec.model)))
         return digest.hexdigest()[:32]
 
     # ------------------------------------------------------------------ requests
@@ -330,8 +338,10 @@ class Engine:
         grammar: str,
         salt: str | None,
         transfer: dict[str, Any] | None = None,
+        features: list[Any] | None = None,
     ) -> None:
-        """Add one choice to vLLM. `transfer` goes to the KV connector. Raises `InvalidRequest`."""
+        """Add one choice to vLLM. `transfer` goes to the KV connector, `features` are vLLM's
+        records of its images. Raises `InvalidRequest`."""
         from vllm.v1.engine import EngineCoreRequest
 
         try:
@@ -344,7 +354,7 @@ class Engine:
                 EngineCoreRequest(
                     request_id=key,
                     prompt_token_ids=[*request.prompt, *given],
-                    mm_features=None,
+                    mm_features=features,
                     sampling_params=sampling,
                     pooling_params=pooling,
                     arrival_time=time.time(),
@@ -534,6 +544,15 @@ def _group_facts(group: Any) -> tuple[Any, ...]:
         len(group.layer_names),
         *(str(getattr(spec, name, None)) for name in names),
     )
+
+
+def _processor_files(folder: Path) -> bytes:
+    """Tells apart how images become embeddings: the processor's own settings."""
+    digest = hashlib.sha256()
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        path = folder / name
+        digest.update(path.read_bytes() if path.is_file() else b"-")
+    return digest.digest()
 
 
 def _identity(folder: Path) -> bytes:

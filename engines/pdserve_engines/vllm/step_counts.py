@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Seconds
     from pdserve_engines.vllm.choices import VllmChoice
+    from pdserve_engines.vllm.image_reader import ReadPrompt
 
 __all__ = ["StepCounts"]
 
@@ -22,6 +23,8 @@ class StepCounts:
     def __init__(self) -> None:
         self.inexact = 0
         """Continued requests that vLLM repeats only nearly (`params.inexact`)."""
+        self._images = 0
+        self._images_unexpected = 0
         self._steps = 0
         self._step_seconds: Seconds = 0.0
         self._computed = 0
@@ -64,6 +67,11 @@ class StepCounts:
         skipped = choice.skipped if before == 0 else 0
         return max(0, choice.computed - before - skipped)
 
+    def note_images(self, read: ReadPrompt) -> None:
+        """Count the images of a request."""
+        self._images += len(read.tokens)
+        self._images_unexpected += read.unexpected
+
     def note_start(self, choice: VllmChoice) -> None:
         """Count a choice that has its first token."""
         self._cached += choice.cached - choice.loaded
@@ -78,4 +86,6 @@ class StepCounts:
             "preemptions": self._preemptions,
             "itl": self._itl,
             "inexact_continuations": self.inexact,
+            "images": self._images,
+            "images_unexpected": self._images_unexpected,
         }

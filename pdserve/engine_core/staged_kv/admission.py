@@ -98,6 +98,8 @@ class StagedAdmission:
             raise InvalidRequest("choices with different outputs cannot be prefilled for a peer")
         if request.pooling:
             raise InvalidRequest("an embedding request cannot be prefilled by another worker")
+        if request.images:
+            raise InvalidRequest("a prompt with images cannot be prefilled by another worker")
         if len(self._submissions) >= self.limits.max_waiting:
             raise Overloaded(
                 f"{len(self._submissions)} requests wait for other workers", retry_after=1.0

@@ -140,6 +140,8 @@ class StagedSender:
             raise InvalidRequest("choices with different outputs cannot be prefilled for a peer")
         if request.pooling:
             raise InvalidRequest("an embedding request cannot be prefilled for a peer")
+        if request.images:
+            raise InvalidRequest("a prompt with images cannot be prefilled for a peer")
         if len(self._waiting) >= self._max_waiting:
             reason = f"{len(self._waiting)} prompts for other workers wait for staging blocks"
             raise Overloaded(reason, retry_after=1.0)

@@ -221,6 +221,8 @@ class DecodeHandler:
         card, capabilities = self.worker.cards().get(request.model), self.engine.capabilities
         if request.pooling:
             return "embedding"
+        if request.images:
+            return "images"
         if request.diverged:
             return "migrated_choices"
         if not fits_message(request):
@@ -241,6 +243,8 @@ class DecodeHandler:
             return "not_possible"
         if request.pooling:
             return "embedding"
+        if request.images:
+            return "images"
         if request.diverged:
             return "migrated_choices"
         if not fits_message(request):

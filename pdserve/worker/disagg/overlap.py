@@ -28,7 +28,7 @@ _REST: Final = 256 * 1024
 def tokens_of(request: GenerateRequest) -> int:
     """Number of tokens that must be in KV before the next token; includes output of earlier
     workers."""
-    return len(request.prompt) + len(request.given)
+    return request.prompt_tokens + len(request.given)
 
 
 def fits_message(request: GenerateRequest) -> bool:

@@ -8,6 +8,7 @@ does was read in these files of that release, and each part names its own:
 - `v1/core/sched/scheduler.py`: `schedule`, `update_from_output`, `finish_requests`.
 - `v1/core/block_pool.py`: `cache_full_blocks`, `_maybe_evict_cached_block`, `reset_prefix_cache`.
 - `v1/structured_output/__init__.py`: `grammar_init`, `grammar_bitmask`, `accept_tokens`.
+- `v1/core/kv_cache_utils.py`: `_gen_mm_extra_hash_keys`, `to_event_extra_keys`.
 - `sampling_params.py`, `v1/request.py`, `v1/outputs.py`, `v1/engine/__init__.py`: the records.
 
 `install` puts modules of these names in place of the package's.
@@ -30,6 +31,7 @@ import numpy as np
 import torch
 
 from pdserve_engines.vllm.options import OURS
+from tests.engines.vllm import fake_vision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -68,6 +70,9 @@ class EngineArgs(EngineArgsBase):  # type: ignore[misc]
             get_hidden_size=lambda: 4,
             get_total_num_kv_heads=lambda: 2,
             pooler_config=SimpleNamespace(seq_pooling_type="LAST"),
+            get_multimodal_config=lambda: SimpleNamespace(
+                mm_processor_kwargs=None, media_io_kwargs={}
+            ),
         )
         return SimpleNamespace(
             arguments=self,
@@ -147,7 +152,7 @@ class EngineCoreRequest:
 
     request_id: str
     prompt_token_ids: list[int]
-    mm_features: None
+    mm_features: list[Any] | None
     sampling_params: SamplingParams | None
     pooling_params: PoolingParams | None
     arrival_time: float
@@ -190,6 +195,7 @@ class Request:
         self.order = (wanted.priority, wanted.arrival_time, wanted.request_id)
         self.lora = None if wanted.lora_request is None else wanted.lora_request.lora_name
         self.salt = wanted.cache_salt
+        self.images = wanted.mm_features or []
         self.status = WAITING
         self.num_computed_tokens = 0
         self.blocks: list[int] = []
@@ -283,7 +289,9 @@ class BlockPool:
                 medium="GPU",
                 lora_name=request.lora,
                 extra_keys=[
-                    (*lora, *(() if number else root)) or None for number in range(first, last)
+                    (*lora, *fake_vision.keys_of(request.images, number, size), *salt) or None
+                    for number in range(first, last)
+                    for salt in [() if number else root]
                 ],
                 group_idx=0,
             )
@@ -303,17 +311,21 @@ class BlockPool:
 
 
 def name_of(request: Request, number: int, size: int) -> bytes:
-    """A block's hash: of all tokens up to its end, the salt and the adapter."""
-    text = repr((request.tokens[: (number + 1) * size], request.salt, request.lora))
+    """A block's hash: of all tokens and images up to its end, the salt and the adapter."""
+    images = [fake_vision.keys_of(request.images, each, size) for each in range(number + 1)]
+    text = repr((request.tokens[: (number + 1) * size], images, request.salt, request.lora))
     return hashlib.sha256(text.encode()).digest()
 
 
 # ---------------------------------------------------------------- the model
 
 
-def logits_of(tokens: list[int], lora: str | None) -> np.ndarray[Any, Any]:
-    """Of the last three tokens and their number."""
-    text = repr((tokens[-3:], len(tokens), lora))
+def logits_of(
+    tokens: list[int], lora: str | None, images: list[Any] | None = None
+) -> np.ndarray[Any, Any]:
+    """Of the last three tokens and their number, and of what the images show."""
+    seen = [each.data for each in images or ()]
+    text = repr((tokens[-3:], len(tokens), lora, *seen))
     seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
     return np.random.RandomState(seed).standard_normal(VOCAB) * 3.0
 
@@ -327,7 +339,7 @@ def sample(request: Request, mask: np.ndarray[Any, Any] | None) -> tuple[int, np
     tokens; grammar; bad words; bias and least length; penalties; noise."""
     wanted = request.sampling
     assert wanted is not None
-    logits = logits_of(request.tokens, request.lora)
+    logits = logits_of(request.tokens, request.lora, request.images)
     raw = log_softmax(logits)
     if mask is not None:
         logits[~mask] = -np.inf
@@ -684,6 +696,12 @@ class InputProcessor:
 
     def __init__(self, config: Any) -> None:
         self._config = config
+        self.renderer = fake_vision.Renderer(fake_vision.images_per_prompt)
+        self.model_config = config.model_config
+        self.mm_encoder_cache_size = fake_vision.ENCODER_CACHE
+
+    def _get_mm_identifier(self, name: str, lora: Any) -> str:
+        return name if lora is None else f"{lora.lora_name}:{name}"
 
     def _validate_params(self, params: Any, tasks: tuple[str, ...]) -> None:
         if isinstance(params, PoolingParams):
@@ -724,6 +742,7 @@ def _modules() -> Iterator[tuple[str, dict[str, Any]]]:
         {"StructuredOutputBackend": StructuredOutputBackend},
     )
     yield "vllm.lora.request", {"LoRARequest": LoRARequest}
+    yield from fake_vision.modules()
 
 
 def install(patch: pytest.MonkeyPatch) -> None:

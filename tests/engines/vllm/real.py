@@ -150,7 +150,7 @@ class SharedCore(VllmCore):
 
     def shutdown(self) -> int:
         """Leave the engine as it was loaded: no requests, no cached blocks, no events."""
-        self._stop_watch()
+        self._stop_threads()
         engine, self._engine = self._engine, None
         self._choices.clear()
         self._submissions_here.clear()
@@ -202,12 +202,17 @@ def request(prompt: Sequence[int] = (17, 42, 8), **changes: Any) -> GenerateRequ
 
 
 class RealEngine(InlineEngine):
-    """A core in the test's own thread. Requests that wait for a grammar are waited for."""
+    """A core in the test's own thread. Requests that wait for a grammar or for their images are
+    waited for."""
 
     def run(self) -> None:
         """Step until nothing is left to do."""
         deadline = time.monotonic() + 120.0
-        while self.core.has_work or self.core.wake_at() is not None:
+        core: Any = self.core
+        while self.core.has_work or len(core._images) or self.core.wake_at() is not None:
+            if not self.core.has_work and len(core._images):
+                time.sleep(0.001)
+                continue
             if not self.core.has_work:
                 time.sleep(max(0.0, (self.core.wake_at() or 0.0) - time.monotonic()))
                 continue
