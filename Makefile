@@ -33,6 +33,9 @@ SERVE_FLAGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(
 # from its commit alone. Each long test has one chance in seven; `make test-long` runs all of them.
 export PDSERVE_TEST_SEED ?= $(or $(shell git rev-parse --short=8 HEAD 2>/dev/null),0)
 
+# Tests start some thousand processes; each would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help serve test test-long vllm test-vllm chaos soak lint check rewritten format bench docs clean
 .DEFAULT_GOAL := help
 

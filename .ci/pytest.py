@@ -60,12 +60,21 @@ def run_again(failed: list[str], arguments: list[str]) -> int:
     return status
 
 
+def files_alone(arguments: list[str]) -> list[str]:
+    """Files with tests marked `alone`, so that not all others are collected once more; none if the
+    arguments name files."""
+    if any(Path(each.partition("::")[0]).exists() for each in arguments):
+        return []
+    files = sorted(Path("tests").rglob("test_*.py"))
+    return [str(each) for each in files if "pytest.mark.alone" in each.read_text()]
+
+
 def run_parts(arguments: list[str]) -> list[int]:
     """The statuses of the parts that failed, in their order; [NONE_CHOSEN] if nothing ran."""
     together = ("-n", str(min(2 * cores(), MOST)), "--dist", "loadfile", "--no-loadscope-reorder")
     statuses = [part("together", *together, *arguments)]
     if statuses[0] in (0, NONE_CHOSEN) or not STOP & set(arguments):
-        statuses.append(part("alone", *arguments))
+        statuses.append(part("alone", *arguments, *files_alone(arguments)))
     if set(statuses) == {NONE_CHOSEN}:
         return [NONE_CHOSEN]
     return [status for status in statuses if status not in (0, NONE_CHOSEN)]

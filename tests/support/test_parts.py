@@ -52,3 +52,10 @@ def test_the_first_failure_is_the_end_if_that_is_wanted(monkeypatch):
     statuses = iter((1,))  # a second part would find none
     monkeypatch.setattr(module, "part", lambda *arguments: next(statuses))
     assert module.main(["-x"]) == 1
+
+
+def test_only_files_with_such_tests_are_collected_for_the_second_part():
+    found = script().files_alone(["-q", "-m", "not vllm"])
+    assert "tests/frontend/test_hostile.py" in found
+    assert len(found) < 10
+    assert script().files_alone(["-q", "tests/support"]) == []
