@@ -157,7 +157,7 @@ class TorchExecutor:
             check_kv_memory(spec, early.most, early.reason)
             model = make_model(config, settings, progress)
             _load_weights(config, settings, checkpoint, model, progress)
-            names = [name for param in weights.params(config) for name, _ in param.parts]
+            names = [name for param in weights.params(config) for name in param.stored]
             identity = checkpoint.identity(names)
             identity += b"" if head is None else head.identity
             room = measure_memory(settings.device)

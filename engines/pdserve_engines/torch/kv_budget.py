@@ -15,6 +15,7 @@ from pdserve.errors import ConfigError
 from pdserve.limits.memory import available
 from pdserve.limits.sizes import approximate_size
 from pdserve_engines.torch.models.attention import GATHERED
+from pdserve_engines.torch.models.attention_sinks import WIDER
 from pdserve_engines.torch.models.capped_attention import SCORES_AT_ONCE
 
 if TYPE_CHECKING:
@@ -148,6 +149,8 @@ def step_memory(spec: EngineSpec, config: ModelConfig, itemsize: int) -> StepMem
     if config.attention_cap is not None:
         scores = SCORES_AT_ONCE * _CAPPED_SCORE
         of_pool *= 1 + _CAPPED_SCORE / (2 * config.head_dim * itemsize)
+    if config.sinks:
+        of_pool *= 2 + WIDER / config.head_dim
     return StepMemory(
         fixed=tokens * activations + spec.max_sequences * logits + scores + _FRAGMENTS,
         per_position=tokens * config.groups * (windows + itemsize),

@@ -98,6 +98,10 @@ def compat_hash(config: ModelConfig, layout: KvBlockShape, dtype: str, identity:
             del facts[field.name]
     _drop_defaults(facts["rope"], *_LATER_ROPE_FIELDS, "yarn")
     _drop_defaults(facts.get("local_rope") or {}, *_LATER_ROPE_FIELDS)
+    if config.experts is not None:
+        _drop_defaults(facts["experts"], "bias", "swiglu", "storage")
+        # Kinds of storage hold the same weights.
+        facts["experts"].pop("storage", None)
     text = repr((KV_FORMAT, sorted(facts.items()), asdict(layout), dtype)).encode()
     return hashlib.sha256(text + identity).hexdigest()[:32]
 

@@ -142,6 +142,19 @@ TINY = {
         },
         seed=3,
     ),
+    "gpt_oss": Tiny(
+        "GptOss",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 20,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            "rope_parameters": YARN_ROPE | {"truncate": False},
+            "swiglu_limit": 0.9,
+        },
+        seed=5,
+    ),
     "gemma3": Tiny(
         "Gemma3",
         {

@@ -32,6 +32,7 @@ ModelFamily = Literal[
     "smollm3",
     "glm4",
     "seed_oss",
+    "gpt_oss",
     "cohere2",
 ]
 
@@ -60,6 +61,7 @@ ARCHITECTURES: Mapping[str, ModelFamily] = {
     "SmolLM3ForCausalLM": "smollm3",
     "Glm4ForCausalLM": "glm4",
     "SeedOssForCausalLM": "seed_oss",
+    "GptOssForCausalLM": "gpt_oss",
     "Cohere2ForCausalLM": "cohere2",
     **TEXT_PARTS,
 }

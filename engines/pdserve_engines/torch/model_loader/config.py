@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pdserve.errors import UnsupportedCheckpoint
+from pdserve_engines.torch.model_loader import mxfp4
 from pdserve_engines.torch.model_loader.architectures import (
     CLASSIFIER_ARCHITECTURES,
     HEADLESS_ARCHITECTURES,
@@ -30,7 +31,16 @@ from pdserve_engines.torch.model_loader.rope_config import RopeConfig, max_posit
 from pdserve_engines.torch.model_loader.text_part import text_part
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class SwigluConfig:
+    """A gate of `gate * sigmoid(alpha * gate) * (up + 1)`, both cut to `limit`."""
+
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,14 @@ class ExpertsConfig:
     """Whether the weights of a token's experts are scaled to add up to one."""
     dense_layers: tuple[int, ...]
     """Layers with one ordinary feed-forward instead."""
+    # The fields below are at their defaults in most families; see `model_info.compat_hash`.
+    bias: bool = False
+    """Whether the router and the experts have biases."""
+    swiglu: SwigluConfig | None = None
+    """None: the activation is SiLU."""
+    storage: Literal["separate", "stacked", "mxfp4"] = "separate"
+    """How the checkpoint stores them: a tensor for each matrix, or one for all experts of a layer,
+    which may be quantised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +134,8 @@ class ModelConfig:
     """Whether the configuration leaves `tied` to the tensors; unset once they are known."""
     classifier: bool = False
     """Whether the checkpoint stores a classification head instead of an output layer."""
+    sinks: bool = False
+    """Whether each head has a sink: a score without a key, which takes a part of the weights."""
     headless: bool = False
     """Whether the output layer may be missing, and, once the tensors are known, whether it is: the
     model then makes embeddings, not text, and `tied` is set."""
@@ -158,7 +178,7 @@ def parse_config(raw: Json, generation: Json | None = None) -> ModelConfig:
     family = family_of(raw)
     reader, multimodal = FAMILIES[family], not TEXT_PARTS.keys().isdisjoint(architectures(raw))
     raw = dict(reader.defaults) | text_part(raw)
-    refuse_quantised_config(raw)
+    refuse_quantised_config(raw, read=_READ_QUANTISED.get(family))
     layers = positive(raw, "num_hidden_layers")
     window, full_layers = parse_windows(raw, family, layers)
     fields: Fields = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "qk_norm"), False)
@@ -242,13 +262,15 @@ def _head_dim(raw: Json, hidden: int, heads: int) -> int:
     return head_dim
 
 
-_EXPERTS = ("mixtral", "qwen3_moe")
+_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
+_READ_QUANTISED: Mapping[ModelFamily, str] = {"gpt_oss": "mxfp4"}
+"""Families whose weights may be quantised by one method: they are read into the dtype."""
 
 
 def _experts(raw: Json, family: ModelFamily, layers: int) -> ExpertsConfig | None:
     if family not in _EXPERTS:
         return None
-    mixtral = family == "mixtral"
+    mixtral, gpt_oss = family == "mixtral", family == "gpt_oss"
     # Tools write one or the other of these two keys.
     count = positive(raw, "num_local_experts" if "num_local_experts" in raw else "num_experts")
     per_token = positive(raw, "num_experts_per_tok")
@@ -260,11 +282,27 @@ def _experts(raw: Json, family: ModelFamily, layers: int) -> ExpertsConfig | Non
         count=count,
         per_token=per_token,
         intermediate_size=positive(
-            raw, "intermediate_size" if mixtral else "moe_intermediate_size"
+            raw, "intermediate_size" if mixtral or gpt_oss else "moe_intermediate_size"
         ),
-        normalized=mixtral or flag(raw, "norm_topk_prob"),
-        dense_layers=() if mixtral else _dense_layers(raw, layers),
+        normalized=mixtral or gpt_oss or flag(raw, "norm_topk_prob"),
+        dense_layers=() if mixtral or gpt_oss else _dense_layers(raw, layers),
+        **(_gpt_oss_experts(raw) if gpt_oss else {}),
     )
+
+
+def _gpt_oss_experts(raw: Json) -> Fields:
+    quantised = bool(raw.get("quantization_config"))
+    if quantised:
+        for key in ("hidden_size", "intermediate_size"):
+            if positive(raw, key) % mxfp4.BLOCK:
+                raise UnsupportedCheckpoint(
+                    f"config.json: {key} {raw[key]} is no multiple of MXFP4's {mxfp4.BLOCK}"
+                )
+    return {
+        "bias": True,
+        "swiglu": SwigluConfig(number(raw, "swiglu_alpha"), number(raw, "swiglu_limit")),
+        "storage": "mxfp4" if quantised else "stacked",
+    }
 
 
 def _dense_layers(raw: Json, layers: int) -> tuple[int, ...]:

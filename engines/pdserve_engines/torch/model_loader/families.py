@@ -70,6 +70,10 @@ def _seed_oss(raw: Json) -> Fields:
     return _biases(raw, "qkv", "mlp") | {"o_bias": flag(raw, "attention_out_bias")}
 
 
+def _gpt_oss(raw: Json) -> Fields:
+    return _biases(raw, "qkv", "o") | {"sinks": True}
+
+
 def _olmo(raw: Json) -> Fields:
     return _biases(raw, "qkv", "o") | {
         "in_norms": False,
@@ -165,6 +169,16 @@ _GLM4_DEFAULTS: Json = {
     "rms_norm_eps": 1.5625e-07,
 }
 
+_GPT_OSS_DEFAULTS: Json = {
+    "attention_bias": True,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "sliding_window": 128,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+
 _COHERE2_DEFAULTS: Json = {
     "logit_scale": 0.0625,
     "layer_norm_eps": 1e-5,
@@ -186,6 +200,7 @@ FAMILIES: Mapping[ModelFamily, FamilyReader] = {
     "granite": FamilyReader(_granite),
     "smollm3": FamilyReader(_llama, {"rope_theta": 2e6, "tie_word_embeddings": True}),
     "glm4": FamilyReader(_glm4, _GLM4_DEFAULTS),
+    "gpt_oss": FamilyReader(_gpt_oss, _GPT_OSS_DEFAULTS),
     "seed_oss": FamilyReader(_seed_oss, {"attention_bias": True, "head_dim": 128}),
     "cohere2": FamilyReader(_cohere2, _COHERE2_DEFAULTS),
 }

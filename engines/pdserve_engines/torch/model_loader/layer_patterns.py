@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from pdserve_engines.torch.model_loader.architectures import ModelFamily
 
 _IN_EVERY_LAYER: Final = ("mistral", "mixtral", "phi3")
-_IN_A_PATTERN: Final[Mapping[str, int]] = {"gemma2": 2, "gemma3": 6, "olmo3": 4, "cohere2": 4}
+_IN_A_PATTERN: Final[Mapping[str, int]] = {
+    "gemma2": 2,
+    "gemma3": 6,
+    "olmo3": 4,
+    "cohere2": 4,
+    "gpt_oss": 2,
+}
 """Families in which every so many layers one has no window."""
 _IF_SAID: Final = ("qwen2", "qwen3", "qwen3_moe", "smollm3")
 """Families with a switch, which is off by default."""

@@ -1,6 +1,7 @@
 """Recognises quantised checkpoints: by `config.json`, by files of quantising tools, or by tensors.
 
-This engine computes none of them. The error names the method, and the engine that serves it.
+This engine computes none of them, and reads one into the dtype. The error names the method, and the
+engine that serves it.
 """
 
 from __future__ import annotations
@@ -65,10 +66,11 @@ _BY_DTYPE: Final[Mapping[str, str]] = {
 }
 
 
-def refuse_quantised_config(raw: Json) -> None:
-    """Raise `UnsupportedCheckpoint` if `config.json` says that the weights are quantised."""
+def refuse_quantised_config(raw: Json, read: str | None = None) -> None:
+    """Raise `UnsupportedCheckpoint` if `config.json` says that the weights are quantised. `read`: a
+    method that is none the less supported."""
     for key in _CONFIG_KEYS:
-        if raw.get(key):
+        if raw.get(key) and _method(raw[key]) != read:
             method = _method(raw[key])
             raise _refusal(f"config.json: {key} ({method})", method.lower() in _BY_VLLM)
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+BYTES = {"U8": torch.uint8}
+"""Of quantised weights."""
 
 _HEADER_LIMIT = 100 << 20
 """Most bytes of the JSON header; the reference implementation refuses more."""
@@ -67,7 +69,7 @@ class Checkpoint:
     def tensor(self, name: str) -> torch.Tensor:
         """The stored tensor, backed by the file's pages. Valid until `close`; never write to it."""
         entry = self.entries[name]
-        dtype = DTYPES.get(entry.dtype)
+        dtype = (DTYPES | BYTES).get(entry.dtype)
         if dtype is None:
             raise UnsupportedCheckpoint(
                 f"{entry.file}: tensor {name} has dtype {entry.dtype}; "
@@ -151,7 +153,7 @@ def _entry(file: Path, name: str, fields: Any, base: int, size: int) -> TensorEn
     except (TypeError, KeyError, ValueError) as error:
         raise UnsupportedCheckpoint(f"{file}: tensor {name}: malformed entry") from error
     expected = math.prod(shape) * _ITEMSIZE.get(dtype, 1)
-    if begin < base or end < begin or (dtype in DTYPES and end - begin != expected):
+    if begin < base or end < begin or (dtype in DTYPES | BYTES and end - begin != expected):
         raise UnsupportedCheckpoint(f"{file}: tensor {name}: its offsets do not fit its shape")
     if end > size:
         raise UnsupportedCheckpoint(

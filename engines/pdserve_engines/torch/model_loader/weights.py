@@ -7,7 +7,7 @@ gate and up another. The models decide where a tensor is placed and in which for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,13 @@ import torch
 
 from pdserve.errors import UnsupportedCheckpoint
 from pdserve_engines.torch.model_loader.quantization import refuse_quantised_tensors
-from pdserve_engines.torch.model_loader.safetensors_reader import DTYPES, Checkpoint, TensorEntry
+from pdserve_engines.torch.model_loader.safetensors_reader import (
+    BYTES,
+    DTYPES,
+    Checkpoint,
+    TensorEntry,
+)
+from pdserve_engines.torch.model_loader.stacked_experts import StackedExperts
 
 if TYPE_CHECKING:
     from pdserve.engine_core.executor import ProgressFn
@@ -32,15 +38,23 @@ class Param:
     """`embed`, `norm`, `head`, or `layers.N.` and one of the names in `_layer`."""
     parts: tuple[tuple[str, Shape], ...]
     """Name and shape of each part."""
+    stacked: StackedExperts | None = None
+    """What the parts are made of; None: the checkpoint has a tensor for each of them."""
 
     @property
     def shape(self) -> Shape:
         first = self.parts[0][1]
         return (sum(shape[0] for _, shape in self.parts), *first[1:])
 
+    @property
+    def stored(self) -> dict[str, Shape]:
+        """Names and shapes of the tensors in the checkpoint."""
+        return dict(self.parts) if self.stacked is None else self.stacked.stored
 
-PlaceFn = Callable[[Param, list[torch.Tensor]], None]
-"""Takes a parameter's parts; they are views of the file and must not be kept."""
+
+PlaceFn = Callable[[Param, Iterable[torch.Tensor]], None]
+"""Takes a parameter's parts; they are views of the file, or made one by one, and must not be
+kept."""
 
 
 def params(config: ModelConfig) -> list[Param]:
@@ -111,6 +125,8 @@ def _layer(config: ModelConfig, index: int) -> Iterator[Param]:
         yield vector("q_norm", "self_attn.q_norm", q if whole else config.head_dim)
         yield vector("k_norm", "self_attn.k_norm", kv if whole else config.head_dim)
     yield from stacked("o", "self_attn", config.o_bias, q, o=hidden)
+    if config.sinks:
+        yield Param(f"{key}.sinks", ((f"{source}.self_attn.sinks", (config.num_heads,)),))
     for name, module in _norms(config).items():
         yield vector(name, module, hidden)
     if config.experts is not None and index not in config.experts.dense_layers:
@@ -124,6 +140,9 @@ def _layer(config: ModelConfig, index: int) -> Iterator[Param]:
 def _experts(config: ModelConfig, experts: ExpertsConfig, source: str, key: str) -> Iterator[Param]:
     """The router, and the experts' matrices, one expert after the other."""
     hidden, inner = config.hidden_size, experts.intermediate_size
+    if experts.storage != "separate":
+        yield from _stacked_experts(config, experts, f"{source}.mlp", key)
+        return
     module, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
     if config.family == "mixtral":
         module, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
@@ -137,6 +156,24 @@ def _experts(config: ModelConfig, experts: ExpertsConfig, source: str, key: str)
     yield Param(
         f"{key}.experts_down", tuple((f"{name}.{down}.weight", (hidden, inner)) for name in names)
     )
+
+
+def _stacked_experts(
+    config: ModelConfig, experts: ExpertsConfig, stem: str, key: str
+) -> Iterator[Param]:
+    hidden, inner = config.hidden_size, experts.intermediate_size
+    router = f"{stem}.router"
+    yield Param(f"{key}.router", ((f"{router}.weight", (experts.count, hidden)),))
+    yield Param(f"{key}.router_bias", ((f"{router}.bias", (experts.count,)),))
+    for product, rows, cols in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+        name, paired = f"{stem}.experts.{product}_proj", product == "gate_up"
+        quantised = experts.storage == "mxfp4"
+        for source in (
+            StackedExperts(name, experts.count, rows, cols, quantised, paired),
+            StackedExperts(f"{name}_bias", experts.count, rows, 0, paired=paired),
+        ):
+            suffix = "" if source.cols else "_bias"
+            yield Param(f"{key}.experts_{product}{suffix}", source.parts, source)
 
 
 _STEMS = ("model.", "", "language_model.model.", "model.language_model.")
@@ -182,7 +219,7 @@ def resolve_lm_head(
 
 def check(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> None:
     """Refuse a checkpoint whose tensors are not exactly the model's, naming the first few."""
-    wanted = {name: shape for param in params(config) for name, shape in param.parts}
+    wanted = {name: shape for param in params(config) for name, shape in param.stored.items()}
     extra = [name for name in entries if name not in wanted and not _is_harmless(name, config)]
     problems = [f"{name} is missing" for name in wanted if name not in entries]
     problems += [f"{name} is not part of a {config.family} model" for name in extra]
@@ -192,13 +229,18 @@ def check(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> None:
             continue
         if entry.shape != shape:
             problems.append(f"{name} has shape {list(entry.shape)}, expected {list(shape)}")
-        elif entry.dtype not in DTYPES:
-            problems.append(f"{name} has dtype {entry.dtype}, supported are {', '.join(DTYPES)}")
+        elif entry.dtype not in (dtypes := _dtypes(name)):
+            problems.append(f"{name} has dtype {entry.dtype}, supported are {', '.join(dtypes)}")
     if problems:
-        refuse_quantised_tensors(entries)
+        if config.experts is None or config.experts.storage != "mxfp4":
+            refuse_quantised_tensors(entries)
         shown = "; ".join(problems[:4])
         rest = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise UnsupportedCheckpoint(f"tensors do not fit config.json: {shown}{rest}")
+
+
+def _dtypes(name: str) -> Collection[str]:
+    return BYTES if name.endswith(("_blocks", "_scales")) else DTYPES
 
 
 def _is_harmless(name: str, config: ModelConfig) -> bool:
@@ -212,11 +254,14 @@ def _is_harmless(name: str, config: ModelConfig) -> bool:
 def load(config: ModelConfig, checkpoint: Checkpoint, place: PlaceFn, progress: ProgressFn) -> None:
     """Pass every parameter to `place` and report the fraction of bytes done."""
     todo = params(config)
-    sizes = [sum(checkpoint.entries[name].nbytes for name, _ in param.parts) for param in todo]
+    sizes = [sum(checkpoint.entries[name].nbytes for name in param.stored) for param in todo]
     total, done = sum(sizes), 0
     for param, size in zip(todo, sizes, strict=True):
-        tensors = [checkpoint.tensor(name) for name, _ in param.parts]
-        place(param, _arranged(config, param, tensors))
+        if param.stacked is not None:
+            place(param, param.stacked.read(checkpoint.tensor))
+        else:
+            tensors = [checkpoint.tensor(name) for name, _ in param.parts]
+            place(param, _arranged(config, param, tensors))
         done += size
         progress("loading weights", done / total)
 

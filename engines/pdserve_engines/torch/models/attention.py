@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
+from pdserve_engines.torch.models.attention_sinks import with_sink_key, with_sinks
 from pdserve_engines.torch.models.capped_attention import attend_capped
 from pdserve_engines.torch.models.upload import upload
 
@@ -60,15 +61,18 @@ class PagedAttention:
         windows: Iterable[int | None] = (None,),
         query_scalar: float | None = None,
         cap: float | None = None,
+        *,
+        sinks: bool = False,
     ) -> None:
         """`windows`: those of all layers, None for a layer that sees all tokens. Scores are divided
         by the root of `query_scalar`; None: of the head's dimension. Then they are bounded by
-        `cap`."""
+        `cap`. `sinks`: whether heads have them."""
         self._pool = pool
         self._layout = layout = pool.layout
         self._groups = groups
-        self._scale = None if query_scalar is None else query_scalar**-0.5
+        self._scale = (query_scalar or pool.layout.head_dim) ** -0.5
         self._cap = cap
+        self._sinks = sinks
         self._device = pool.tensor.device
         self._skips = cap is None and _skips_hidden_keys(pool.tensor)
         self._block_heads = layout.num_layers * 2 * layout.kv_heads
@@ -87,26 +91,42 @@ class PagedAttention:
         rows = rows.reshape(-1, self._layout.head_dim)
         self._pool.tokens[layer].index_copy_(0, self._slots, rows)
 
-    def attend(self, layer: int, queries: torch.Tensor, window: int | None = None) -> torch.Tensor:
-        """`[T, heads, head_dim]` queries, which see `window` tokens, to outputs of that shape."""
+    def attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`[T, heads, head_dim]` queries, which see `window` tokens, to outputs of that shape.
+        `sinks`: `[heads]`, if the heads have them."""
         groups = self._plans[window]
         if len(groups) == 1:
-            return self._attend_group(layer, groups[0], queries)
+            return self._attend_group(layer, groups[0], queries, sinks)
         out = torch.empty_like(queries)
         for group in groups:
-            out[group.rows] = self._attend_group(layer, group, queries[group.rows])
+            out[group.rows] = self._attend_group(layer, group, queries[group.rows], sinks)
         return out
 
-    def _attend_group(self, layer: int, group: _Group, queries: torch.Tensor) -> torch.Tensor:
-        if group.causal:
-            return self._attend_causal(layer, group, queries)
-        kv_heads, dim = self._layout.kv_heads, self._layout.head_dim
-        folded = queries.view(group.n, group.count, kv_heads, self._groups, dim)
-        folded = folded.permute(0, 2, 3, 1, 4).reshape(group.n, kv_heads, -1, dim)
+    def _attend_group(
+        self, layer: int, group: _Group, queries: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        dim = self._layout.head_dim
         keys, values = self._gather(layer, group)
+        if sinks is not None:
+            queries = with_sinks(queries, sinks, self._scale)
+            keys, values = with_sink_key(keys, values)
+        attend = self._attend_causal if group.causal else self._attend_folded
+        return attend(group, queries, keys, values)[..., :dim]
+
+    def _attend_folded(
+        self, group: _Group, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        kv_heads, dim = self._layout.kv_heads, queries.shape[-1]
+        folded = queries.reshape(group.n, group.count, kv_heads, self._groups, dim)
+        folded = folded.permute(0, 2, 3, 1, 4).reshape(group.n, kv_heads, -1, dim)
         if self._cap is not None:
-            scale = dim**-0.5 if self._scale is None else self._scale
-            out = attend_capped(folded, keys, values, group.mask, scale, self._cap)
+            out = attend_capped(folded, keys, values, group.mask, self._scale, self._cap)
         else:
             out = functional.scaled_dot_product_attention(
                 folded, keys, values, attn_mask=group.mask, scale=self._scale
@@ -114,15 +134,16 @@ class PagedAttention:
         out = out.view(group.n, kv_heads, self._groups, group.count, dim)
         return out.permute(0, 3, 1, 2, 4).reshape(queries.shape)
 
-    def _attend_causal(self, layer: int, group: _Group, queries: torch.Tensor) -> torch.Tensor:
-        keys, values = self._gather(layer, group)
-        heads = queries.transpose(0, 1).unsqueeze(0)
-        square = group.count == group.length
+    def _attend_causal(
+        self, group: _Group, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        heads, length = queries.transpose(0, 1).unsqueeze(0), keys.shape[2]
+        square = group.count == length
         out = functional.scaled_dot_product_attention(
             heads,
             keys,
             values,
-            attn_mask=None if square else causal_lower_right(group.count, group.length),
+            attn_mask=None if square else causal_lower_right(group.count, length),
             is_causal=square,
             scale=self._scale,
             enable_gqa=self._groups > 1,
@@ -200,6 +221,8 @@ class PagedAttention:
         mask = keys <= last
         if window is not None:
             mask &= keys > last - window
+        if self._sinks:
+            mask = functional.pad(mask, (1, 0), value=True)
         mask = mask[:, None].repeat(1, 1, self._groups, 1)
         if count == 1 and self._device.type == "cuda":
             # Otherwise every layer makes this of the mask again. A prompt's would be too large.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class ForwardModel(Protocol):
         """Bytes of the weights in memory."""
         ...
 
-    def place(self, param: Param, parts: list[torch.Tensor]) -> None:
+    def place(self, param: Param, parts: Iterable[torch.Tensor]) -> None:
         """Take one parameter. Called once for each, then `bind`."""
         ...
 

@@ -16,6 +16,8 @@ from pdserve import accel
 from pdserve_engines.torch.models.rope import rope_table
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pdserve_engines.torch.kv_pool import KvPool
     from pdserve_engines.torch.model_loader.config import ModelConfig
     from pdserve_engines.torch.model_loader.rope_config import RopeConfig
@@ -36,6 +38,7 @@ _KNOWN: Final = frozenset(
         "out_norms",
         "embed_scale",
         "query_scalar",
+        "sinks",
         "nope_layers",
         "fused_qkv",
         "fused_gate_up",
@@ -142,7 +145,7 @@ class CpuModel:
     def weight_bytes(self) -> int:
         return self._native.weight_bytes
 
-    def place(self, param: Param, parts: list[torch.Tensor]) -> None:
+    def place(self, param: Param, parts: Iterable[torch.Tensor]) -> None:
         group, _, name = param.key.rpartition(".")
         layer = int(group.removeprefix("layers.")) if group else 0
         gate, joined, up = name.partition("gate_up")
@@ -222,6 +225,9 @@ def _layer_settings(config: ModelConfig, max_model_len: int) -> dict[str, Any]:
             "experts_inner": experts.intermediate_size,
             "experts_normalized": experts.normalized,
         }
+        if experts.swiglu is not None:
+            swiglu = experts.swiglu
+            found |= {"activation": "swiglu", "alpha": swiglu.alpha, "limit": swiglu.limit}
     return found
 
 
@@ -229,7 +235,7 @@ def _scales(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Factors and activations, and which norms there are."""
     scalar = config.head_dim if config.query_scalar is None else config.query_scalar
     return {
-        "activation": "gelu" if config.gelu else "silu",
+        **({"activation": "gelu"} if config.gelu else {}),
         "out_norms": config.out_norms,
         # Models were trained with the scale rounded to the weights' dtype.
         "embed_scale": float(torch.tensor(config.embed_scale, dtype=dtype)),

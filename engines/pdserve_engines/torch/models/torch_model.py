@@ -18,6 +18,8 @@ from pdserve_engines.torch.models.upload import upload
 from pdserve_engines.torch.sampling.sampler import argmax
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pdserve_engines.torch.kv_pool import KvPool
     from pdserve_engines.torch.model_loader.config import ModelConfig
     from pdserve_engines.torch.model_loader.rope_config import RopeConfig
@@ -73,7 +75,7 @@ class TorchModel:
         groups = [self._held.params, *self._held.layers]
         return sum(tensor.nbytes for group in groups for tensor in group.values())
 
-    def place(self, param: Param, parts: list[torch.Tensor]) -> None:
+    def place(self, param: Param, parts: Iterable[torch.Tensor]) -> None:
         group, _, name = param.key.rpartition(".")
         float_norm = self._config.float_norms and name.endswith("norm")
         dtype = torch.float32 if float_norm else self._dtype
@@ -105,6 +107,7 @@ class TorchModel:
             self._windows,
             config.query_scalar,
             config.attention_cap,
+            sinks=config.sinks,
         )
         positions = upload(batch.positions, self._device)
         angles: dict[RopeConfig | None, _Angles | None] = {
@@ -179,7 +182,8 @@ class TorchModel:
             place.copy_(turned)
         queries, written = heads[:, : config.num_heads], heads[:, config.num_heads :]
         attention.write(index, written)
-        return attention.attend(index, queries, config.window(index)).flatten(1)
+        window = config.window(index)
+        return attention.attend(index, queries, window, layer.get("sinks")).flatten(1)
 
     def _norm_heads(self, layer: dict[str, torch.Tensor], heads: torch.Tensor) -> torch.Tensor:
         """The norms of q and k: of each head, or of all of them as one row."""

@@ -10,7 +10,12 @@ import pytest
 
 from pdserve.errors import UnsupportedCheckpoint
 from pdserve_engines.torch.model_loader.architectures import ARCHITECTURES
-from pdserve_engines.torch.model_loader.config import ExpertsConfig, parse_config, read_config
+from pdserve_engines.torch.model_loader.config import (
+    ExpertsConfig,
+    SwigluConfig,
+    parse_config,
+    read_config,
+)
 from pdserve_engines.torch.model_loader.rope_config import YarnConfig
 from tests.engines.torch.checkpoints import TINY
 
@@ -288,3 +293,63 @@ def test_unreadable_configurations_are_refused_with_the_file(tmp_path: Path) -> 
     (tmp_path / "generation_config.json").write_text("nonsense")
     with pytest.raises(UnsupportedCheckpoint, match=r"generation_config\.json"):
         read_config(tmp_path)
+
+
+def test_published_gpt_oss_configurations_are_read() -> None:
+    raw = LLAMA | {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "quantization_config": {
+            "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+            "quant_method": "mxfp4",
+        },
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+    }
+    config = parse_config(raw)
+    assert (config.qkv_bias, config.o_bias, config.sinks) == (True, True, True)
+    assert [config.window(layer) for layer in range(4)] == [128, None, 128, None]
+    assert config.max_positions == 131072
+    assert config.rope.yarn is not None
+    assert not config.rope.yarn.truncate
+    assert config.experts == ExpertsConfig(
+        count=32,
+        per_token=4,
+        intermediate_size=2880,
+        normalized=True,
+        dense_layers=(),
+        bias=True,
+        swiglu=SwigluConfig(alpha=1.702, limit=7.0),
+        storage="mxfp4",
+    )
+    bare = {key: value for key, value in raw.items() if key != "quantization_config"}
+    unquantised = parse_config(bare).experts
+    assert unquantised is not None
+    assert unquantised.storage == "stacked"
+    raw["architectures"] = ["LlamaForCausalLM"]
+    with pytest.raises(UnsupportedCheckpoint, match="mxfp4"):
+        parse_config(raw)

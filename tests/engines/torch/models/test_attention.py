@@ -80,7 +80,7 @@ def test_sequences_that_share_a_prefix_gather_no_more_than_is_kept_free(
     assert all(each.output == expected for each in others)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral_windowed", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "mistral_windowed", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("chunk", [7, 40])
 @pytest.mark.filterwarnings("ignore:.*")  # the CPU has no such kernel, and torch says so
 def test_causal_chunks_without_masks_give_the_same_tokens(
@@ -90,9 +90,9 @@ def test_causal_chunks_without_masks_give_the_same_tokens(
     causal: list[tuple[int, int]] = []
     real = PagedAttention._attend_causal
 
-    def attend(self: PagedAttention, layer: int, group: Any, queries: torch.Tensor) -> Any:
+    def attend(self: PagedAttention, group: Any, *tensors: torch.Tensor) -> Any:
         causal.append((group.count, group.length))
-        return real(self, layer, group, queries)
+        return real(self, group, *tensors)
 
     monkeypatch.setattr(attention, "_skips_hidden_keys", lambda pool: True)
     monkeypatch.setattr(PagedAttention, "_attend_causal", attend)

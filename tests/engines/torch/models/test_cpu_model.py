@@ -82,6 +82,14 @@ GEMMA = MIDDLE | {
     "sliding_window_pattern": 2,
     "query_pre_attn_scalar": 60,
 }
+GPT_OSS = MIDDLE | {
+    "architectures": ["GptOssForCausalLM"],
+    "intermediate_size": 70,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 5,
+    "sliding_window": 45,
+    "swiglu_limit": 0.5,
+}
 RAW = {
     "middle": MIDDLE,
     "biased": BIASED,
@@ -89,6 +97,7 @@ RAW = {
     "sparse": SPARSE,
     "every_expert": EVERY_EXPERT,
     "gemma": GEMMA,
+    "gpt_oss": GPT_OSS,
 }
 
 
@@ -176,7 +185,7 @@ def two_steps(side: Side) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "kernels", [*SETS[:1], *(pytest.param(each, marks=pytest.mark.long) for each in SETS[1:])]
 )
-@pytest.mark.parametrize("name", ["windowed", "sparse", "gemma"])
+@pytest.mark.parametrize("name", ["windowed", "sparse", "gemma", "gpt_oss"])
 def test_no_bit_of_a_long_chunk_depends_on_how_it_is_cut(kernels: str, name: str) -> None:
     """The steps have more rows than an expert takes at a time, and the chunk has several windows;
     then the same chunk is computed in parts, and in no company."""
@@ -238,7 +247,8 @@ def _scheduled() -> Iterator[Any]:
     """Kernels, a configuration and a dtype: a few in every run, the others as long tests."""
     always = {("qwen3", kernels) for kernels in SETS} | {("llama_biased", "native")}
     always |= {(name, "native") for name in ("qwen3_moe", "gemma3")}
-    for name in ("llama_biased", "qwen3", "mistral_windowed", "mixtral", "qwen3_moe", "gemma3"):
+    names = ("llama_biased", "qwen3", "mistral_windowed", "mixtral", "qwen3_moe", "gemma3")
+    for name in (*names, "gpt_oss"):
         for kernels in ("native", *SETS):
             for dtype in DTYPES:
                 rare = (name, kernels) not in always or (name == "gemma3" and dtype != "float32")
