@@ -1,9 +1,10 @@
 """The torch engine on the CPU against `transformers` generate: prefill and decode, tokens/s.
 
     python bench/engine_cpu.py                          # about 91 M random parameters, both dtypes
+    python bench/engine_cpu.py --sizes windows experts gemma3 gpt-oss --dtypes float32
     python bench/engine_cpu.py --rounds 7 --write bench/results/engine_cpu.md
 
-Both compute the same random Llama checkpoint in one process with the same number of threads, in
+Both compute the same random checkpoint in one process with the same number of threads, in
 turns: each round measures a quantity on every arm, one right after the other. Rates are medians
 over rounds. (A decode rate is a difference of two times, so its best value would be the round in
 which the shorter time was disturbed.) A ratio is the median over rounds of that round's ratio, so
@@ -21,7 +22,7 @@ import platform
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class Size:
-    """A random Llama model with tied embeddings."""
+    """A random model with tied embeddings."""
 
     hidden: int
     layers: int
@@ -55,12 +56,55 @@ class Size:
     kv_heads: int
     inner: int
     vocab: int = 8192
+    family: str = "Llama"
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Keys of the family's configuration."""
 
 
+_WINDOW = 64
 SIZES = {
     "10m": Size(256, 8, 4, 4, 1024),
     "91m": Size(768, 12, 12, 12, 2048),
     "91m-gqa": Size(768, 13, 12, 4, 2048),
+    "windows": Size(768, 13, 12, 4, 2048, family="Mistral", fields={"sliding_window": _WINDOW}),
+    "experts": Size(
+        512,
+        8,
+        8,
+        4,
+        1024,
+        family="Qwen3Moe",
+        fields={
+            "head_dim": 64,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 256,
+            "norm_topk_prob": True,
+        },
+    ),
+    "gemma3": Size(
+        640,
+        12,
+        4,
+        1,
+        2048,
+        family="Gemma3Text",
+        fields={"head_dim": 256, "sliding_window": _WINDOW, "query_pre_attn_scalar": 256},
+    ),
+    "gpt-oss": Size(
+        512,
+        8,
+        16,
+        2,
+        256,
+        family="GptOss",
+        fields={
+            "head_dim": 64,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "sliding_window": _WINDOW,
+        },
+    ),
 }
 
 
@@ -228,25 +272,30 @@ def _table(
     names = list(rates)
     ours = names[1:]
     rounds = len(next(iter(rates["transformers"].values())))
-    heads = [*names, *(f"ratio {name.removeprefix('pdserve ')}" for name in ours), "memory limit"]
+    pairs = [(name, names[0]) for name in ours] + ([(ours[0], ours[1])] if len(ours) == 2 else [])
+    heads = [*names, *(f"{_short(one)} / {_short(other)}" for one, other in pairs), "memory limit"]
     lines = [
         f"| tokens/s, median of {rounds} | {' | '.join(heads)} |",
         "|---" * (len(heads) + 1) + "|",
     ]
-    for what, peer in rates["transformers"].items():
+    for what in rates["transformers"]:
         cells = [f"{statistics.median(rates[name][what]):,.0f}" for name in names]
-        for name in ours:
-            pairs = zip(rates[name][what], peer, strict=True)
-            cells.append(f"{statistics.median(own / other for own, other in pairs):.2f}")
+        for one, other in pairs:
+            rounds_of = zip(rates[one][what], rates[other][what], strict=True)
+            cells.append(f"{statistics.median(own / its for own, its in rounds_of):.2f}")
         limit = bandwidth / weight_bytes * int(what.split()[-1])
         cells.append(f"{limit:,.0f}" if what.startswith("decode") else "")
         lines.append(f"| {what} | {' | '.join(cells)} |")
     lines += [
         "",
         f"Weights {weight_bytes / 1e6:.0f} MB, read bandwidth {bandwidth / 1e9:.1f} GB/s: "
-        f"at best {bandwidth / weight_bytes:.0f} decode steps per second.",
+        f"at best {bandwidth / weight_bytes:.0f} decode steps per second that read all of them.",
     ]
     return lines
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("pdserve ")
 
 
 # ---------------------------------------------------------------- set-up
@@ -254,7 +303,7 @@ def _table(
 
 def _write_checkpoint(size: Size, folder: Path) -> int:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    config = getattr(transformers, f"{size.family}Config")(
         vocab_size=size.vocab,
         hidden_size=size.hidden,
         intermediate_size=size.inner,
@@ -263,8 +312,9 @@ def _write_checkpoint(size: Size, folder: Path) -> int:
         num_key_value_heads=size.kv_heads,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
+        **size.fields,
     )
-    model = transformers.LlamaForCausalLM(config)
+    model = getattr(transformers, f"{size.family.removesuffix('Text')}ForCausalLM")(config)
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
