@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import MemberEvent
 
-__all__ = ["DEGRADED", "MAX_PENDING_CALLS", "TransferRpc"]
+__all__ = ["DEGRADED", "FAILED_LOADS", "MAX_PENDING_CALLS", "TransferRpc"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +39,10 @@ MAX_PENDING_CALLS: Final = 256
 """Most calls to peers in progress; one more fails as `Overloaded`."""
 DEGRADED: Final = "kv_transfer"
 """Name of the degradation in the process's list."""
+FAILED_LOADS: Final = "kv_loads"
+"""Name of the degradation while KV that arrived could not be used."""
+_FAILED_FOR: Final[Seconds] = 600.0
+"""Seconds that a failed load counts as a degradation: failures come with single prompts."""
 _REMEMBERED: Final = 1024
 _LOOK: Final[Seconds] = 0.1
 """Seconds between two looks at the node's life and at the paths."""
@@ -68,6 +72,9 @@ class TransferRpc:
         self._seen: dict[tuple[str, int, str], PathState] = {}
         self._degraded: dict[tuple[str, str], str] = {}
         """(peer, backend in use) -> the reason why no better backend is used."""
+        self._failed_loads = 0
+        self._failed_at: Seconds | None = None
+        """When a load failed last; None: none has, or not for long."""
         engine.on_transfer(self._ask)
         node.serve(TRANSFER, self._answer)
         node.on_member(self._on_member)
@@ -80,6 +87,7 @@ class TransferRpc:
         self._node.timers.call_later(_LOOK, self._look)
         self._attach()
         self._count()
+        self._tell_failed_loads()
 
     def _attach(self) -> None:
         epoch = self._node.epoch
@@ -214,6 +222,26 @@ class TransferRpc:
             )
         else:
             self._degradations.clear(DEGRADED)
+
+
+    def _tell_failed_loads(self) -> None:
+        """Reports prompts whose KV arrived and could not be loaded, so that they were computed
+        again, as a degradation of the process."""
+        now, count = self._node.now(), self._engine.stats().failed_loads
+        failed, self._failed_loads = count > self._failed_loads, count
+        if failed:
+            self._failed_at = now
+        if self._degradations is None or self._failed_at is None:
+            return
+        if failed:
+            self._degradations.add(
+                FAILED_LOADS,
+                "KV of prompts arrived and could not be loaded; the prompts were computed again: "
+                "see the engine's log and pdserve_kv_load_failures_total",
+            )
+        elif now - self._failed_at > _FAILED_FOR:
+            self._failed_at = None
+            self._degradations.clear(FAILED_LOADS)
 
 
 def _lost_its_engine(event: MemberChanged) -> bool:

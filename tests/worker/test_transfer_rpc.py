@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.errors import LinkLost, PdserveError, TransferRefused
 from pdserve.ids import NodeId
-from pdserve.messages.engine import PathState
+from pdserve.messages.engine import EngineStats, PathState
 from pdserve.messages.handoff import TransportCall, TransportReply
 from pdserve.messages.node import NodeCard
 from pdserve.messages.transfer import BackendProbe, ControlDone, PathReady
@@ -41,6 +41,10 @@ class Recorder:
         self.calls: list[tuple[str, int, TransportCall]] = []
         self.answer: TransportReply | PdserveError | None = TransportReply(ControlDone())
         self.states: list[PathState] = []
+        self.failed_loads = 0
+
+    def stats(self):
+        return EngineStats(failed_loads=self.failed_loads)
 
     def attach(self, node, epoch):
         self.attached.append((node, epoch))
@@ -292,6 +296,31 @@ def test_a_poorer_way_or_none_degrades_the_process_as_long_as_it_lasts() -> None
             ours.states = [none]
             await asyncio.sleep(1.0)
             assert "d goes over none: tcp: no TLS (there)" in told.reasons()["kv_transfer"]
+
+    run(main())
+
+
+def test_loads_that_failed_degrade_the_process_for_a_while() -> None:
+    async def main() -> None:
+        async with cluster() as c:
+            a = await c.add("a")
+            ours = Recorder()
+            told = Degradations(ours.metrics)
+            joined(a, ours, told)
+            await asyncio.sleep(1.0)
+            assert not told.reasons()
+            ours.failed_loads = 2
+            await asyncio.sleep(1.0)
+            assert "computed again" in told.reasons()["kv_loads"]
+            await asyncio.sleep(400.0)
+            ours.failed_loads = 3
+            await asyncio.sleep(400.0)
+            assert "kv_loads" in told.reasons()
+            await asyncio.sleep(300.0)
+            assert not told.reasons()
+            ours.failed_loads = 0  # of another core
+            await asyncio.sleep(1.0)
+            assert not told.reasons()
 
     run(main())
 
