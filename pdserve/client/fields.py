@@ -87,6 +87,7 @@ class CompletionFields(GenerationFields, total=False):
 
     logprobs: int
     best_of: int
+    suffix: str
 
 
 class EmbedFields(TypedDict, total=False):

@@ -498,6 +498,13 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         ),
     ] = None
     best_of: Annotated[Choices | None, field_doc("Must equal `n`.")] = None
+    suffix: Annotated[
+        str | None,
+        field_doc(
+            "The text after the output; for models whose tokenizer has tokens to fill in the "
+            "middle, with `prompt` as text."
+        ),
+    ] = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

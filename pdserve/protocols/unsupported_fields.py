@@ -92,7 +92,6 @@ REFUSED_BY_COMPLETIONS: Mapping[str, UnsupportedField] = {
     **_REFUSED_BY_BOTH,
     "prompt_embeds": UnsupportedField("send `prompt` as text or token ids"),
     "thinking_token_budget": UnsupportedField("only a chat's reasoning is known to begin", (-1,)),
-    "suffix": UnsupportedField("insertion is not supported; put the context into `prompt`", ("",)),
 }
 REFUSED_BY_TOKENIZE: Mapping[str, UnsupportedField] = {
     "adapter_id": UnsupportedField(_ADAPTERS),

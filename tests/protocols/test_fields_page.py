@@ -137,6 +137,7 @@ TRIED: Final = {
         _FIELDS + "test_continue_final_message_leaves_the_last_turn_open"
     ),
     "prompt": _CLIENT + "test_echo_repeats_the_prompt",
+    "suffix": "tests/frontend/preprocess/test_infill.py::test_a_gap_is_filled_over_the_api",
     "best_of": _SAMPLING + "test_choices_are_bounded_over_all_prompts",
 }  # fmt: skip
 """A field, and a test of its effect: `without.py` shows that it fails without the field."""

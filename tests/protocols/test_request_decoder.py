@@ -399,7 +399,6 @@ def test_all_four_forms_of_a_prompt_are_decoded(prompt):
         ({"prompt": {"a": 1}}, "prompt"),
         ({"prompt": [1, -1]}, "prompt[1]"),
         ({"prompt": [[1], ["a"]]}, "prompt[1][0]"),
-        ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "logprobs": 21}, "logprobs"),
         ({"prompt": "a", "logprobs": True}, "logprobs"),
         ({"prompt": "a", "prompt_embeds": "x"}, "prompt_embeds"),

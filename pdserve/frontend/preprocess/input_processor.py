@@ -20,6 +20,7 @@ from pdserve.frontend.model_registry import PreparedModel
 from pdserve.frontend.plan import Prompt, RequestPlan
 from pdserve.frontend.preprocess.context_length import ContextFit, check_prompt_length
 from pdserve.frontend.preprocess.error_fields import reword_errors
+from pdserve.frontend.preprocess.infill import infill_format, infill_prompts
 from pdserve.frontend.preprocess.normalize import normalize_chat, normalize_messages
 from pdserve.frontend.preprocess.output_parsers import (
     callable_tools,
@@ -116,7 +117,8 @@ async def _plan_usual(request: ChatRequest, context: PlanContext) -> RequestPlan
 async def plan_completion(request: CompletionRequest, context: PlanContext) -> RequestPlan:
     """Makes the plan of a completion. Errors: `InvalidRequest` and its subclasses, `Overloaded`."""
     prompts = await _completion_prompts(request, context)
-    return await _plan(request, context, prompts, chat=False, prefix="cmpl-")
+    plan = await _plan(request, context, prompts, chat=False, prefix="cmpl-")
+    return _ending_with_middle(plan) if request.suffix else plan
 
 
 # ---------------------------------------------------------------- chat
@@ -302,13 +304,15 @@ async def _completion_prompts(request: CompletionRequest, context: PlanContext) 
             param="prompt",
         )
     single = len(given) == 1 and not _is_batch(request.prompt)
+    if request.suffix:
+        _check_suffix(request, given)
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     special = request.add_special_tokens is not False
     names = ["prompt"] if single else [f"prompt[{index}]" for index in range(len(given))]
     encoded: Iterator[list[int]] = iter(())
     # Either all prompts are texts or none is.
     if texts:
-        size = texts_chars(texts)
+        size = texts_chars([*texts, request.suffix or ""])
         encoded = iter(
             await context.pool.run(size, _encode, texts, names, special, request, context.model)
         )
@@ -343,7 +347,33 @@ def _encode(
 ) -> list[list[int]]:
     for text, name in zip(texts, names, strict=True):
         _check_chars(text, request, model, name)
-    return model.tokenizer.encode_batch(texts, special)
+    if not request.suffix:
+        return model.tokenizer.encode_batch(texts, special)
+    _check_chars(request.suffix, request, model, "suffix")
+    return infill_prompts(model.tokenizer, texts, request.suffix, special)
+
+
+def _check_suffix(request: CompletionRequest, given: Sequence[str | list[int]]) -> None:
+    """Errors: `InvalidRequest` for fields that have no meaning for a gap."""
+    if any(not isinstance(prompt, str) for prompt in given):
+        raise InvalidRequest("'suffix' needs 'prompt' as text", param="prompt")
+    for name in ("echo", "truncate_prompt_tokens"):
+        if getattr(request, name):
+            raise InvalidRequest(
+                f"'{name}' cannot be combined with 'suffix': leave one of them out", param=name
+            )
+
+
+def _ending_with_middle(plan: RequestPlan) -> RequestPlan:
+    """The plan with the tokens that end a gap's text, besides the model's own end tokens."""
+    tokenizer = plan.model.tokenizer
+    layout = infill_format(tokenizer)
+    ends, requests = layout.end_ids(tokenizer), []
+    for each in plan.requests:
+        eos = tuple(dict.fromkeys((*each.sampling.eos_token_ids, *ends)))
+        requests.append(replace(each, sampling=replace(each.sampling, eos_token_ids=eos)))
+    stops = tuple(dict.fromkeys((*plan.stops, *layout.end_texts(tokenizer))))
+    return replace(plan, requests=requests, stops=stops)
 
 
 async def _echo(request: CompletionRequest, prompt: str | list[int], context: PlanContext) -> str:
