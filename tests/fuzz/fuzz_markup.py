@@ -55,7 +55,7 @@ def _parser(number: int) -> OutputParser:
 def fuzz(data: bytes) -> None:
     """One input: a parser, how the text is cut, and the text."""
     source = Input(data)
-    number, step = source.number(), 1 + source.number() % 7
+    number, step = source.number(2), 1 + source.number() % 7
     text = source.bytes(len(data)).decode(errors="replace")
     whole = _read(number, [text] if text else [])
     cut = _read(number, [text[at : at + step] for at in range(0, len(text), step)])
@@ -95,11 +95,22 @@ _TEXTS: Final = [
     "[f(a=1, b='x\\n', c={'k': [True, None]}), g.h()]",
     '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]',
     '[THINK]x[/THINK][TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g.h[ARGS]{}',
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+    '{"a": 1}<|tool_call_end|><|tool_calls_section_end|>',
+    '<tool_calls>[{"name": "f", "arguments": {"a": 1}}, {"name": "g.h"}]</tool_calls>',
+    '<|tools_prefix|>[{"f": {"a": 1}}, {"g.h": null}]<|tools_suffix|>',
+    '<|START_THINKING|>x<|END_THINKING|><|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f",'
+    ' "parameters": {}}]<|END_ACTION|><|START_RESPONSE|>hi<|END_RESPONSE|>',
+    'functools[{"name": "f", "arguments": {}}] ```json\n[{"name": "f", "arguments": {}}]\n```',
 ]
 
 
 def seeds() -> list[bytes]:
-    """Every form's calls for every parser."""
+    """Three forms of calls for every parser."""
     return [
-        bytes([number, number]) + text.encode() for number in range(len(PARSERS)) for text in _TEXTS
+        number.to_bytes(2, "big")
+        + bytes([number % 7])
+        + _TEXTS[(number + more) % len(_TEXTS)].encode()
+        for number in range(len(PARSERS))
+        for more in (0, 3, 7)
     ]

@@ -25,6 +25,12 @@ REASONING_PARSERS: Final[Mapping[str, str]] = {
     "harmony": "pdserve.text.reasoning_parsers.channels:HARMONY",
     "gemma4": "pdserve.text.reasoning_parsers.channels:GEMMA4",
     "mistral": f"{_MARKED}MISTRAL",
+    "cohere_command3": f"{_MARKED}COHERE",
+    "apertus": f"{_MARKED}APERTUS",
+    "apriel": f"{_MARKED}APRIEL",
+    "granite": f"{_MARKED}GRANITE",
+    "ernie45": f"{_MARKED}ERNIE45",
+    "hunyuan_a13b": f"{_MARKED}HUNYUAN_A13B",
     "think": f"{_MARKED}THINK",
 }
 """`module:attribute` of each format, in the order in which templates are tried."""

@@ -9,6 +9,7 @@ up to the last character.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -80,23 +81,49 @@ class MarkedReasoning:
 
     start: str
     end: str
+    other_starts: tuple[str, ...] = ()
+    """Other words for the start."""
+    other_ends: tuple[str, ...] = ()
+    frame: tuple[str, ...] = ()
+    """Markers around the answer, none of which is shown: first those that begin it, then those that
+    end it, in pairs."""
+    marks: tuple[str, ...] = ()
+    """A template of the family has all of these; the end is enough if there are none."""
+    foreign: tuple[str, ...] = ()
+    """A template with one of these is not of the family."""
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return self.start, *self.other_starts
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        return self.end, *self.other_ends
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return self.start, self.end
+        return *self.starts, *self.ends, *self.frame
 
     def detect(self, template: str) -> bool:
-        return self.end in template
+        return all(each in template for each in self.marks or (self.end,)) and not any(
+            each in template for each in self.foreign
+        )
 
     def opens(self, prompt: str, continued: str) -> bool:
         """Only whitespace follows the start, or `continued` has the start and not the end. A start
         with more after it is part of an earlier turn."""
-        if continued.rfind(self.start) > continued.rfind(self.end):
+        if max(map(continued.rfind, self.starts)) > max(map(continued.rfind, self.ends)):
             return True
-        return prompt.rstrip().endswith(self.start)
+        return prompt.rstrip().endswith(self.starts)
 
     def before_answer(self, special: Mapping[str, int]) -> str:
-        return ""
+        if not self.frame:
+            return ""
+        begins = (
+            f"<[{special[each]}]>" if each in special else json.dumps(each)
+            for each in self.frame[::2]
+        )
+        return f"({' | '.join(begins)})?"
 
     def parser(
         self, begun: bool, then: OutputParser | None = None, calls: tuple[str, ...] = ()
@@ -107,7 +134,7 @@ class MarkedReasoning:
 class ReasoningParser(IncrementalReader):
     """Returns the block as `ReasoningDelta` and passes all later text to the next parser."""
 
-    __slots__ = ("_blank", "_ends", "_format", "_layout", "_then")
+    __slots__ = ("_blank", "_drops", "_ends", "_format", "_framed", "_layout", "_then")
 
     def __init__(
         self,
@@ -118,7 +145,11 @@ class ReasoningParser(IncrementalReader):
     ) -> None:
         super().__init__(self._again if begun else self._opening)
         self._format = format
-        self._ends = (format.end, *calls)
+        self._ends = (*format.ends, *calls)
+        self._drops = (*format.ends, *format.frame)
+        """Markers of which the next one in the answer is dropped."""
+        self._framed: WhitespaceBuffer | None = None
+        """Whitespace in an answer that a marker has begun."""
         self._then = then
         self._layout = WhitespaceBuffer(bare=True)
         self._blank: list[str] = []
@@ -130,7 +161,7 @@ class ReasoningParser(IncrementalReader):
 
     @property
     def settled(self) -> bool:
-        return self._then is None and self.state == self._answer
+        return self._then is None and self.state == self._answer and not self._drops
 
     def finish(self) -> list[OutputPart]:
         parts = super().finish()
@@ -141,35 +172,35 @@ class ReasoningParser(IncrementalReader):
         begin = self.at
         found = self.skip_blank()
         self._blank.append(self.text[begin : self.at])
-        marker = self.meets((self._format.start,)) if found else None
+        marker = self.meets(self._format.starts) if found else None
         if marker:
             self.at += len(marker)
             return self.turn(self._block)
         if marker is None and not self.last:
             return False
         self._pass_on("".join(self._blank))
-        return self.turn(self._stray)
+        return self.turn(self._answer)
 
     def _again(self) -> bool:
         """State after a start marker in the prompt, which some models repeat."""
         if not self.skip_blank():
             return False
-        marker = self.meets((self._format.start,))
+        marker = self.meets(self._format.starts)
         if marker is None:
             return False
         self.at += len(marker)
         return self.turn(self._block)
 
     def _block(self) -> bool:
-        found, end = self._first_end()
+        found, end = self._first(self._ends)
         if end:
             self._reason(self._layout.add(self.text[self.at : found]))
             self.at = found
             # A tool call ends the block as well; an end marker that comes after it is stray.
-            if end != self._format.end:
-                return self.turn(self._stray)
+            if end not in self._format.ends:
+                return self.turn(self._answer)
             self.at += len(end)
-            return self.turn(self._gap)
+            return self._drop(end)
         stop = len(self.text) - (
             0 if self.last else partial_marker_length(self.text, self._ends, self.at)
         )
@@ -179,40 +210,48 @@ class ReasoningParser(IncrementalReader):
             self._reason(self._layout.flush())
         return False
 
-    def _first_end(self) -> tuple[int, str]:
-        """Position of the block's end and its marker; -1 and "" if there is none yet."""
-        places = ((self.text.find(end, self.at), end) for end in self._ends)
+    def _first(self, markers: tuple[str, ...]) -> tuple[int, str]:
+        """Position of the first marker, and the marker; -1 and "" if there is none yet."""
+        places = ((self.text.find(each, self.at), each) for each in markers)
         return min((each for each in places if each[0] >= 0), default=(-1, ""))
 
     def _gap(self) -> bool:
-        """State between the block and the answer."""
+        """State between the block and the answer, or the answer's frame and its text."""
         return self.skip_blank() and self.turn(self._answer)
 
-    def _stray(self) -> bool:
-        """State in an answer without a block: the first end marker in it is dropped."""
-        end = self._format.end
-        found = self.text.find(end, self.at)
-        if found >= 0:
+    def _answer(self) -> bool:
+        """State in the answer. The first marker of its frame, and the first end of a block that was
+        not begun, are dropped."""
+        found, marker = self._first(self._drops)
+        if marker:
             self._pass_on(self.text[self.at : found])
-            self.at = found + len(end)
-            return self.turn(self._answer)
+            self.at = found + len(marker)
+            return self._drop(marker)
         stop = len(self.text) - (
-            0 if self.last else partial_marker_length(self.text, (end,), self.at)
+            0 if self.last else partial_marker_length(self.text, self._drops, self.at)
         )
         self._pass_on(self.text[self.at : stop])
         self.at = stop
         return False
 
-    def _answer(self) -> bool:
-        self._pass_on(self.text[self.at :])
-        self.at = len(self.text)
-        return False
+    def _drop(self, marker: str) -> bool:
+        """Continue behind a marker that is not shown."""
+        ends, frame = self._format.ends, self._format.frame
+        gone = (*ends, marker) if marker in ends else (marker,)
+        self._drops = tuple(each for each in self._drops if each not in gone)
+        begins = marker in frame[::2]
+        if marker in frame:
+            self._framed = self._framed or WhitespaceBuffer(bare=True)
+            self._framed.markup(first=begins)
+        return self.turn(self._gap if begins or self.state == self._block else self._answer)
 
     def _reason(self, text: str) -> None:
         if text:
             self.parts.append(ReasoningDelta(text))
 
     def _pass_on(self, text: str) -> None:
+        if self._framed is not None:
+            text = self._framed.add(text)
         if not text:
             return
         if self._then is None:

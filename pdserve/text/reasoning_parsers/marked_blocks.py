@@ -10,3 +10,41 @@ THINK: Final = MarkedReasoning("<think>", "</think>")
 """DeepSeek-R1 and its likes, Qwen 3, QwQ, GLM, Kimi, MiniMax M2, Nemotron, OLMo 3."""
 MISTRAL: Final = MarkedReasoning("[THINK]", "[/THINK]")
 """Magistral."""
+GRANITE: Final = MarkedReasoning(
+    "Here is my thought process:",
+    "Here is my response:",
+    other_starts=("Here's my thought process:",),
+    other_ends=("Here's my response:",),
+)
+"""Granite 3.2."""
+ERNIE45: Final = MarkedReasoning(
+    "<think>",
+    "</think>",
+    frame=("<response>", "</response>"),
+    marks=("</think>", "<response>"),
+    foreign=("minimax", "<mm:think>"),
+)
+"""ERNIE 4.5 and Granite 3.3: the answer has markers, too."""
+HUNYUAN_A13B: Final = MarkedReasoning(
+    "<think>",
+    "</think>",
+    frame=("<answer>", "</answer>"),
+    marks=("</think>", "<answer>", "<tool_responses>"),
+)
+"""Hunyuan A13B and its smaller likes."""
+COHERE: Final = MarkedReasoning(
+    "<|START_THINKING|>",
+    "<|END_THINKING|>",
+    frame=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    marks=("<|START_THINKING|>",),
+)
+"""Command R7B and Command A."""
+APERTUS: Final = MarkedReasoning("<|inner_prefix|>", "<|inner_suffix|>")
+APRIEL: Final = MarkedReasoning(
+    "Here are my reasoning steps:",
+    "[BEGIN FINAL RESPONSE]",
+    other_starts=("<thinking>",),
+    other_ends=("</thinking>",),
+    frame=("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
+)
+"""Apriel 1.5 and 1.6."""

@@ -10,28 +10,37 @@ from pdserve.text.output_parts import ContentDelta
 from pdserve.text.reasoning_parsers import detect_reasoning_format, reasoning_format
 from pdserve.text.reasoning_parsers.marked_blocks import THINK
 from pdserve.text.tool_parsers import tool_format
+from tests.support.seeds import is_long
+from tests.text.golden import framed_answers
 from tests.text.golden.samples import TOOLS, Sample
 from tests.text.golden.think import SAMPLES
 from tests.text.tool_parsers.reading import calls, content, cut, read, reasoning
 
 
-def mistral(sample: Sample) -> Sample:
-    """The same with the other family's markers."""
+def turned(sample: Sample, name: str) -> Sample:
+    """The same with another family's markers."""
+    format = reasoning_format(name)
 
-    def turned(text: str) -> str:
-        return text.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
+    def turn(text: str) -> str:
+        return text.replace("<think>", format.start).replace("</think>", format.end)
 
     return Sample(
         sample.about,
-        turned(sample.text),
-        turned(sample.content),
-        reasoning=turned(sample.reasoning),
+        turn(sample.text),
+        turn(sample.content),
+        reasoning=turn(sample.reasoning),
         begun=sample.begun,
-        literal=[turned(each) for each in sample.literal],
+        literal=[turn(each) for each in sample.literal],
     )
 
 
-EVERY = [("think", each) for each in SAMPLES] + [("mistral", mistral(each)) for each in SAMPLES]
+BLOCKS = ("think", "mistral", "granite", "apertus", "cohere_command3", "ernie45", "hunyuan_a13b")
+EVERY = [
+    *((name, turned(each, name)) for name in BLOCKS for each in SAMPLES),
+    *((name, each) for name, samples in framed_answers.SAMPLES.items() for each in samples),
+]
+PAIRS_UP_TO = 200 if is_long() else 40
+"""Characters of a sample that is cut at every two places."""
 
 
 @pytest.mark.parametrize(
@@ -46,11 +55,14 @@ def test_a_sample_is_read_however_cut(name: str, sample: Sample):
     whole = read(make, [sample.text])
     assert reasoning(whole) == sample.reasoning
     assert content(whole) == sample.content
-    for marker in (format.start, format.end):
+    for marker in format.markers:
         assert marker in sample.literal or marker not in content(whole) + reasoning(whole)
     assert read(make, sample.text) == whole
-    for pair in combinations(range(len(sample.text) + 1), 2):
-        assert read(make, cut(sample.text, pair)) == whole
+    for at in range(len(sample.text) + 1):
+        assert read(make, cut(sample.text, (at,))) == whole
+    if len(sample.text) <= PAIRS_UP_TO:
+        for pair in combinations(range(len(sample.text) + 1), 2):
+            assert read(make, cut(sample.text, pair)) == whole
     for end in range(len(sample.text)):
         text = sample.text[:end]
         assert read(make, text) == read(make, [text])
@@ -138,6 +150,13 @@ def test_a_message_to_go_on_with_may_end_in_a_block(continued: str, opens: bool)
         ("{{ messages }}", ""),
         ("{{ content.split('</think>')[-1] }}", "think"),
         ("[THINK]{{ thinking }}[/THINK]", "mistral"),
+        ("<|START_THINKING|>{{ plan }}<|END_THINKING|>", "cohere_command3"),
+        ("<|inner_prefix|>{{ thoughts }}<|inner_suffix|>", "apertus"),
+        ("{{ prompt + '... [BEGIN FINAL RESPONSE] ...' }}", "apriel"),
+        ("write after 'Here is my thought process:' and 'Here is my response:'", "granite"),
+        ("<think>{{ thoughts }}</think>\n<response>{{ content }}</response>", "ernie45"),
+        ("<response>{{ result }}</response><minimax:tool_call></think>", "think"),
+        ("<think></think><answer>{{ content }}</answer><tool_responses>", "hunyuan_a13b"),
     ],
 )
 def test_a_template_tells_the_format(template: str | None, name: str):

@@ -75,9 +75,7 @@ SAMPLES = {
         Sample("only the label", "thought\nHm.<channel|>Yes.", "Yes.", reasoning="Hm."),
         Sample("a word like the label", "thought is free", "thought is free"),
         Sample("no end", "<|channel>thought\nI am cut", reasoning="I am cut"),
-        Sample(
-            "begun by the prompt", "\nHm.<channel|>Yes.", "Yes.", reasoning="Hm.", begun=True
-        ),
+        Sample("begun by the prompt", "\nHm.<channel|>Yes.", "Yes.", reasoning="Hm.", begun=True),
         Sample(
             "thoughts between answers",
             "A.<|channel>thought\nHm.<channel|>B.",
