@@ -270,3 +270,14 @@ async def test_adapters_come_and_go_without_making_the_model_again(pool, monkeyp
     assert after.card is later
     assert after.tokenizer is before.tokenizer
     assert models.get_nowait(before.card) is not None, "a request that has begun may still ask"
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_code_that_only_a_worker_names_is_not_imported(pool, caplog, told):
+    place = "pdserve.text.tool_parsers.json_calls.hermes:Hermes"
+    backend = FakeBackend({"m": card(name="m", tool_parser=place)})
+    models = ModelRegistry(backend, pool, {place} if told else set())
+    model = await models.get(models.card("m"))
+    assert (model.tools is not None) is told
+    assert told or f"start it with --tool-parser={place}" in caplog.text
+    await models.close()
