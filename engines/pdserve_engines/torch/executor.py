@@ -149,6 +149,7 @@ class TorchExecutor:
             checkpoint.entries = weights.canonical(checkpoint.entries, multimodal=config.multimodal)
             embeds = (directory / "modules.json").exists()
             config = weights.resolve_lm_head(config, checkpoint.entries, embeds=embeds)
+            config = weights.resolve_experts(config, checkpoint.entries)
             head = read_head(directory, checkpoint, config, settings.classifier_from_token)
             if head is not None and head.stored:
                 config = without_output_layer(config)

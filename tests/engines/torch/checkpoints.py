@@ -241,6 +241,18 @@ TINY = {
         {"head_dim": 12, "rope_parameters": MROPE | {"mrope_interleaved": True}},
         outer={"vision_config": QWEN_VISION, "tie_word_embeddings": False},
     ),
+    "qwen3_vl_moe": Tiny(
+        "Qwen3VLMoe",
+        {
+            "head_dim": 12,
+            "rope_parameters": MROPE | {"mrope_interleaved": True},
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "mlp_only_layers": [0],
+        },
+        outer={"vision_config": QWEN_VISION, "tie_word_embeddings": False},
+    ),
 }
 RARE = {
     "qwen2": Tiny(

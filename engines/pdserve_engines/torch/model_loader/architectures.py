@@ -23,6 +23,7 @@ ModelFamily = Literal[
     "mistral",
     "mixtral",
     "qwen3_moe",
+    "qwen3_vl_moe",
     "gemma2",
     "gemma3",
     "phi3",
@@ -42,6 +43,7 @@ TEXT_PARTS: Mapping[str, ModelFamily] = {
     "Qwen2VLForConditionalGeneration": "qwen2",
     "Qwen2_5_VLForConditionalGeneration": "qwen2",
     "Qwen3VLForConditionalGeneration": "qwen3",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
 }
 """Multimodal architectures, of which the text part is served, and that part's family."""
 

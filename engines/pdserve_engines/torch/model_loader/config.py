@@ -59,9 +59,9 @@ class ExpertsConfig:
     """Whether the router and the experts have biases."""
     swiglu: SwigluConfig | None = None
     """None: the activation is SiLU."""
-    storage: Literal["separate", "stacked", "mxfp4"] = "separate"
+    storage: Literal["separate", "stacked", "stacked_rows", "mxfp4"] = "separate"
     """How the checkpoint stores them: a tensor for each matrix, or one for all experts of a layer,
-    which may be quantised."""
+    whose matrices have a row per input, or per output, or are quantised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ def _head_dim(raw: Json, hidden: int, heads: int) -> int:
     return head_dim
 
 
-_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
+_EXPERTS = ("mixtral", "qwen3_moe", "qwen3_vl_moe", "gpt_oss")
 _READ_QUANTISED: Mapping[ModelFamily, str] = {"gpt_oss": "mxfp4"}
 """Families whose weights may be quantised by one method: they are read into the dtype."""
 
@@ -284,13 +284,15 @@ def _experts(raw: Json, family: ModelFamily, layers: int) -> ExpertsConfig | Non
         intermediate_size=positive(
             raw, "intermediate_size" if mixtral or gpt_oss else "moe_intermediate_size"
         ),
-        normalized=mixtral or gpt_oss or flag(raw, "norm_topk_prob"),
+        normalized=family != "qwen3_moe" or flag(raw, "norm_topk_prob"),
         dense_layers=() if mixtral or gpt_oss else _dense_layers(raw, layers),
-        **(_gpt_oss_experts(raw) if gpt_oss else {}),
+        **_stacked_experts(raw, family),
     )
 
 
-def _gpt_oss_experts(raw: Json) -> Fields:
+def _stacked_experts(raw: Json, family: ModelFamily) -> Fields:
+    if family != "gpt_oss":
+        return {"storage": "stacked"} if family == "qwen3_vl_moe" else {}
     quantised = bool(raw.get("quantization_config"))
     if quantised:
         for key in ("hidden_size", "intermediate_size"):

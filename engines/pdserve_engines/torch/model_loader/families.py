@@ -192,6 +192,7 @@ FAMILIES: Mapping[ModelFamily, FamilyReader] = {
     "mistral": FamilyReader(_mistral),
     "mixtral": FamilyReader(_mistral, {"rope_theta": 1e6, "sliding_window": None}),
     "qwen3_moe": FamilyReader(_qwen3),
+    "qwen3_vl_moe": FamilyReader(_qwen3),
     "gemma2": FamilyReader(_gemma2, _GEMMA2_DEFAULTS),
     "gemma3": FamilyReader(_gemma3, _GEMMA3_DEFAULTS),
     "phi3": FamilyReader(_phi3, {"rms_norm_eps": 1e-5, "sliding_window": None}),

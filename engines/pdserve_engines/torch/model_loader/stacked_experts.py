@@ -1,4 +1,4 @@
-"""Reads experts that a checkpoint stores as one tensor for all of a layer, as GPT-OSS does.
+"""Reads experts that a checkpoint stores as one tensor for all of a layer: GPT-OSS and Qwen3-VL.
 
 The forward pass wants one matrix after the other, each with a row per output. Experts are read one
 at a time, since the weights of a layer may be a large part of the model.
@@ -33,7 +33,11 @@ class StackedExperts:
     quantised: bool = False
     """Whether the matrices are MXFP4."""
     paired: bool = False
-    """Whether rows of two matrices take turns: the first's, the second's."""
+    """Whether each expert has two matrices here."""
+    interleaved: bool = False
+    """Whether the rows of the two take turns; else the second matrix follows the first."""
+    by_rows: bool = False
+    """Whether a stored matrix has a row per output; else it has one per input."""
 
     @property
     def stored(self) -> dict[str, Shape]:
@@ -41,7 +45,8 @@ class StackedExperts:
         if not self.cols:
             return {self.name: (self.count, self.rows)}
         if not self.quantised:
-            return {self.name: (self.count, self.cols, self.rows)}
+            shape = (self.rows, self.cols) if self.by_rows else (self.cols, self.rows)
+            return {self.name: (self.count, *shape)}
         blocks = (self.count, self.rows, self.cols // mxfp4.BLOCK)
         return {
             f"{self.name}_blocks": (*blocks, mxfp4.BLOCK_BYTES),
@@ -62,15 +67,17 @@ class StackedExperts:
         stored = [tensor(name) for name in self.stored]
         for expert in range(self.count):
             matrix = self._expert(stored, expert)
-            if self.paired:
+            if not self.paired:
+                yield matrix
+            elif self.interleaved:
                 yield matrix[::2]
                 yield matrix[1::2]
             else:
-                yield matrix
+                yield from matrix.chunk(2)
 
     def _expert(self, stored: list[torch.Tensor], expert: int) -> torch.Tensor:
         if self.quantised:
             blocks, scales = stored
             return mxfp4.dequantise(blocks[expert], scales[expert])
         matrix = stored[0][expert]
-        return matrix.T if self.cols else matrix
+        return matrix.T if self.cols and not self.by_rows else matrix

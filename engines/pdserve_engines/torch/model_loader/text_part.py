@@ -26,6 +26,7 @@ _DEFAULTS: Final[Mapping[str, Json]] = {
     "Qwen2VLForConditionalGeneration": {"rope_theta": 1e6, "max_window_layers": 80},
     "Qwen2_5_VLForConditionalGeneration": {"rope_theta": 1e6, "max_window_layers": 80},
     "Qwen3VLForConditionalGeneration": {"rope_theta": 5e5, "head_dim": 128},
+    "Qwen3VLMoeForConditionalGeneration": {"rope_theta": 5e5},
 }
 """Defaults that differ from those of the family."""
 

@@ -162,16 +162,22 @@ def _stacked_experts(
     config: ModelConfig, experts: ExpertsConfig, stem: str, key: str
 ) -> Iterator[Param]:
     hidden, inner = config.hidden_size, experts.intermediate_size
-    router = f"{stem}.router"
+    gpt_oss = config.family == "gpt_oss"
+    router = f"{stem}.{'router' if gpt_oss else 'gate'}"
     yield Param(f"{key}.router", ((f"{router}.weight", (experts.count, hidden)),))
-    yield Param(f"{key}.router_bias", ((f"{router}.bias", (experts.count,)),))
+    if experts.bias:
+        yield Param(f"{key}.router_bias", ((f"{router}.bias", (experts.count,)),))
+    quantised = experts.storage == "mxfp4"
     for product, rows, cols in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
         name, paired = f"{stem}.experts.{product}_proj", product == "gate_up"
-        quantised = experts.storage == "mxfp4"
-        for source in (
-            StackedExperts(name, experts.count, rows, cols, quantised, paired),
-            StackedExperts(f"{name}_bias", experts.count, rows, 0, paired=paired),
-        ):
+        by_rows = experts.storage == "stacked_rows"
+        found = [
+            StackedExperts(name, experts.count, rows, cols, quantised, paired, gpt_oss, by_rows)
+        ]
+        if experts.bias:
+            bias = replace(found[0], name=f"{name}_bias", cols=0, quantised=False)
+            found.append(bias)
+        for source in found:
             suffix = "" if source.cols else "_bias"
             yield Param(f"{key}.experts_{product}{suffix}", source.parts, source)
 
@@ -215,6 +221,19 @@ def resolve_lm_head(
     if missing and (config.headless or embeds):
         return replace(config, tied=True, headless=True)
     return replace(config, headless=False)
+
+
+def resolve_experts(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> ModelConfig:
+    """Return the configuration with the order of stacked experts decided: published checkpoints of
+    Qwen3-VL have a row per input, tools may write a row per output."""
+    experts = config.experts
+    if experts is None or experts.storage != "stacked":
+        return config
+    by_rows = replace(config, experts=replace(experts, storage="stacked_rows"))
+    wanted = {name: shape for param in params(by_rows) for name, shape in param.stored.items()}
+    stacked = [name for name in entries if name.endswith((".gate_up_proj", ".down_proj"))]
+    fits = stacked and all(entries[name].shape == wanted.get(name) for name in stacked)
+    return by_rows if fits else config
 
 
 def check(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> None:

@@ -6,6 +6,7 @@ import functools
 import json
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,13 +143,25 @@ def test_a_directory_in_bfloat16_is_read_as_it_is(tmp_path: Path) -> None:
 
 
 def test_experts_are_read_one_by_one_in_the_order_of_the_parts() -> None:
-    stacked = StackedExperts("e.gate_up", count=3, rows=4, cols=2, paired=True)
+    stacked = StackedExperts("e.gate_up", 3, rows=4, cols=2, paired=True, interleaved=True)
     whole = torch.arange(24.0).view(3, 2, 4)
     parts = list(stacked.read({"e.gate_up": whole}.__getitem__))
     assert [tuple(part.shape) for part in parts] == [shape for _, shape in stacked.parts]
     assert len({name for name, _ in stacked.parts}) == 6
     assert parts[2].tolist() == [[8, 12], [10, 14]]
     assert parts[3].tolist() == [[9, 13], [11, 15]]
-    biases = StackedExperts("e.gate_up_bias", count=3, rows=4, cols=0, paired=True)
+    biases = replace(stacked, name="e.gate_up_bias", cols=0)
     read = list(biases.read({"e.gate_up_bias": torch.arange(12.0).view(3, 4)}.__getitem__))
     assert [part.tolist() for part in read[2:4]] == [[4, 6], [5, 7]]
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_the_second_matrix_may_follow_the_first(by_rows: bool) -> None:
+    stacked = StackedExperts("e.gate_up", 3, rows=4, cols=2, paired=True, by_rows=by_rows)
+    ((name, shape),) = stacked.stored.items()
+    assert shape == ((3, 4, 2) if by_rows else (3, 2, 4))
+    parts = list(stacked.read({name: torch.arange(24.0).view(shape)}.__getitem__))
+    assert [tuple(part.shape) for part in parts] == [shape for _, shape in stacked.parts]
+    first, second = parts[2].tolist(), parts[3].tolist()
+    assert first == ([[8, 9], [10, 11]] if by_rows else [[8, 12], [9, 13]])
+    assert second == ([[12, 13], [14, 15]] if by_rows else [[10, 14], [11, 15]])

@@ -171,6 +171,24 @@ def test_parts_that_see_are_skipped_under_their_older_names(
     assert sequence.output == oracle_generate(checkpoint(name)[1], [3, 1, 4, 1, 5], 4)
 
 
+def test_stacked_experts_may_have_a_row_per_input(tmp_path: Path) -> None:
+    """As they are published; tools of today write a row per output."""
+
+    def turn(tensors: Tensors) -> None:
+        stacked = [name for name in tensors if ".experts." in name]
+        assert len(stacked) == 2
+        for name in stacked:
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+
+    executor = loaded(changed("qwen3_vl_moe", tmp_path, turn))
+    driver = Driver(executor)
+    sequence = driver.add([3, 1, 4, 1, 5])
+    driver.finish([sequence], 4)
+    executor.close()
+    model = checkpoint("qwen3_vl_moe")[1]
+    assert sequence.output == oracle_generate(model, [3, 1, 4, 1, 5], 4)
+
+
 @pytest.mark.parametrize(
     ("name", "lost"),
     [
