@@ -6,7 +6,7 @@ from importlib import import_module
 from random import Random
 from typing import TYPE_CHECKING, Protocol, cast
 
-from pdserve.text.tool_parsers import TOOL_PARSERS, tool_format
+from pdserve.text.tool_parsers import ALIASES, TOOL_PARSERS, tool_format
 from tests.support.seeds import is_long, number_for, run_seed
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Corpus(Protocol):
     """Templates, shortened to what tells the format."""
 
 
-FORMATS = {name: tool_format(name) for name in TOOL_PARSERS}
+FORMATS = {name: tool_format(name) for name in TOOL_PARSERS if name not in ALIASES}
 CORPORA = {name: cast("Corpus", import_module(f"tests.text.golden.{name}")) for name in FORMATS}
 
 SLICE = (

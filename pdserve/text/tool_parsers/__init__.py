@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pdserve.text.tool_parsers.base import ToolFormat
 
 __all__ = [
+    "ALIASES",
     "TOOL_PARSERS",
     "TOOL_PARSER_GROUP",
     "detect_tool_format",
@@ -52,6 +53,19 @@ _JSON_FAMILIES: Final[Mapping[str, str]] = {
 }
 """The same, for families whose arguments are one JSON object."""
 
+_TAGGED_FAMILIES: Final[Mapping[str, str]] = {
+    "seed_oss": f"{_HERE}tagged_calls.qwen3_coder:SeedOss",
+    "hy_v3": f"{_HERE}tagged_calls.argument_pairs:HyV3",
+    "glm47": f"{_HERE}tagged_calls.argument_pairs:Glm47",
+    "glm45": f"{_HERE}tagged_calls.argument_pairs:Glm45",
+    "minimax_m2": f"{_HERE}tagged_calls.invoke_blocks:MiniMaxM2",
+    "deepseek_v32": f"{_HERE}tagged_calls.invoke_blocks:DeepSeekV32",
+    "deepseek_v41": f"{_HERE}tagged_calls.invoke_blocks:DeepSeekV41",
+    "deepseek_v4": f"{_HERE}tagged_calls.invoke_blocks:DeepSeekV4",
+    "step3": f"{_HERE}tagged_calls.invoke_blocks:Step3",
+}
+"""The same, for families whose arguments stand between tags, or are Python."""
+
 _SHARED: Final[Mapping[str, str]] = {
     "qwen3_coder": f"{_HERE}tagged_calls.qwen3_coder:Qwen3Coder",
     "hermes": f"{_HERE}json_calls.hermes:Hermes",
@@ -61,7 +75,20 @@ _SHARED: Final[Mapping[str, str]] = {
 }
 """Formats whose words other families' templates may contain, too: they are recognised last."""
 
-TOOL_PARSERS: Final[Mapping[str, str]] = {**_OF_FAMILIES, **_JSON_FAMILIES, **_SHARED}
+ALIASES: Final[Mapping[str, str]] = {
+    "qwen3_xml": "qwen3_coder",
+    "step3p5": "qwen3_coder",
+    "mimo": "qwen3_coder",
+    "poolside_v1": "glm45",
+    "ling3": "glm45",
+}
+"""Other names under which servers know a format."""
+
+_READ: Final = {**_OF_FAMILIES, **_JSON_FAMILIES, **_TAGGED_FAMILIES, **_SHARED}
+TOOL_PARSERS: Final[Mapping[str, str]] = {
+    **_READ,
+    **{name: _READ[same] for name, same in ALIASES.items()},
+}
 """`module:attribute` of each format, in the order in which templates are tried."""
 TOOL_PARSER_GROUP: Final = "pdserve.tool_parsers"
 """Group of entry points with which other packages add formats."""
@@ -70,14 +97,10 @@ _NEEDED: Final = ("markers", "starts", "detect", "check", "parser", "grammar", "
 
 _UNREAD: Final = (
     "]<]minimax[>[",  # MiniMax M3
-    "minimax:tool_call",  # MiniMax M2
-    "<arg_key>",  # GLM
     "<tool_calls>",  # Hunyuan, Step 3
     "<function=name>",  # Functionary
     "<function=example_function_name>{",  # Functionary
     "<|tool_call_start|>",  # LFM2
-    "<｜DSML｜",  # DeepSeek
-    "<seed:tool_call>",  # Seed-OSS
     "<function_calls>",  # OLMo
 )
 """Marks of model families whose format has no parser here. No shared format is chosen for them,
@@ -102,7 +125,7 @@ def detect_tool_format(template: str | None) -> str:
     """
     if template is None or not ("tools" in template or "tool_calls" in template):
         return ""
-    for name in (*_OF_FAMILIES, *_JSON_FAMILIES):
+    for name in (*_OF_FAMILIES, *_JSON_FAMILIES, *_TAGGED_FAMILIES):
         if tool_format(name).detect(template):
             return name
     if "tools" not in template or any(mark in template for mark in _UNREAD):

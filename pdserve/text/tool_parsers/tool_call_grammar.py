@@ -8,6 +8,7 @@ most one space, so that no answer consists of whitespace.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from typing import TYPE_CHECKING, Any, Final
 
@@ -127,6 +128,18 @@ class ToolCallGrammar:
         id = self._special.get(marker)
         return lark_string(marker) if id is None else f"<[{id}]>"
 
+    def has_special(self, text: str) -> bool:
+        return any(each in text for each in self._special)
+
+    def markup(self, text: str) -> str:
+        """Terms for text that may contain special tokens, each of which is written as its token.
+        Nothing for the empty text."""
+        if not self.has_special(text):
+            return lark_string(text)
+        every = sorted(self._special, key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, every))})", text)
+        return " ".join(self.marker(each) for each in parts if each)
+
     def begin(self, tool: Tool) -> None:
         """Start the part for this tool, which later errors name."""
         self.budget.field = parameters_field(self._places[tool.function.name])
@@ -163,25 +176,41 @@ class ToolCallGrammar:
         return f"{call} ({between} {call})*" if self.parallel else call
 
     def tagged(
-        self, start: str, body: str, *, between: str = "", again: bool = True, bans: str = ""
+        self,
+        start: str,
+        body: str,
+        *,
+        between: str = "",
+        again: bool = True,
+        bans: Sequence[str] = (),
     ) -> str:
         """Calls that begin with the marker `start`, followed by `body`.
 
-        In free text the marker is the trigger: what follows it is enforced. `bans`: text that would
-        also be parsed as a call. `again`: the marker may occur more than once.
+        In free text the marker is the trigger: what follows it is enforced. `bans`: texts that
+        would also be parsed as a call. `again`: the marker may occur more than once.
         """
-        begin = self.marker(start)
+        begin = self.markup(start)
         again = again and self.parallel
         if not self.free:
             more = f" ({between} {begin} {body})*" if again else ""
             return self._forced(f"{begin} {body}{more}")
         more = "*" if again else "?"
-        banned = [each for each in ("" if self.is_special(start) else start, bans) if each]
+        banned = [each for each in (start, *bans) if not self.has_special(each)]
         self._terminals.append(f"FREE: {text_without(banned)}")
-        if self.is_special(start):
-            return self.text(f"(FREE {begin} {body}){more} FREE")
-        self._rules.append(f"before[lazy]: FREE {begin}")
-        return self.text(f"(before {body}){more} FREE")
+        return self.text(f"({self.text_up_to('FREE', start)} {body}){more} FREE")
+
+    def text_up_to(self, terminal: str, marker: str) -> str:
+        """Terms for text of this terminal, which does not contain the marker, and the marker."""
+        name = f"{terminal.lower()}_end"
+        if not self.has_special(marker):
+            self.terminal(f"{name}[lazy]: {terminal} {lark_string(marker)}")
+            return name
+        head = min((marker.partition(each)[0] for each in self._special if each in marker), key=len)
+        if not head:
+            return f"{terminal} {self.markup(marker)}"
+        # The text before a special token is one lexeme, whatever it ends in.
+        self.terminal(f"{name.upper()}: {terminal} {lark_string(head)}")
+        return f"{name.upper()} {self.markup(marker.removeprefix(head))}"
 
     def whole(self, first: str, body: str, *, tag: str, closing: str = "") -> str:
         """An answer that has only calls, known by its first character.

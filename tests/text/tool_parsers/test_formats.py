@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pdserve.text.incremental_reader import IncrementalReader
 from pdserve.text.reasoning_parsers import reasoning_format
-from pdserve.text.tool_parsers import TOOL_PARSERS, detect_tool_format
+from pdserve.text.tool_parsers import ALIASES, TOOL_PARSERS, detect_tool_format, tool_format
 from tests.support.seeds import is_long, number_for, run_seed
 from tests.text.formats import CORPORA, FORMATS, SLICE
 from tests.text.golden.samples import TOOLS, Sample
@@ -51,7 +51,8 @@ def shows_no_marker(name: str, text: str, sample: Sample) -> bool:
 
 
 def test_every_format_has_its_samples():
-    assert set(FORMATS) == set(TOOL_PARSERS)
+    assert set(FORMATS) == set(TOOL_PARSERS) - set(ALIASES)
+    assert all(tool_format(name) for name in ALIASES)
     assert all(len(corpus.SAMPLES) >= 20 for corpus in CORPORA.values())
     assert all("call" in corpus.LONG_CALLS for corpus in CORPORA.values())
 

@@ -84,9 +84,7 @@ def written(
 ) -> str:
     """A text that the grammar allows. `closers`: texts that close something; the first that fits is
     taken."""
-    closing = [
-        [special[each]] if each in special else tokenizer().tokenize_str(each) for each in closers
-    ]
+    closing = [ids_of(each, special) for each in closers]
     matcher = LLMatcher(tokenizer(), grammar, log_level=0)
     assert not matcher.is_error(), f"{matcher.get_error()}\n{grammar}"
     ids: list[int] = []
@@ -106,6 +104,15 @@ def written(
 def closers_of(name: str) -> tuple[str, ...]:
     """What closes a value in this format: its own first, since values may contain the others."""
     return (*getattr(CORPORA[name], "CLOSERS", ()), *CLOSERS)
+
+
+def ids_of(text: str, special: Mapping[str, int]) -> list[int]:
+    """Tokens of text that may contain markers."""
+    for marker, id in special.items():
+        before, found, after = text.partition(marker)
+        if found:
+            return [*ids_of(before, special), id, *ids_of(after, special)]
+    return tokenizer().tokenize_str(text) if text else []
 
 
 def step(

@@ -1,0 +1,457 @@
+"""Parses calls whose arguments stand between tags, in the syntax of any family.
+
+The tool's schema decides the type of a value: `typed_values.py`. Strings are output as they come,
+other values when they are complete.
+
+Values are not escaped, so one may contain text that looks like a tag. An end tag counts only if
+more markup of the call follows it. A missing end tag is assumed where the next parameter or the end
+of the call begins. Without the marker before it, the tag of a call makes a call only if it names a
+tool of the request.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+from pdserve.text.tool_parsers.base import ToolCallReader
+from pdserve.text.tool_parsers.partial_json import CallObject
+from pdserve.text.tool_parsers.tagged_calls.tag_grammar import tagged_grammar
+from pdserve.text.tool_parsers.tagged_calls.tag_syntax import LONGEST_HEAD
+from pdserve.text.tool_parsers.tool_call_grammar import call_id
+from pdserve.text.tool_parsers.typed_values import (
+    ParameterTypes,
+    check_parameters,
+    json_or_text,
+    value_as_json,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pdserve.protocols.completion_requests import Tool
+    from pdserve.text.output_parts import OutputParser
+    from pdserve.text.tool_parsers.base import ToolChoiceMode
+    from pdserve.text.tool_parsers.tagged_calls.tag_syntax import Tag, TagSyntax
+
+__all__ = ["TaggedFormat"]
+
+_MAYBE_END: Final = re.compile(r"[\r\n<]")
+_BLANK: Final = re.compile(r"\s{0,65}")
+_LONGEST_BLANK: Final = 64
+"""Most whitespace characters between an end tag and the markup that confirms it."""
+_STRING: Final = ("string",)
+_NO_MATCH: Final = re.compile("").match("")
+
+
+class TaggedFormat:
+    """A format that is described by its syntax. Its class only says how it is recognised."""
+
+    syntaxes: tuple[TagSyntax, ...]
+    """The syntax that the family writes; after it, others that it is known to slip into."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(each for syntax in self.syntaxes for each in syntax.markers))
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return tuple(
+            each for syntax in self.syntaxes for each in (*syntax.wraps[:1], *syntax.starts)
+        )
+
+    def check(self, tools: Sequence[Tool]) -> None:
+        check_parameters(tools)
+
+    def parser(self, tools: Sequence[Tool]) -> OutputParser:
+        """Create the parser of one choice. It raises nothing while it reads if `check` accepts the
+        tools."""
+        return TagReader(self.syntaxes, tools)
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolChoiceMode,
+        parallel: bool,
+        special: Mapping[str, int] | None = None,
+    ) -> str:
+        written = (each for each in self.syntaxes if each.starts[0] in (special or {}))
+        syntax = next(written, self.syntaxes[0])
+        return tagged_grammar(syntax, tools, choice, parallel, special)
+
+    def call_id(self) -> str:
+        return call_id()
+
+
+class TagReader(ToolCallReader):
+    __slots__ = (
+        "_all",
+        "_call",
+        "_held",
+        "_junk",
+        "_known",
+        "_leads",
+        "_name",
+        "_object",
+        "_parameters",
+        "_schemas",
+        "_syntax",
+        "_tagged",
+        "_types",
+    )
+
+    def __init__(self, syntaxes: Sequence[TagSyntax], tools: Sequence[Tool]) -> None:
+        super().__init__(self._content)
+        self._all = {
+            each: syntax
+            for syntax in reversed(syntaxes)
+            for each in (*syntax.markers, *syntax.openers)
+        }
+        """The syntax that each marker belongs to."""
+        self._leads = tuple(dict.fromkeys(lead for each in syntaxes for lead in each.leads))
+        self._syntax = syntaxes[0]
+        self._known = {tool.function.name: tool for tool in tools}
+        self._schemas: dict[str, ParameterTypes] = {}
+        """Schemas of the functions called so far, since a model may call one repeatedly."""
+        self._tagged = False
+        """The start of a block stands before the call."""
+        self._name = ""
+        """The function that may be called."""
+        self._call: ParameterTypes | None = None
+        """Parameters of the function that is called."""
+        self._parameters = 0
+        self._types: tuple[str, ...] = ()
+        """Types of the value that is read; none: any JSON."""
+        self._held: list[str] = []
+        """The value, unless it is a string; or layout after a name."""
+        self._junk: list[str] = []
+        """Text between parameters, which is content after the call."""
+        self._object = CallObject()
+
+    # ------------------------------------------------------------ around calls
+
+    def _content(self) -> bool:
+        marker = self.seek_call(self._pattern(), (*self._all, *self._leads))
+        if marker and marker in self._leads:
+            self.at -= len(marker)
+            return self.turn(self._lead)
+        return self._met(marker)
+
+    def _lead(self) -> bool:
+        """State before a tag of which only the beginning is known."""
+        marker = self.meets(self._all)
+        if marker is None:
+            return False
+        lead = self.meets(self._leads) or ""
+        self.at += len(marker or lead)
+        return self._met(marker) or self.turn(self._content)
+
+    def _met(self, marker: str) -> bool:
+        syntax = self._syntax = self._all.get(marker, self._syntax)
+        if marker in syntax.starts:
+            return self.turn(self._block)
+        if marker and marker in syntax.openers:
+            self._tagged = False
+            return self.turn(self._call_tag)
+        return bool(marker) and self.turn(self._content)
+
+    def _pattern(self) -> re.Pattern[str]:
+        """All markers, and tags of calls; of two with the same beginning, the shorter."""
+        return _any_of((*self._leads, *self._all))
+
+    def _block(self) -> bool:
+        """State after the start of a block."""
+        if not self.say_blank():
+            return False
+        syntax = self._syntax
+        prelude = (syntax.prelude,) if syntax.prelude else ()
+        markers = (*syntax.openers, *syntax.ends, *syntax.starts, *prelude)
+        marker = self.meets(markers)
+        if marker is None:
+            return False
+        self.drop_half(markers)
+        if self.at == len(self.text):
+            return False
+        if marker and marker in (*syntax.openers, *prelude):
+            self.at += len(marker)
+            self._tagged = True
+            return marker in prelude or self.turn(self._call_tag)
+        if self.text[self.at] == "{" and syntax.json:
+            # Other models of some families write a call as a JSON object.
+            self._object = CallObject((*syntax.starts, *syntax.ends))
+            return self.turn(self._json)
+        if syntax.openers or marker:
+            return self.turn(self._content)
+        self._tagged = True
+        return self.turn(self._call_tag)
+
+    def _json(self) -> bool:
+        if not self._object.read(self):
+            return False
+        if self._object.failed:
+            self.say_raw(self._object.raw, self._pattern())
+            return self.turn(self._content)
+        return self.turn(self._block_ends)
+
+    def _block_ends(self) -> bool:
+        """State after a call, up to the end of its block, which may be missing."""
+        if not self.say_blank():
+            return False
+        syntax = self._syntax
+        marker = self.meets(self._all)
+        self.drop_half(self._all)
+        if marker is None or self.at == len(self.text):
+            return False
+        if marker and marker in syntax.openers:
+            self.at += len(marker)
+            self._tagged = True
+            return self.turn(self._call_tag)
+        return self.turn(self._content)
+
+    # ------------------------------------------------------------ tags
+
+    def _head(self, tag: Tag, stop: re.Pattern[str]) -> re.Match[str] | None:
+        """The inside of a tag whose beginning was read, and move past the tag. `_NO_MATCH` if it is
+        no tag; None if more text decides."""
+        found = stop.search(self.text, self.at, self.at + LONGEST_HEAD + len(tag.end))
+        if found is None:
+            waits = not self.last and len(self.text) - self.at <= LONGEST_HEAD + len(tag.end)
+            return None if waits else _NO_MATCH
+        if found["end"] is None:
+            return _NO_MATCH
+        head = tag.head.fullmatch(self.text, self.at, found.start())
+        if head is None or not _name_in(head):
+            return _NO_MATCH
+        self.at = found.end()
+        return head
+
+    def _call_tag(self) -> bool:
+        syntax = self._syntax
+        head = self._head(syntax.call, syntax.call_stop)
+        if head is None:
+            return False
+        self._name = _name_in(head)
+        if not self._name:
+            return self._no_call("" if self._tagged else syntax.call.begin)
+        if not self._tagged and self._name not in self._known:
+            whole = self.text[head.start() : head.end()]
+            return self._no_call(f"{syntax.call.begin}{whole}{syntax.call.end}")
+        if syntax.call.begin:
+            return self._begins()
+        self._held.clear()
+        return self.turn(self._named)
+
+    def _no_call(self, text: str) -> bool:
+        """Show text that is no call after all."""
+        if self._leads:
+            text = _any_of(self._leads).sub("", text)
+        self.say(text)
+        return self.turn(self._content)
+
+    def _named(self) -> bool:
+        """State after a name without a tag: only the markup behind it makes it a call."""
+        begin = self.at
+        found = self.skip_blank()
+        self._held.append(self.text[begin : self.at])
+        if not found and not self.last:
+            return False
+        syntax = self._syntax
+        sure = tuple(each for each in (syntax.separator, syntax.parameter.begin) if each)
+        markers = (*sure, *syntax.ends, *syntax.starts, *syntax.wraps)
+        marker = self.meets(markers)
+        if marker is None:
+            return False
+        self.drop_half(markers)
+        ended = self.at == len(self.text) or marker in markers
+        if marker not in sure and not (ended and self._name in self._known):
+            return self._no_call(self._name + "".join(self._held))
+        if marker and marker == syntax.separator:
+            self.at += len(marker)
+        return self._begins()
+
+    def _begins(self) -> bool:
+        self.begin(self._name)
+        if self._name not in self._schemas:
+            self._schemas[self._name] = ParameterTypes(self._known.get(self._name))
+        self._call = self._schemas[self._name]
+        self._parameters = 0
+        return self.turn(self._between)
+
+    def _between(self) -> bool:
+        """State before a parameter, or before the end of the call."""
+        if not self.skip_blank():
+            return self.last and self._close(cut_short=True)
+        syntax = self._syntax
+        marker = self.meets(syntax.borders)
+        if marker is None:
+            return False
+        self.drop_half(syntax.borders)
+        if self.at == len(self.text):
+            return self._close(cut_short=True)
+        if marker == syntax.parameter.begin:
+            self.at += len(marker)
+            return self.turn(self._parameter)
+        if marker:
+            self.at += len(marker) if marker == syntax.call_end else 0
+            return self._close()
+        self._junk.append(self.text[self.at])
+        self.at += 1
+        return self.turn(self._words)
+
+    def _words(self) -> bool:
+        """State in text where a parameter should be, up to what may be one."""
+        end = self.text.find("<", self.at)
+        stop = len(self.text) if end < 0 else end
+        self._junk.append(self.text[self.at : stop])
+        self.at = stop
+        return (end >= 0 or self.last) and self.turn(self._between)
+
+    def _close(self, *, cut_short: bool = False) -> bool:
+        """End a call. `cut_short`: the text has ended, so whether there are arguments is not known
+        if none have come."""
+        if self._parameters:
+            self.argue("}")
+        elif not cut_short:
+            self.argue("{}")
+        if self._junk:
+            self.say_raw("".join(self._junk), self._pattern())
+            self._junk.clear()
+        return self.turn(self._block_ends)
+
+    def _parameter(self) -> bool:
+        head = self._head(self._syntax.parameter, self._syntax.parameter_stop)
+        if head is None:
+            return False
+        name = _name_in(head)
+        if not name:
+            if self.last and self._syntax.parameter_stop.search(self.text, self.at) is None:
+                # The text ends in the tag.
+                self.at = len(self.text)
+            return self.turn(self._words)
+        # A parameter is read only after its call has begun.
+        assert self._call is not None
+        self._types = _types_of(head, self._call.types(name))
+        before = ", " if self._parameters else "{"
+        self.argue(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
+        self._parameters += 1
+        self._held.clear()
+        return self.turn(self._value_begins)
+
+    # ------------------------------------------------------------ values
+
+    def _value_begins(self) -> bool:
+        if self.at == len(self.text):
+            return False
+        if self._syntax.lines:
+            if self.text[self.at :] == "\r" and not self.last:
+                return False
+            if self.text.startswith("\r\n", self.at):
+                self.at += 2
+            elif self.text.startswith("\n", self.at):
+                self.at += 1
+        if self._types == _STRING:
+            self.argue('"')
+        return self.turn(self._value)
+
+    def _add(self, text: str) -> None:
+        if self._types == _STRING:
+            self.argue(json.dumps(text, ensure_ascii=False)[1:-1])
+        elif text:
+            self._held.append(text)
+
+    def _value(self) -> bool:
+        while True:
+            begin = self.at
+            found = _MAYBE_END.search(self.text, begin)
+            self.at = len(self.text) if found is None else found.start()
+            self._add(self.text[begin : self.at])
+            if found is None:
+                return self.last and self._cut_short()
+            size = self._ending()
+            if size is None:
+                return False
+            if size >= 0:
+                self.at += size
+                return self._value_ends()
+            self._add(found[0])
+            self.at += 1
+
+    def _cut_short(self) -> bool:
+        """The text has ended within a value: output what there is, without additions."""
+        self.argue("".join(self._held))
+        self._held.clear()
+        return self.turn(self._over)
+
+    def _over(self) -> bool:
+        return False
+
+    def _value_ends(self) -> bool:
+        if self._types == _STRING:
+            self.argue('"')
+        elif self._types:
+            self.argue(value_as_json("".join(self._held), self._types))
+        else:
+            self.argue(json_or_text("".join(self._held)))
+        return self.turn(self._between)
+
+    def _ending(self) -> int | None:
+        """Number of characters of layout and markup that end the value here; -1: it goes on; None:
+        more text decides."""
+        syntax = self._syntax
+        at = self.at
+        line = False
+        if syntax.lines:
+            at += self.text.startswith("\r", at)
+            line = self.text.startswith("\n", at)
+            at += line
+        if self.text.startswith(("\r", "\n"), at):
+            return -1
+        unended = syntax.unended == "anywhere" or (line and syntax.unended == "line")
+        marker = self.meets((*syntax.value_ends, *((syntax.parameter.begin,) * unended)), at)
+        if not marker:
+            return None if marker is None else -1
+        if marker == syntax.parameter.begin:
+            return at - self.at
+        if marker == syntax.parameter_end and syntax.sure and self._types == _STRING:
+            return at + len(marker) - self.at
+        after = at + len(marker)
+        blank = _BLANK.match(self.text, after)
+        # The pattern matches an empty string too.
+        assert blank is not None
+        follows = syntax.borders if marker == syntax.parameter_end else syntax.confirming
+        if len(blank[0]) > _LONGEST_BLANK:
+            return -1
+        if blank.end() == len(self.text):
+            proven: str | None = " " if self.last else None
+        elif self.ends_in_half(follows, blank.end()):
+            proven = " "
+        else:
+            proven = self.meets(follows, blank.end())
+        if not proven:
+            return None if proven is None else -1
+        return (after if marker == syntax.parameter_end else at) - self.at
+
+
+@lru_cache(maxsize=64)
+def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, markers)))
+
+
+def _name_in(head: re.Match[str] | None) -> str:
+    """The name that a tag contains; empty if there is none."""
+    if head is None or head is _NO_MATCH:
+        return ""
+    groups = head.groupdict()
+    found = groups.get("name") or groups.get("single") or groups.get("bare") or ""
+    return str(found).strip()
+
+
+def _types_of(head: re.Match[str], declared: tuple[str, ...]) -> tuple[str, ...]:
+    """Types of a value: by its tag, if that tells them, else by the schema. None: any JSON."""
+    if "string" not in head.re.groupindex:
+        return declared
+    if head["string"] != "true":
+        return ()
+    return _STRING if "string" in declared else declared
