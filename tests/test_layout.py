@@ -320,6 +320,7 @@ SCENARIOS = {
     "test_documents.py": "ARCHITECTURE.md, docs/glossary.md and the index of README.md",
     "test_reliability.py": "docs/reliability.md",
     "text/chat/test_public_templates.py": "templates of many families, beside transformers",
+    "text/tool_parsers/test_enforced_schemas.py": "every format enforces random schemas",
     "text/tool_parsers/test_formats.py": "every format through one suite",
     "transfer/test_host_kernels.py": "native/host_kernels.cpp",
     "transfer/test_hostile_peer.py": "hostile peers of every back end",

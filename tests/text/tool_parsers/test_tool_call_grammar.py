@@ -40,7 +40,7 @@ SEED = number_for(run_seed(), __name__)
 SEEDS = 12 if is_long() else 3
 PATIENCE = 60
 """Tokens after which chance is no longer asked where something can be closed."""
-CLOSERS = ("\n</parameter>\n", '"', "'", "}", "]", ")", ": 1", "1", "</function>")
+CLOSERS = ("\n</parameter>\n", '"', "'", "}", "]", ")", ", ", ",", ": 1", "1", "</function>")
 
 TOOLS = (
     tool(
@@ -135,9 +135,14 @@ def taken(matcher: LLMatcher, ids: list[int]) -> list[int]:
     return ids
 
 
+def finite(text: str) -> float:
+    """A number that a validator takes for one."""
+    return max(-1e300, min(float(text), 1e300))
+
+
 def check_call(name: str, arguments: str, tools: Sequence[Tool], *, as_text: bool) -> None:
     called = next(each for each in tools if each.function.name == name)
-    value = json.loads(arguments, parse_float=lambda text: min(float(text), 1e300))
+    value = json.loads(arguments, parse_float=finite)
     assert isinstance(value, dict)
     schema: dict[str, Any] = called.function.parameters or {}
     if as_text and "union" in str(schema):
