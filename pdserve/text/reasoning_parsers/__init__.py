@@ -34,6 +34,12 @@ REASONING_PARSERS: Final[Mapping[str, str]] = {
     "think": f"{_MARKED}THINK",
 }
 """`module:attribute` of each format, in the order in which templates are tried."""
+_OTHER_NAMES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("deepseek_r1", "deepseek_v3", "kimi_k2", "nemotron_v3", "qwen3"), "think"),
+    "cohere_command4": "cohere_command3",
+    "openai_gptoss": "harmony",
+}
+"""Names under which other servers know a format, and what it is called here."""
 REASONING_PARSER_GROUP: Final = "pdserve.reasoning_parsers"
 """Group of entry points with which other packages add formats."""
 
@@ -46,6 +52,7 @@ def reasoning_format(name: str) -> ReasoningFormat:
 
     Errors: `ConfigError` with the remedy.
     """
+    name = _OTHER_NAMES.get(name, name)
     found = load_format(
         "reasoning-parser", name, REASONING_PARSERS, REASONING_PARSER_GROUP, _NEEDED
     )

@@ -50,6 +50,12 @@ _JSON_FAMILIES: Final[Mapping[str, str]] = {
     "apertus": f"{_HERE}json_calls.apertus:Apertus",
     "ernie45": f"{_OBJECTS}ERNIE45",
     "granite_20b_fc": f"{_OBJECTS}GRANITE_20B_FC",
+    "gigachat3": f"{_OBJECTS}GIGACHAT3",
+    "granite4": f"{_HERE}json_calls.hermes:Granite4",
+    "llama4_json": f"{_HERE}json_calls.llama3_json:Llama4Json",
+    "hunyuan": f"{_HERE}named_calls.hunyuan:HUNYUAN",
+    "functionary_v31": f"{_HERE}named_calls.functionary:FUNCTIONARY_V31",
+    "functionary_v32": f"{_HERE}named_calls.functionary:FunctionaryV32",
 }
 """The same, for families whose arguments are one JSON object."""
 
@@ -81,6 +87,11 @@ ALIASES: Final[Mapping[str, str]] = {
     "mimo": "qwen3_coder",
     "poolside_v1": "glm45",
     "ling3": "glm45",
+    "qwen3_json": "hermes",
+    "llama4_pythonic": "pythonic",
+    "cohere_command4": "cohere_command3",
+    "functionary": "functionary_v32",
+    "granite-20b-fc": "granite_20b_fc",
 }
 """Other names under which servers know a format."""
 
@@ -97,9 +108,7 @@ _NEEDED: Final = ("markers", "starts", "detect", "check", "parser", "grammar", "
 
 _UNREAD: Final = (
     "]<]minimax[>[",  # MiniMax M3
-    "<tool_calls>",  # Hunyuan, Step 3
-    "<function=name>",  # Functionary
-    "<function=example_function_name>{",  # Functionary
+    "<tool_calls>",  # Step 3
     "<|tool_call_start|>",  # LFM2
     "<function_calls>",  # OLMo
 )

@@ -161,3 +161,11 @@ def test_a_message_to_go_on_with_may_end_in_a_block(continued: str, opens: bool)
 )
 def test_a_template_tells_the_format(template: str | None, name: str):
     assert detect_reasoning_format(template) == name
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [("deepseek_r1", "think"), ("kimi_k2", "think"), ("cohere_command4", "cohere_command3")],
+)
+def test_a_format_is_found_by_the_names_of_other_servers(other: str, name: str):
+    assert reasoning_format(other) is reasoning_format(name)

@@ -34,3 +34,10 @@ class Hermes(MarkedObjects):
         behind = template[template.index(START) :]
         keys = _NAME_KEY.search(behind) and _ARGUMENTS_KEY.search(behind)
         return bool(keys or _WHOLE_CALL.search(behind)) and super().detect(template)
+
+
+class Granite4(Hermes):
+    """Granite 4, which writes the same."""
+
+    def detect(self, template: str) -> bool:
+        return "<|start_of_role|>" in template and super().detect(template)

@@ -93,3 +93,14 @@ ERNIE45: Final = MarkedObjects(
     foreign=("<function=", "minimax"),
 )
 """Hermes' calls, and text between markers: ERNIE 4.5."""
+
+GIGACHAT3: Final = MarkedObjects(
+    "<|function_call|>",
+    head="",
+    joint="",
+    tail="",
+    other_starts=("function call<|role_sep|>",),
+    around=("<|message_sep|>", "<|role_sep|>"),
+    marks=("<|role_sep|>", "<|message_sep|>", "function call"),
+)
+"""`<|function_call|>{...}`, and as a message of its own in the first version: GigaChat 3."""
