@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -33,7 +34,6 @@ from pdserve.worker.pooling import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from pdserve.messages.engine import EngineCapabilities
 
@@ -83,17 +83,19 @@ def read_card(
     tool_parser: str = "auto",
     reasoning_parser: str = "auto",
     pooling: PoolingOption = "auto",
+    chat_template: str = "",
 ) -> ModelCard:
     """Returns the card of the checkpoint in `path`, served under `names` (the name, then aliases).
 
     Args: the parsers are names from `text.tool_parsers` and `text.reasoning_parsers`, `none`, or
-    `auto` to detect them in the chat template; `pooling` is one of the options of `worker.pooling`.
+    `auto` to detect them in the chat template; `pooling` is one of the options of `worker.pooling`;
+    `chat_template` is a file whose template replaces the default one.
     Errors: `ConfigError` names the file that is missing or broken.
     """
     vectors = _vectors(path, pooling, capabilities)
     tokenizer, config = _tokenizer_files(path)
     recommended = _recommended(path / "generation_config.json")
-    template = _chat_template(path, config)
+    template = read_template(chat_template) if chat_template else _chat_template(path, config)
     return ModelCard(
         name=names[0],
         aliases=names[1:],
@@ -122,6 +124,17 @@ def read_card(
         tool_parser=_chosen(tool_parser, detect_tools, _tool_template(config) or template),
         reasoning_parser=_chosen(reasoning_parser, detect_reasoning, template),
     )
+
+
+def read_template(file: str) -> str:
+    """The chat template in a file of the operator's. Errors: `ConfigError`."""
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--chat-template={file}: the file cannot be read: {error}") from None
+    if not text.strip():
+        raise ConfigError(f"--chat-template={file}: the file is empty")
+    return text
 
 
 def _chosen(name: str, detect: Callable[[str | None], str], template: str | None) -> str:

@@ -51,6 +51,8 @@ class WorkerConfig:
     reasoning_parser: str = "auto"
     """How the model marks its reasoning: a name in `text.reasoning_parsers`, an entry point in the
     group `pdserve.reasoning_parsers`, or `module:attribute`; `auto`, `none` as above."""
+    chat_template: str = ""
+    """File with a chat template that replaces the model's default one; empty: the model's own."""
     engine: str = "torch"
     """Entry-point name in the group `pdserve.engines`, or `module:attribute`."""
     engine_options: Mapping[str, str] = field(default_factory=dict)

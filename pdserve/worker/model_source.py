@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Protocol
 
-from pdserve.worker.card import read_card
+from pdserve.worker.card import read_card, read_template
 from pdserve.worker.model import HubModel, LocalModel, ProgressFn, fetch, locate
 
 if TYPE_CHECKING:
@@ -39,6 +39,9 @@ class CheckpointSource:
         self._config = config
 
     async def find(self, on_progress: ProgressFn) -> LocalModel:
+        if self._config.chat_template:
+            # Before anything large is loaded: a wrong name shows at once.
+            await asyncio.to_thread(read_template, self._config.chat_template)
         found = locate(self._config.model)
         if isinstance(found, HubModel):
             return await fetch(found, on_progress, self._config.download_dir)
@@ -54,4 +57,5 @@ class CheckpointSource:
             tool_parser=config.tool_parser,
             reasoning_parser=config.reasoning_parser,
             pooling=config.pooling,
+            chat_template=config.chat_template,
         )

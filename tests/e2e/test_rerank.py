@@ -113,7 +113,8 @@ async def test_a_reranker_scores_as_transformers_does(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(180)
 async def test_a_language_model_judges_by_two_of_its_tokens(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "judge", template=TEMPLATE)
+    folder = write_model(tmp_path / "judge")
+    (tmp_path / "pairs.jinja").write_text(TEMPLATE)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     no, yes = "n", "y"
     (folder / "config_sentence_transformers.json").write_text(
@@ -126,6 +127,7 @@ async def test_a_language_model_judges_by_two_of_its_tokens(tmp_path: Path) -> N
     pair = [tokenizer.token_to_id(each) for each in (no, yes)]
     shares = [float(each[pair].softmax(0)[1]) for each in last]
     option = ("--engine-option", f"classifier_from_token={no},{yes}")
+    option += ("--chat-template", str(tmp_path / "pairs.jinja"))
     with serving(folder, *FLAGS, *option) as server:
         async with Client(server.url) as client:
             scored = await client.score(QUERY, DOCUMENTS)

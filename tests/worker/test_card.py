@@ -7,8 +7,9 @@ from pdserve.messages.card import GenerationDefaults
 from pdserve.messages.engine import EngineCapabilities
 from pdserve.text.chat.chat_template import ChatTemplates
 from pdserve.text.tokenization.tokenizer import Tokenizer
-from pdserve.worker.card import read_card
+from pdserve.worker.card import read_card, read_template
 from tests.text.builders import tekken_file
+from tests.text.templates import QWEN
 
 CAPABILITIES = EngineCapabilities(
     engine="instant",
@@ -55,6 +56,23 @@ def test_a_card_carries_names_limits_and_files(checkpoint):
     assert result.tokenizer_config_json == (path / "tokenizer_config.json").read_bytes()
     assert (result.engine, result.dtype, result.compat_hash) == ("instant", "float32", "c0ffee")
     assert result.chat_template is None
+
+
+def test_the_operators_template_replaces_the_models(checkpoint, tmp_path):
+    path = checkpoint(tokenizer_config={"chat_template": "the model's"})
+    file = tmp_path / "mine.jinja"
+    file.write_text("mine: " + QWEN)
+    mine = read_card(path, ("m",), CAPABILITIES, chat_template=str(file))
+    assert mine.chat_template == file.read_text()
+    assert mine.tool_parser == "hermes", "formats are read from it, too"
+    assert card(path).chat_template == "the model's"
+    file.write_bytes(b" \n")
+    for name, words in ((file, "is empty"), (tmp_path / "gone", "cannot be read")):
+        with pytest.raises(ConfigError, match=words):
+            read_card(path, ("m",), CAPABILITIES, chat_template=str(name))
+    file.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_template(str(file))
 
 
 def test_end_tokens_are_gathered_from_every_file(checkpoint):

@@ -48,3 +48,16 @@ async def test_no_model_there_is_an_error_with_its_name(tmp_path: Path) -> None:
     source = CheckpointSource(WorkerConfig(model=str(tmp_path / "none")))
     with pytest.raises(ConfigError, match="none"):
         await source.find(ignore)
+
+
+async def test_a_template_that_is_not_there_is_told_before_anything_is_loaded(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.jinja"
+    config = WorkerConfig(model=str(checkpoint), chat_template=str(file))
+    with pytest.raises(ConfigError, match=r"--chat-template=.*mine\.jinja"):
+        await CheckpointSource(config).find(ignore)
+    file.write_text("mine")
+    source = CheckpointSource(config)
+    card = await source.describe(await source.find(ignore), CAPABILITIES)
+    assert card.chat_template == "mine"

@@ -307,6 +307,14 @@ OPTIONS: tuple[Option, ...] = (
         "NAME",
         imports=True,
     ),
+    _text(
+        "chat-template",
+        "worker.chat_template",
+        "model",
+        "File with a chat template that replaces the model's default one.",
+        "FILE",
+        "the model's",
+    ),
     Option(
         "pooling",
         "worker.pooling",
