@@ -21,6 +21,12 @@ __all__ = [
 
 _MARKED: Final = "pdserve.text.reasoning_parsers.marked_blocks:"
 
+_LIKE_THINK: Final = (
+    *("deepseek_r1", "deepseek_v3", "deepseek_v4", "qwen3", "glm45", "glm47", "kimi_k2", "ling3"),
+    *("mimo", "minimax_m2", "nemotron_v3", "olmo3", "poolside_v1", "step3", "step3p5"),
+)
+"""Names under which other servers know `think`."""
+
 REASONING_PARSERS: Final[Mapping[str, str]] = {
     "harmony": "pdserve.text.reasoning_parsers.channels:HARMONY",
     "gemma4": "pdserve.text.reasoning_parsers.channels:GEMMA4",
@@ -31,7 +37,12 @@ REASONING_PARSERS: Final[Mapping[str, str]] = {
     "granite": f"{_MARKED}GRANITE",
     "ernie45": f"{_MARKED}ERNIE45",
     "hunyuan_a13b": f"{_MARKED}HUNYUAN_A13B",
+    "seed_oss": f"{_MARKED}SEED_OSS",
+    "minimax_m3": f"{_MARKED}MINIMAX_M3",
+    "hy_v3": f"{_MARKED}HY_V3",
+    "longcat": f"{_MARKED}LONGCAT",
     "think": f"{_MARKED}THINK",
+    **dict.fromkeys(_LIKE_THINK, f"{_MARKED}THINK"),
 }
 """`module:attribute` of each format, in the order in which templates are tried."""
 _OTHER_NAMES: Final[Mapping[str, str]] = {

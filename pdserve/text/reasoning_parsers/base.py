@@ -89,6 +89,8 @@ class MarkedReasoning:
     end it, in pairs."""
     marks: tuple[str, ...] = ()
     """A template of the family has all of these; the end is enough if there are none."""
+    any_of: tuple[str, ...] = ()
+    """A template of the family has one of these, if there are any."""
     foreign: tuple[str, ...] = ()
     """A template with one of these is not of the family."""
 
@@ -105,9 +107,12 @@ class MarkedReasoning:
         return *self.starts, *self.ends, *self.frame
 
     def detect(self, template: str) -> bool:
-        return all(each in template for each in self.marks or (self.end,)) and not any(
-            each in template for each in self.foreign
-        )
+        if any(each in template for each in self.foreign):
+            return False
+        if self.any_of and not any(each in template for each in self.any_of):
+            return False
+        needed = self.marks or (() if self.any_of else (self.end,))
+        return all(each in template for each in needed)
 
     def opens(self, prompt: str, continued: str) -> bool:
         """Only whitespace follows the start, or `continued` has the start and not the end. A start

@@ -6,7 +6,7 @@ from typing import Final
 
 from pdserve.text.reasoning_parsers.base import MarkedReasoning
 
-THINK: Final = MarkedReasoning("<think>", "</think>")
+THINK: Final = MarkedReasoning("<think>", "</think>", any_of=("</think>", "<think>"))
 """DeepSeek-R1 and its likes, Qwen 3, QwQ, GLM, Kimi, MiniMax M2, Nemotron, OLMo 3."""
 MISTRAL: Final = MarkedReasoning("[THINK]", "[/THINK]")
 """Magistral."""
@@ -48,3 +48,15 @@ APRIEL: Final = MarkedReasoning(
     frame=("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
 )
 """Apriel 1.5 and 1.6."""
+SEED_OSS: Final = MarkedReasoning("<seed:think>", "</seed:think>")
+"""Seed-OSS. Its remarks on the thinking budget are part of the reasoning."""
+MINIMAX_M3: Final = MarkedReasoning("<mm:think>", "</mm:think>")
+HY_V3: Final = MarkedReasoning(
+    "<think:opensource>",
+    "</think:opensource>",
+    other_starts=("<think>",),
+    other_ends=("</think>",),
+    any_of=("think:opensource>", "<think{}>"),
+)
+"""Hunyuan 3, whose template puts a suffix into its tags."""
+LONGCAT: Final = MarkedReasoning("<longcat_think>", "</longcat_think>")

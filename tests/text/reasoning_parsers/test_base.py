@@ -34,7 +34,19 @@ def turned(sample: Sample, name: str) -> Sample:
     )
 
 
-BLOCKS = ("think", "mistral", "granite", "apertus", "cohere_command3", "ernie45", "hunyuan_a13b")
+BLOCKS = (
+    "think",
+    "mistral",
+    "granite",
+    "apertus",
+    "cohere_command3",
+    "ernie45",
+    "hunyuan_a13b",
+    "seed_oss",
+    "minimax_m3",
+    "hy_v3",
+    "longcat",
+)
 EVERY = [
     *((name, turned(each, name)) for name in BLOCKS for each in SAMPLES),
     *((name, each) for name, samples in framed_answers.SAMPLES.items() for each in samples),
@@ -150,6 +162,12 @@ def test_a_message_to_go_on_with_may_end_in_a_block(continued: str, opens: bool)
         ("{{ messages }}", ""),
         ("{{ content.split('</think>')[-1] }}", "think"),
         ("[THINK]{{ thinking }}[/THINK]", "mistral"),
+        ("{% if add_generation_prompt %}<|role|>assistant\n<think>\n{% endif %}", "think"),
+        ("{% set end = '</seed:think>' %}", "seed_oss"),
+        ("{% set end = '</mm:think>' %}", "minimax_m3"),
+        ("{% set end = '</think{}>'.format(suffix) %}{{ '<think{}>' }}", "hy_v3"),
+        ("{{ content.split('</longcat_think>') }}", "longcat"),
+        ("{{ '</other:think>' }}", ""),
         ("<|START_THINKING|>{{ plan }}<|END_THINKING|>", "cohere_command3"),
         ("<|inner_prefix|>{{ thoughts }}<|inner_suffix|>", "apertus"),
         ("{{ prompt + '... [BEGIN FINAL RESPONSE] ...' }}", "apriel"),
