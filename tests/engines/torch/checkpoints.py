@@ -307,6 +307,14 @@ RARE = {
             "tie_word_embeddings": False,
         },
     ),
+    "gemma": Tiny("Gemma", {"head_dim": 20}),
+    "glm": Tiny("Glm", {"head_dim": 24, "rope_parameters": {"rope_theta": 10000.0}}),
+    "cohere": Tiny("Cohere", {"attention_bias": True, "logit_scale": 0.8}),
+    "exaone4": Tiny("Exaone4", {"sliding_window": WINDOW, "sliding_window_pattern": 2}),
+    "exaone4_full": Tiny(
+        "Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}
+    ),
+    "ernie4_5": Tiny("Ernie4_5", {"head_dim": 16, "use_bias": True}),
     "glm4": Tiny("Glm4", {"head_dim": 24, "attention_bias": False, "num_key_value_heads": 4}),
     "cohere2": Tiny(
         "Cohere2",

@@ -24,6 +24,7 @@ ModelFamily = Literal[
     "mixtral",
     "qwen3_moe",
     "qwen3_vl_moe",
+    "gemma",
     "gemma2",
     "gemma3",
     "phi3",
@@ -31,10 +32,14 @@ ModelFamily = Literal[
     "olmo3",
     "granite",
     "smollm3",
+    "glm",
     "glm4",
     "seed_oss",
     "gpt_oss",
+    "cohere",
     "cohere2",
+    "exaone4",
+    "ernie4_5",
 ]
 
 TEXT_PARTS: Mapping[str, ModelFamily] = {
@@ -54,6 +59,7 @@ ARCHITECTURES: Mapping[str, ModelFamily] = {
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "GemmaForCausalLM": "gemma",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Phi3ForCausalLM": "phi3",
@@ -61,10 +67,14 @@ ARCHITECTURES: Mapping[str, ModelFamily] = {
     "Olmo3ForCausalLM": "olmo3",
     "GraniteForCausalLM": "granite",
     "SmolLM3ForCausalLM": "smollm3",
+    "GlmForCausalLM": "glm",
     "Glm4ForCausalLM": "glm4",
     "SeedOssForCausalLM": "seed_oss",
     "GptOssForCausalLM": "gpt_oss",
+    "CohereForCausalLM": "cohere",
     "Cohere2ForCausalLM": "cohere2",
+    "Exaone4ForCausalLM": "exaone4",
+    "Ernie4_5ForCausalLM": "ernie4_5",
     **TEXT_PARTS,
 }
 

@@ -240,7 +240,7 @@ def _refuse_the_unbuilt(raw: Json, family: ModelFamily, *, gelu: bool) -> None:
     key, possible = "hidden_act", ["silu", "swish"]
     if gelu:
         key, possible = "hidden_activation", ["gelu_pytorch_tanh"]
-    act = raw.get(key, possible[0])
+    act = raw.get(key) or possible[0]
     if act not in possible:
         raise UnsupportedCheckpoint(
             f"config.json: {key} {act!r} is not supported, only {possible[0]}"

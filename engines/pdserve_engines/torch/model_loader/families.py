@@ -1,6 +1,8 @@
 """Says by which options each family's layers differ from a Llama's, from the family's own keys.
 
-Reads JSON only. `config.py` reads what all families have in common, `windows.py` the windows.
+Reads JSON only. `config.py` reads what all families have in common, and `layer_patterns.py` what
+differs from layer to layer. A new family is a reader here, its norms in `weights.py`, and a row in
+the tests' `checkpoints.py`.
 """
 
 from __future__ import annotations
@@ -62,8 +64,20 @@ def _phi3(raw: Json) -> Fields:
     return {"fused_qkv": True, "fused_gate_up": True}
 
 
+def _glm(raw: Json) -> Fields:
+    return _biases(raw, "qkv") | {"fused_gate_up": True}
+
+
 def _glm4(raw: Json) -> Fields:
-    return _biases(raw, "qkv") | {"out_norms": True, "fused_gate_up": True}
+    return _glm(raw) | {"out_norms": True}
+
+
+def _ernie(raw: Json) -> Fields:
+    return dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), flag(raw, "use_bias"))
+
+
+def _exaone4(raw: Json) -> Fields:
+    return {"in_norms": False, "out_norms": True, "qk_norm": True}
 
 
 def _seed_oss(raw: Json) -> Fields:
@@ -97,7 +111,7 @@ def _granite(raw: Json) -> Fields:
     }
 
 
-def _cohere2(raw: Json) -> Fields:
+def _cohere(raw: Json) -> Fields:
     if flag(raw, "use_qk_norm"):
         raise UnsupportedCheckpoint("config.json: use_qk_norm is not supported")
     return _biases(raw, "qkv", "o") | {
@@ -109,7 +123,7 @@ def _cohere2(raw: Json) -> Fields:
 
 
 def _gemma2(raw: Json) -> Fields:
-    return _gemma(raw) | {
+    return _later_gemma(raw) | {
         "attention_cap": _cap(raw, "attn_logit_softcapping"),
         "logit_cap": _cap(raw, "final_logit_softcapping"),
     }
@@ -120,17 +134,20 @@ def _gemma3(raw: Json) -> Fields:
         if raw.get(key) is not None:
             raise UnsupportedCheckpoint(f"config.json: {key} is not supported in this architecture")
     local = parse_local_rope(raw, number(raw, "rope_local_base_freq"))
-    return _gemma(raw) | {"qk_norm": True, "local_rope": local}
+    return _later_gemma(raw) | {"qk_norm": True, "local_rope": local}
+
+
+def _later_gemma(raw: Json) -> Fields:
+    """What the second and third generation have in common."""
+    scalar = number(raw, "query_pre_attn_scalar")
+    return _gemma(raw) | {"out_norms": True, "query_scalar": scalar}
 
 
 def _gemma(raw: Json) -> Fields:
-    """What Gemmas have in common."""
     return _biases(raw, "qkv", "o") | {
         "gelu": True,
         "float_norms": True,
-        "out_norms": True,
         "embed_scale": math.sqrt(number(raw, "hidden_size")),
-        "query_scalar": number(raw, "query_pre_attn_scalar"),
     }
 
 
@@ -161,7 +178,7 @@ _GEMMA3_DEFAULTS: Json = {
 }
 """Multimodal ones say little about their text part."""
 
-_GLM4_DEFAULTS: Json = {
+_GLM_DEFAULTS: Json = {
     "attention_bias": True,
     "head_dim": 128,
     "num_key_value_heads": 2,
@@ -179,9 +196,16 @@ _GPT_OSS_DEFAULTS: Json = {
     "swiglu_limit": 7.0,
 }
 
-_COHERE2_DEFAULTS: Json = {
+_COHERE_DEFAULTS: Json = {
     "logit_scale": 0.0625,
     "layer_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+_ERNIE_DEFAULTS: Json = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "head_dim": 128,
     "tie_word_embeddings": True,
 }
 
@@ -193,6 +217,7 @@ FAMILIES: Mapping[ModelFamily, FamilyReader] = {
     "mixtral": FamilyReader(_mistral, {"rope_theta": 1e6, "sliding_window": None}),
     "qwen3_moe": FamilyReader(_qwen3),
     "qwen3_vl_moe": FamilyReader(_qwen3),
+    "gemma": FamilyReader(_gemma, {"head_dim": 256, "tie_word_embeddings": True}),
     "gemma2": FamilyReader(_gemma2, _GEMMA2_DEFAULTS),
     "gemma3": FamilyReader(_gemma3, _GEMMA3_DEFAULTS),
     "phi3": FamilyReader(_phi3, {"rms_norm_eps": 1e-5, "sliding_window": None}),
@@ -200,8 +225,12 @@ FAMILIES: Mapping[ModelFamily, FamilyReader] = {
     "olmo3": FamilyReader(_olmo3, {"rms_norm_eps": 1e-5, "rope_theta": 5e5}),
     "granite": FamilyReader(_granite),
     "smollm3": FamilyReader(_llama, {"rope_theta": 2e6, "tie_word_embeddings": True}),
-    "glm4": FamilyReader(_glm4, _GLM4_DEFAULTS),
+    "glm": FamilyReader(_glm, _GLM_DEFAULTS),
+    "glm4": FamilyReader(_glm4, _GLM_DEFAULTS),
     "gpt_oss": FamilyReader(_gpt_oss, _GPT_OSS_DEFAULTS),
     "seed_oss": FamilyReader(_seed_oss, {"attention_bias": True, "head_dim": 128}),
-    "cohere2": FamilyReader(_cohere2, _COHERE2_DEFAULTS),
+    "cohere": FamilyReader(_cohere, _COHERE_DEFAULTS | {"rope_theta": 5e5}),
+    "cohere2": FamilyReader(_cohere, _COHERE_DEFAULTS),
+    "exaone4": FamilyReader(_exaone4, {"rms_norm_eps": 1e-5}),
+    "ernie4_5": FamilyReader(_ernie, _ERNIE_DEFAULTS),
 }

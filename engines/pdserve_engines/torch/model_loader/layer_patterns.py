@@ -18,6 +18,7 @@ _IN_A_PATTERN: Final[Mapping[str, int]] = {
     "gemma3": 6,
     "olmo3": 4,
     "cohere2": 4,
+    "exaone4": 4,
     "gpt_oss": 2,
 }
 """Families in which every so many layers one has no window."""
@@ -31,7 +32,8 @@ def parse_windows(
     """The window, None if no layer uses one, and the layers that do not."""
     window = raw.get("sliding_window", 4096)
     windowed = _windowed_layers(raw, family, layers)
-    if not any(windowed) or (window is None and family not in _IN_A_PATTERN):
+    optional = family == "exaone4" or family not in _IN_A_PATTERN
+    if not any(windowed) or (window is None and optional):
         return None, ()
     full = tuple(index for index, has in enumerate(windowed) if not has)
     return positive({"sliding_window": window}, "sliding_window"), full
@@ -41,7 +43,7 @@ def parse_nope_layers(
     raw: Json, family: ModelFamily, layers: int, full_layers: tuple[int, ...]
 ) -> tuple[int, ...]:
     """The layers without a rotary embedding."""
-    if family == "cohere2":
+    if family in ("cohere2", "exaone4"):
         return full_layers
     if family != "smollm3":
         return ()

@@ -87,9 +87,9 @@ class LongRopeConfig:
     """Factor of the cosines and sines."""
 
 
-_PARTIAL: Final = ("phi3", "glm4")
+_PARTIAL: Final = ("phi3", "glm", "glm4")
 """Families that may turn a part of each head only."""
-_INTERLEAVED: Final = ("glm4", "cohere2")
+_INTERLEAVED: Final = ("glm", "glm4", "cohere", "cohere2", "ernie4_5")
 """Families whose pairs are neighbours."""
 _BY_LAYER: Final = ("gemma3", "olmo3")
 """Families whose layers with a window have a rotary embedding of their own."""

@@ -74,32 +74,34 @@ def nbytes(config: ModelConfig, itemsize: int) -> int:
     return sum(math.prod(param.shape) for param in params(config)) * itemsize
 
 
-_NORMS: Mapping[str, Mapping[str, str]] = {
-    "": {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
-    "gemma": {
-        "attn_norm": "input_layernorm",
-        "attn_out_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "mlp_out_norm": "post_feedforward_layernorm",
-    },
-    "glm4": {
-        "attn_norm": "input_layernorm",
-        "attn_out_norm": "post_self_attn_layernorm",
-        "mlp_norm": "post_attention_layernorm",
-        "mlp_out_norm": "post_mlp_layernorm",
-    },
-    "olmo": {
-        "attn_out_norm": "post_attention_layernorm",
-        "mlp_out_norm": "post_feedforward_layernorm",
-    },
-    "cohere": {"attn_norm": "input_layernorm"},
+_LLAMA_NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_GEMMA_NORMS = {
+    "attn_norm": "input_layernorm",
+    "attn_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
 }
-"""A layer's norms and their tensors, by the beginning of the family's name."""
-
-
-def _norms(config: ModelConfig) -> Mapping[str, str]:
-    family = next((name for name in _NORMS if name and config.family.startswith(name)), "")
-    return _NORMS[family]
+_GLM4_NORMS = {
+    "attn_norm": "input_layernorm",
+    "attn_out_norm": "post_self_attn_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp_out_norm": "post_mlp_layernorm",
+}
+_OUTPUT_NORMS = {
+    "attn_out_norm": "post_attention_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+_NORMS: Mapping[str, Mapping[str, str]] = {
+    "gemma2": _GEMMA_NORMS,
+    "gemma3": _GEMMA_NORMS,
+    "glm4": _GLM4_NORMS,
+    "olmo2": _OUTPUT_NORMS,
+    "olmo3": _OUTPUT_NORMS,
+    "exaone4": _OUTPUT_NORMS,
+    "cohere": {"attn_norm": "input_layernorm"},
+    "cohere2": {"attn_norm": "input_layernorm"},
+}
+"""A layer's norms and their tensors, by family; other families have Llama's."""
 
 
 def _layer(config: ModelConfig, index: int) -> Iterator[Param]:
@@ -127,7 +129,7 @@ def _layer(config: ModelConfig, index: int) -> Iterator[Param]:
     yield from stacked("o", "self_attn", config.o_bias, q, o=hidden)
     if config.sinks:
         yield Param(f"{key}.sinks", ((f"{source}.self_attn.sinks", (config.num_heads,)),))
-    for name, module in _norms(config).items():
+    for name, module in _NORMS.get(config.family, _LLAMA_NORMS).items():
         yield vector(name, module, hidden)
     if config.experts is not None and index not in config.experts.dense_layers:
         yield from _experts(config, config.experts, source, key)

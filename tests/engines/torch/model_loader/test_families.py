@@ -20,7 +20,6 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 8192,
 }
-SANDWICH = {"out_norms": True}
 
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Phi3ForCausalLM": (
@@ -86,6 +85,24 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "full_layers": (1, 3),
         },
     ),
+    "GemmaForCausalLM": (
+        {"head_dim": 256, "hidden_act": "gelu", "hidden_activation": None},
+        {"gelu": True, "float_norms": True, "embed_scale": math.sqrt(512)},
+    ),
+    "GlmForCausalLM": ({"attention_bias": True, "head_dim": 128}, {"fused_gate_up": True}),
+    "CohereForCausalLM": (
+        {"logit_scale": 0.0625, "layer_norm_eps": 1e-5, "use_qk_norm": False},
+        {"layer_norms": True, "parallel": True, "logit_scale": 0.0625},
+    ),
+    "Exaone4ForCausalLM": (
+        {
+            "sliding_window": 4096,
+            "sliding_window_pattern": "LLLG",
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        },
+        {"in_norms": False, "out_norms": True, "full_layers": (3,), "nope_layers": (3,)},
+    ),
+    "Ernie4_5ForCausalLM": ({"use_bias": False, "head_dim": 128, "rope_theta": 5e5}, {}),
     "Cohere2ForCausalLM": (
         {"logit_scale": 0.25, "layer_norm_eps": 1e-5, "use_qk_norm": False},
         {
@@ -122,6 +139,11 @@ def test_a_published_configuration_says_how_its_layers_differ(architecture: str)
         ("Olmo2ForCausalLM", (True, True, False)),
         ("GraniteForCausalLM", (True, True, True)),
         ("SmolLM3ForCausalLM", (True, True, True)),
+        ("GemmaForCausalLM", (True, True, False)),
+        ("GlmForCausalLM", (True, False, False)),
+        ("CohereForCausalLM", (True, True, False)),
+        ("Exaone4ForCausalLM", (False, False, False)),
+        ("Ernie4_5ForCausalLM", (False, False, False)),
         ("Glm4ForCausalLM", (True, False, False)),
         ("SeedOssForCausalLM", (True, False, True)),
         ("Gemma2ForCausalLM", (True, True, False)),
@@ -143,6 +165,11 @@ def test_bias_keys_mean_what_each_family_makes_of_them(
         ("Olmo3ForCausalLM", False, 1e-5, 5e5, 128),
         ("GraniteForCausalLM", False, 1e-6, 1e4, 128),
         ("SmolLM3ForCausalLM", True, 1e-6, 2e6, 128),
+        ("GemmaForCausalLM", True, 1e-6, 1e4, 256),
+        ("GlmForCausalLM", False, 1.5625e-07, 1e4, 128),
+        ("CohereForCausalLM", True, 1e-5, 5e5, 128),
+        ("Exaone4ForCausalLM", False, 1e-5, 1e4, 128),
+        ("Ernie4_5ForCausalLM", True, 1e-5, 5e5, 128),
         ("Glm4ForCausalLM", False, 1.5625e-07, 1e4, 128),
         ("SeedOssForCausalLM", False, 1e-6, 1e4, 128),
         ("Gemma2ForCausalLM", True, 1e-6, 1e4, 256),
@@ -155,6 +182,13 @@ def test_what_a_configuration_leaves_out_is_the_familys(
     config = parse_config(SIZES | {"architectures": [architecture]})
     assert (config.tied, config.rms_eps, config.rope.theta) == (tied, eps, theta)
     assert config.head_dim == head_dim
+
+
+def test_an_ernie_has_all_biases_or_none() -> None:
+    config = read("Ernie4_5ForCausalLM", use_bias=True)
+    assert config.qkv_bias
+    assert config.o_bias
+    assert config.mlp_bias
 
 
 def test_a_gemma2_may_have_no_bounds() -> None:
@@ -183,6 +217,7 @@ def test_an_olmo3_stretches_only_the_layers_without_a_window() -> None:
         ]
 
 
-def test_a_cohere2_with_norms_of_q_and_k_is_refused() -> None:
+@pytest.mark.parametrize("architecture", ["CohereForCausalLM", "Cohere2ForCausalLM"])
+def test_a_cohere_with_norms_of_q_and_k_is_refused(architecture: str) -> None:
     with pytest.raises(UnsupportedCheckpoint, match="use_qk_norm"):
-        read("Cohere2ForCausalLM", use_qk_norm=True)
+        read(architecture, use_qk_norm=True)

@@ -22,6 +22,8 @@ SLIDING_FIRST = ["sliding_attention", "full_attention", "full_attention", "slidi
         ("gemma2", {"sliding_window": 64, "layer_types": SLIDING_FIRST}, 64, (1, 2)),
         ("olmo3", {"sliding_window": 64}, 64, (3,)),
         ("cohere2", {"sliding_window": 64, "sliding_window_pattern": 2}, 64, (1, 3)),
+        ("exaone4", {"sliding_window": 64}, 64, (3,)),
+        ("exaone4", {"sliding_window": None, "sliding_window_pattern": None}, None, ()),
         ("smollm3", {"sliding_window": 64}, None, ()),
         ("smollm3", {"use_sliding_window": True, "sliding_window": None}, None, ()),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 64}, 64, (0, 1, 2)),
@@ -53,6 +55,7 @@ def test_a_pattern_of_windows_needs_a_window(family: Any) -> None:
         ("smollm3", {"no_rope_layer_interval": 2}, (1, 3)),
         ("smollm3", {"no_rope_layers": [0, 1, 1, 0, 1]}, (0, 3)),
         ("cohere2", {}, (2,)),
+        ("exaone4", {}, (2,)),
     ],
 )
 def test_layers_without_a_rotary_embedding(
