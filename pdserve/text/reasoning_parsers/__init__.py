@@ -30,6 +30,7 @@ _LIKE_THINK: Final = (
 REASONING_PARSERS: Final[Mapping[str, str]] = {
     "harmony": "pdserve.text.reasoning_parsers.channels:HARMONY",
     "gemma4": "pdserve.text.reasoning_parsers.channels:GEMMA4",
+    "kimi_k3": "pdserve.text.reasoning_parsers.channels:KIMI_K3",
     "mistral": f"{_MARKED}MISTRAL",
     "cohere_command3": f"{_MARKED}COHERE",
     "apertus": f"{_MARKED}APERTUS",

@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from pdserve.text.reasoning_parsers.base import MarkedReasoning
-from pdserve.text.tool_parsers.channels import gemma4, harmony
+from pdserve.text.tool_parsers.channels import gemma4, harmony, kimi_k3, kimi_k3_grammar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pdserve.text.output_parts import OutputParser
 
-__all__ = ["GEMMA4", "HARMONY"]
+__all__ = ["GEMMA4", "HARMONY", "KIMI_K3"]
 
 
 class HarmonyReasoning(MarkedReasoning):
@@ -72,5 +72,32 @@ class Gemma4Reasoning(MarkedReasoning):
         return reader
 
 
+class KimiK3Reasoning(MarkedReasoning):
+    """The tag `think` of Kimi K3."""
+
+    __slots__ = ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return kimi_k3.MARKERS
+
+    def detect(self, template: str) -> bool:
+        return kimi_k3.is_family(template)
+
+    def before_answer(self, special: Mapping[str, int]) -> str:
+        return kimi_k3_grammar.before_answer(special)
+
+    def parser(
+        self, begun: bool, then: OutputParser | None = None, calls: tuple[str, ...] = ()
+    ) -> OutputParser:
+        reader = then
+        if not isinstance(reader, kimi_k3.KimiK3Reader):
+            reader = kimi_k3.KimiK3Reader(calls=False)
+        if begun:
+            reader.begin_reasoning()
+        return reader
+
+
 HARMONY: Final = HarmonyReasoning(f"{harmony.CHANNEL}analysis{harmony.MESSAGE}", harmony.END)
 GEMMA4: Final = Gemma4Reasoning(gemma4.CHANNEL, gemma4.CHANNEL_END)
+KIMI_K3: Final = KimiK3Reasoning(kimi_k3.THINK, kimi_k3.THINK_END)

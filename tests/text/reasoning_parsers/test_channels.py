@@ -83,6 +83,38 @@ SAMPLES = {
             reasoning="Hm.",
         ),
     ],
+    "kimi_k3": [
+        Sample(
+            "reasoning and an answer",
+            "<|open|>think<|sep|>I think.<|close|>think<|sep|><|open|>response<|sep|>Yes."
+            "<|close|>response<|sep|>",
+            "Yes.",
+            reasoning="I think.",
+        ),
+        Sample(
+            "begun by the prompt",
+            "Hm.<|close|>think<|sep|><|open|>response<|sep|>Yes.",
+            "Yes.",
+            reasoning="Hm.",
+            begun=True,
+        ),
+        Sample("no end", "I am cut", reasoning="I am cut", begun=True),
+        Sample(
+            "an end that was left out",
+            "Hm.<|open|>response<|sep|>Yes.",
+            "Yes.",
+            reasoning="Hm.",
+            begun=True,
+        ),
+        Sample(
+            "a call within the reasoning",
+            'Hm.<|open|>tools<|sep|><|open|>call tool="now" index="1"<|sep|><|close|>call<|sep|>',
+            "",
+            [("now", {})],
+            reasoning="Hm.",
+            begun=True,
+        ),
+    ],
 }
 EVERY = [(name, sample) for name, samples in SAMPLES.items() for sample in samples]
 
