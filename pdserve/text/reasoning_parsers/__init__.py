@@ -32,7 +32,7 @@ REASONING_PARSERS: Final[Mapping[str, str]] = {
     "gemma4": "pdserve.text.reasoning_parsers.channels:GEMMA4",
     "kimi_k3": "pdserve.text.reasoning_parsers.channels:KIMI_K3",
     "mistral": f"{_MARKED}MISTRAL",
-    "cohere_command3": f"{_MARKED}COHERE",
+    "cohere_command3": "pdserve.text.reasoning_parsers.cohere:COHERE",
     "apertus": f"{_MARKED}APERTUS",
     "apriel": f"{_MARKED}APRIEL",
     "granite": f"{_MARKED}GRANITE",

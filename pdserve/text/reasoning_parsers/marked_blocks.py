@@ -32,13 +32,6 @@ HUNYUAN_A13B: Final = MarkedReasoning(
     marks=("</think>", "<answer>", "<tool_responses>"),
 )
 """Hunyuan A13B and its smaller likes."""
-COHERE: Final = MarkedReasoning(
-    "<|START_THINKING|>",
-    "<|END_THINKING|>",
-    frame=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
-    marks=("<|START_THINKING|>",),
-)
-"""Command R7B and Command A."""
 APERTUS: Final = MarkedReasoning("<|inner_prefix|>", "<|inner_suffix|>")
 APRIEL: Final = MarkedReasoning(
     "Here are my reasoning steps:",

@@ -56,6 +56,14 @@ SAMPLES: Mapping[str, Sequence[Sample]] = {
     "cohere_command3": [
         *framed("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
         *framed("<|START_THINKING|>", "<|END_THINKING|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+        Sample(
+            "citations",
+            "<|START_THINKING|>As <co>he</co: 0:[1]> says.<|END_THINKING|>\n"
+            "<|START_RESPONSE|>It <co>is 5 °C</co: 0:[1,2],1:[3]>.<|END_RESPONSE|>",
+            "It is 5 °C.",
+            reasoning="As he says.",
+        ),
+        Sample("almost citations", "a <co </co> <b> 1 < 2 </co: ", "a <co </co> <b> 1 < 2 </co: "),
     ],
     "granite": [
         Sample(

@@ -6,6 +6,7 @@ from tests.text.golden.samples import Call, Cut, Sample
 
 PARIS = ("get_weather", {"city": "Paris"})
 NOW: Call = ("now", {})
+PLACE = '{"city": "Paris"}'
 BEGIN, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, SEP, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
@@ -41,7 +42,24 @@ SAMPLES = [
         "",
         [("a.b-c", {})],
     ),
-    Sample("a number, and several tools", f"{BEGIN}{call('7', '{}')}{END} ok", "7{} ok"),
+    Sample(
+        "a number, and arguments of one tool",
+        f"{BEGIN}{call('7', PLACE)}{call('call_x1', PLACE)}{END}",
+        "",
+        [PARIS, PARIS],
+    ),
+    Sample(
+        "an id without a name, and arguments of no tool",
+        f"{BEGIN}{call('call_x1', '{1}')}{call('x@2', PLACE[:-1] + ', 1: 2}')}{CLOCK}{END}",
+        f"call_x1{{1}}x@2{PLACE[:-1]}, 1: 2}}",
+        [NOW],
+    ),
+    Sample(
+        "an id without a name, and arguments cut short",
+        f"{BEGIN}{CALL}7{SEP}{PLACE[:-1]}",
+        f"7{PLACE[:-1]}",
+    ),
+    Sample("a number, and no arguments", f"{BEGIN}{call('7', '{}')}{END} ok", "ok", [NOW]),
     Sample("no id", f"{BEGIN}{call('', '{}')}{END}", "{}"),
     Sample("no arguments", f"{BEGIN}{call('functions.now:0', '')}{END}", "", [NOW]),
     Sample("no separator", f"{BEGIN}{CALL}functions.now:0{{}}{CALL_END}{END}", "", [NOW]),

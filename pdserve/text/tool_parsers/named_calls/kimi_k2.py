@@ -25,7 +25,9 @@ _SEPARATOR: Final = "<|tool_call_argument_begin|>"
 
 
 class _KimiK2(NamedObjects):
-    """The name stands in the call's id. A bare number stands for the only tool, if there is one."""
+    """The name stands in the call's id. A bare number stands for the only tool, if there is one;
+    another id without a name, such as one that a client made up, for the tool whose arguments
+    follow."""
 
     def name_of(self, header: re.Match[str], tools: Sequence[Tool]) -> str:
         names = [tool.function.name for tool in tools]
@@ -33,6 +35,9 @@ class _KimiK2(NamedObjects):
         if header["index"] is not None or name in names:
             return name
         return names[0] if len(names) == 1 and header["id"].isdecimal() else ""
+
+    def infers(self, header: re.Match[str]) -> bool:
+        return not header["id"].startswith("functions.")
 
     def header_term(self, grammar: ToolCallGrammar, tool: Tool) -> str:
         grammar.terminal("CALL_INDEX: /[0-9]{1,4}/")

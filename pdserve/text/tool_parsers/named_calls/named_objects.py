@@ -17,8 +17,13 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.text.incremental_reader import partial_marker_length
 from pdserve.text.tool_parsers.base import SchemaFree, ToolCallReader
-from pdserve.text.tool_parsers.partial_json import JsonValue
-from pdserve.text.tool_parsers.tool_call_grammar import ToolCallGrammar, call_id, lark_string
+from pdserve.text.tool_parsers.partial_json import JsonValue, json_or_none
+from pdserve.text.tool_parsers.tool_call_grammar import (
+    ToolCallGrammar,
+    call_id,
+    lark_string,
+    properties_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -104,6 +109,10 @@ class NamedObjects(SchemaFree):
             return ""
         return name
 
+    def infers(self, header: re.Match[str]) -> bool:
+        """Whether a header that calls no tool by name calls the one that takes the arguments."""
+        return False
+
     def header_term(self, grammar: ToolCallGrammar, tool: Tool) -> str:
         """A grammar's term for a tool's header."""
         written = [f"{self.header_before}{tool.function.name}{self.header_after}"]
@@ -141,7 +150,15 @@ class NamedObjects(SchemaFree):
 class NamedObjectsReader(ToolCallReader):
     """Reads the output of one choice."""
 
-    __slots__ = ("_arguments", "_format", "_header", "_ids", "_tools")
+    __slots__ = (
+        "_arguments",
+        "_format",
+        "_header",
+        "_ids",
+        "_parameters",
+        "_tools",
+        "_unnamed",
+    )
 
     def __init__(self, format: NamedObjects, tools: Sequence[Tool]) -> None:
         super().__init__(self._content)
@@ -150,6 +167,10 @@ class NamedObjectsReader(ToolCallReader):
         self._header: list[str] = []
         """Text since the call's start."""
         self._arguments = JsonValue()
+        self._unnamed: re.Match[str] | None = None
+        """The header of a call whose arguments tell the tool."""
+        self._parameters: list[tuple[str, set[str], set[str]]] | None = None
+        """(name, parameters, required ones) of each tool, once they are needed."""
         self._ids: set[str] = set()
         """Ids of this answer's calls."""
 
@@ -190,7 +211,11 @@ class NamedObjectsReader(ToolCallReader):
         matched = self._matched(ended=bool(found))
         name = self._format.name_of(matched, self._tools) if matched is not None else ""
         if matched is None or not name:
-            return self._give_up()
+            if matched is None or found != "{" or not self._format.infers(matched):
+                return self._give_up()
+            self._unnamed = matched
+            self._arguments = JsonValue(self._format.closings)
+            return self.turn(self._read_unnamed)
         self._start(name, matched)
         if found == "{":
             self._arguments = JsonValue(self._format.closings)
@@ -210,6 +235,33 @@ class NamedObjectsReader(ToolCallReader):
         if matched is None or ended or matched.end("name") < len(text):
             return matched
         return None
+
+    def _read_unnamed(self) -> bool:
+        """State in arguments which tell the tool: they are held back until they are complete."""
+        self._header.append(self._arguments.take(self))
+        ended = self._arguments.done or self._arguments.broken
+        if not (ended or self.last):
+            return False
+        header = self._unnamed
+        assert header is not None
+        arguments = "".join(self._header)[header.end() :]
+        name = self._tool_for(arguments) if self._arguments.done else ""
+        if not name:
+            return self._give_up()
+        self._start(name, header)
+        self.argue(arguments)
+        return self.turn(self._tail)
+
+    def _tool_for(self, arguments: str) -> str:
+        """The only tool that takes these arguments; empty if it is not certain."""
+        value = json_or_none(arguments)
+        given = set(value) if isinstance(value, dict) else None
+        if given is None:
+            return ""
+        if self._parameters is None:
+            self._parameters = [_parameters(tool) for tool in self._tools]
+        fitting = [name for name, some, must in self._parameters if must <= given <= some]
+        return fitting[0] if len(fitting) == 1 else ""
 
     def _start(self, name: str, header: re.Match[str]) -> None:
         written = header.groupdict().get("id")
@@ -239,3 +291,12 @@ class NamedObjectsReader(ToolCallReader):
             return False
         self.drop_half(self._format.markers)
         return self.at < len(self.text) and self.turn(self._content)
+
+
+def _parameters(tool: Tool) -> tuple[str, set[str], set[str]]:
+    found = properties_of(tool.function.parameters or {})
+    return (
+        tool.function.name,
+        {name for name, _, _ in found},
+        {name for name, _, must in found if must},
+    )
