@@ -153,7 +153,7 @@ def _look_at_events(case: Case, body: bytes) -> None:
                 msgspec.convert(found, wanted | ErrorBody if "error" in found else wanted)
 
 
-def forms(body: Any, required: set[str], random: Random) -> Iterator[Any]:
+def forms(body: Any, required: set[str], random: Random, path: str) -> Iterator[Any]:
     """Bodies near to this one. Many fields at once are nearly always refused for one of them."""
     if not isinstance(body, dict):
         return
@@ -164,7 +164,7 @@ def forms(body: Any, required: set[str], random: Random) -> Iterator[Any]:
             near[name] = body[name]
         if random.random() < 0.7:  # what is right by itself, so that the rest is looked at
             sound = {name: SOUND[name] for name in sorted(required) if name in SOUND}
-            near.update(sound or {"prompt": "hi"})
+            near.update(sound or EITHER.get(path, {"prompt": "hi"}))
             near.update(random.choice(ASKING))
             near["model"] = "tiny"
         near = copy.deepcopy(near)
@@ -183,6 +183,12 @@ SOUND: dict[str, Any] = {
     "max_tokens": 5,
     "model": "tiny",
 }
+EITHER: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": "hi"},
+    "/v1/score": {"text_1": "hi", "text_2": ["hi", "ho"]},
+    "/score": {"queries": ["hi", "ho"], "documents": ["hi", "ho"]},
+}
+"""What is right where no field is required by itself."""
 ASKING: list[dict[str, Any]] = [
     {},
     {"stream": True},
@@ -232,7 +238,7 @@ def rounds(label: str, asked: Asked, seed: int, bases: int = BASES) -> None:
         @given(case=operation.as_strategy(kind), number=st.integers(0, 2**32))
         def ask(case: Case, number: int) -> None:
             asked.ask(case)
-            for body in forms(case.body, _required(case), Random(number)):
+            for body in forms(case.body, _required(case), Random(number), case.path):
                 case.body = body
                 asked.ask(case)
 

@@ -54,13 +54,14 @@ SMALL = "small"
 """A model whose context is too short for megabytes: these are not tokenised."""
 ADDRESS_SPACE = 2 << 30
 """More than the process has when the requests begin."""
-FEATURES = ("grammar", "thinking", "bans")
+FEATURES = ("grammar", "thinking", "bans", "embeddings", "classify")
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
     "{% for t in custom_tools or [] %}{{ t | tojson }}{% endfor %}"
     "{% for a in loops or [] %}{% for b in a %}{{ b }}{% endfor %}{% endfor %}"
     "{% for d in documents or [] %}{{ d.title }}{{ d.text | tojson }}{% endfor %}"
-    "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content or '' }}{{ m.content or '' }}"
+    "{% for m in messages %}{% if m.role in ('query', 'document') %}!{% endif %}"
+    "{{ m.role }}:{{ m.reasoning_content or '' }}{{ m.content or '' }}"
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
     "{% endfor %}|{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
@@ -89,10 +90,12 @@ def long_cases() -> list[tuple[Case, float]]:
     function = {"name": "f", "arguments": json.dumps({"a": "word " * 160_000})}
     called = {"role": "assistant", "tool_calls": [{"function": function}]}
     joined = {"model": SMALL, "input": [thought] * 18_000}
+    ranked = {"model": "hermes", "query": "word " * 100, "documents": ["a"] * 2000}
     turns = {"model": "hermes", "messages": [user, called, user], "max_tokens": 1}
     return [
         (Case("/v1/responses/input_tokens", joined), LONG_STALL),
         (Case("/v1/chat/completions", turns), STALL),
+        (Case("/v1/rerank", ranked), STALL),
     ]
 
 
@@ -101,7 +104,13 @@ class Run:
 
     def __init__(self) -> None:
         self._says = ""
-        common: dict[str, Any] = {"chat_template": TEMPLATE, "features": FEATURES}
+        common: dict[str, Any] = {
+            "chat_template": TEMPLATE,
+            "features": FEATURES,
+            "pooling": "last",
+            "embedding_size": 1,
+            "num_labels": 1,
+        }
         models = {
             name: card(name=name, tool_parser=name, max_model_len=2_000_000, **common)
             for name in FORMATS
@@ -111,7 +120,9 @@ class Run:
         self._watch = Watch()
 
     def _script(self, request: Any) -> Script:
-        return Script(tokens=tokens(self._says), repeat=False, burst=8)
+        return Script(
+            tokens=tokens(self._says), repeat=False, burst=8, vector=lambda request: bytes(4)
+        )
 
     async def all(self, seed: int, count: int) -> None:
         service = FrontendService(FrontendConfig(port=0, request_timeout=20), self._backend)

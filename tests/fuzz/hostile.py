@@ -32,6 +32,10 @@ PATHS = (
     "/tokenize",
     "/api/chat",
     "/api/generate",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/score",
+    "/invocations",
 )
 NAMES = ("x", "a", "é😀", "x/y~z", "", "\u2028", "</tool_call>", "'\"\\", "x" * 60, "required")
 TEXTS = ("", "x", "é😀", "a" * 300, "\\" * 60, '"' * 60, "{" * 200, "<" * 60, "\n" * 99, "0" * 300)
@@ -215,6 +219,10 @@ class _Bodies:
             return self._messages() | ({} if "count" in path else {"max_tokens": 100})
         if path.startswith("/api/"):
             return self._ollama(chat=path == "/api/chat")
+        if path == "/v1/embeddings":
+            return {"messages": self._turns()} | self._template()
+        if path in ("/v1/rerank", "/v1/score"):
+            return self._pairs("query" if path == "/v1/rerank" else "queries")
         if path == "/tokenize":
             return {"messages": self._turns()} | self._template()
         if path == "/route" and chance.random() < 0.2:
@@ -222,6 +230,24 @@ class _Bodies:
         called = self._called()
         common = {} if called and chance.random() < 0.7 else self._common()
         return common | {"messages": self._turns()} | self._template() | called
+
+    def _pairs(self, first: str) -> dict[str, Any]:
+        """A query and many documents, or few long ones."""
+        chance = self._chance
+        text = chance.choice(TEXTS) or "x"
+        document = chance.choice([text, {"text": text}])
+        some = {
+            "instruction": text,
+            "max_tokens_per_doc": chance.choice([1, 9]),
+            "truncate_prompt_tokens": chance.choice([-1, 1, 60]),
+            "no such field": self._schemas.schema(),
+        }
+        body = {
+            first: chance.choice(TEXTS) or "x",
+            "documents": [document] * chance.randrange(1, 400),
+        }
+        fields = {name: some[name] for name in chance.sample(sorted(some), 2)}
+        return body | fields | (self._template() if chance.random() < 0.5 else {})
 
     def says(self, format: str) -> str:
         """An answer that calls a tool, with values that are hard to read."""

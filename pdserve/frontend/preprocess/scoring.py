@@ -199,7 +199,7 @@ async def _texts_tokens(
         )
     keep = kept_tokens(request, card)
     limits = request.max_tokens_per_query or 0, request.max_tokens_per_doc or 0
-    found = await context.pool.run(
+    return await context.pool.run(
         texts_chars([*first.texts, *second.texts]),
         lambda: [
             ids
@@ -207,24 +207,30 @@ async def _texts_tokens(
             for ids in _encode(side, keep, most, context.model)
         ],
     )
-    for name, ids in zip((*first.names, *second.names), found, strict=True):
-        check_prompt_tokens(ids, card, name)
-        check_input_length(ids, card, name)
-    return found
 
 
 def _encode(side: _Side, keep: int | None, most: int, model: PreparedModel) -> list[list[int]]:
     """The tokens of one side's texts, at most `most` of each text beside the tokenizer's own."""
     if not most:
-        return encode_inputs(side.texts, side.names, True, keep, model)
+        found = encode_inputs(side.texts, side.names, True, keep, model)
+        return _fitting(found, side.names, model.card)
     for text, name in zip(side.texts, side.names, strict=True):
         check_input_chars(text, name, most, model)
-    found = model.tokenizer.encode_batch(side.texts, True)
+    whole = model.tokenizer.encode_batch(side.texts, True)
     bare = model.tokenizer.encode_batch(side.texts, False)
-    return [
+    found = [
         truncate_input(ids, inner, min(most + len(ids) - len(inner), keep or len(ids)))
-        for ids, inner in zip(found, bare, strict=True)
+        for ids, inner in zip(whole, bare, strict=True)
     ]
+    return _fitting(found, side.names, model.card)
+
+
+def _fitting(found: list[list[int]], names: Sequence[str], card: ModelCard) -> list[list[int]]:
+    """The prompts, each checked. Errors: `InvalidRequest`, `ContextLengthExceeded`."""
+    for ids, name in zip(found, names, strict=True):
+        check_prompt_tokens(ids, card, name)
+        check_input_length(ids, card, name)
+    return found
 
 
 # ---------------------------------------------------------------- a reranker
@@ -255,11 +261,7 @@ async def _pair_tokens(
         )
     # A template's work depends on the template, too.
     size = max(MIN_STRUCTURED_CHARS, chars) if templated else chars
-    found = await context.pool.run(size, _encode_pairs, prompts, first, pairs)
-    for pair, ids in zip(pairs, found, strict=True):
-        check_prompt_tokens(ids, model.card, pair.name)
-        check_input_length(ids, model.card, pair.name)
-    return found
+    return await context.pool.run(size, _encode_pairs, prompts, first, pairs)
 
 
 def _check_chars(pairs: Sequence[Pair], first: _Side, context: PlanContext) -> int:
@@ -284,4 +286,4 @@ def _encode_pairs(prompts: PairPrompts, queries: _Side, pairs: Sequence[Pair]) -
         check_input_chars(text, name, prompts.query_tokens or keep, model)
     for pair in pairs:
         check_input_chars(pair.document, pair.name, prompts.document_tokens or keep, model)
-    return prompts.encode(pairs)
+    return _fitting(prompts.encode(pairs), [pair.name for pair in pairs], model.card)
