@@ -16,6 +16,8 @@ SAMPLES = [
         "text and a message", f"I ask.<|message_sep|>\n\n{MESSAGE}{LAYOUT.now}", "I ask.", [NOW]
     ),
     Sample("an empty text and a message", f"<|message_sep|>\n\n{MESSAGE}{LAYOUT.now}", "", [NOW]),
+    Sample("the end of the text", f"<|function_call|>{LAYOUT.paris}</s>", "", [PARIS]),
+    Sample("struck text", "<s>a</s>", "<s>a</s>"),
     Sample(
         "words of the marker", "a function call, function call", "a function call, function call"
     ),

@@ -61,6 +61,8 @@ class MarkedObjects(SchemaFree):
     """Markers that may follow the start."""
     around: tuple[str, ...] = ()
     """Markers around text, which are not shown."""
+    behind: tuple[str, ...] = ()
+    """Text right behind a call that is not shown."""
     bare_starts: tuple[str, ...] = ()
     """Text that begins a call only if a tool's name follows."""
     name_key: str = "name"
@@ -254,9 +256,14 @@ class MarkedObjectsReader(ToolCallReader):
             return True
         if char == "{" or (char == "[" and not self._bare):
             return self.turn(self._block)
-        if self.meets(self._format.markers) is None:
+        follows = (*self._format.markers, *self._format.behind)
+        marker = self.meets(follows)
+        if marker is None:
             return False
-        self.drop_half(self._format.markers)
+        if marker in self._format.behind:
+            self.at += len(marker)
+            return True
+        self.drop_half(follows)
         return self.at < len(self.text) and self.turn(self._content)
 
     def _list_ended(self) -> bool:

@@ -101,6 +101,7 @@ GIGACHAT3: Final = MarkedObjects(
     tail="",
     other_starts=("function call<|role_sep|>",),
     around=("<|message_sep|>", "<|role_sep|>"),
+    behind=("</s>",),
     marks=("<|role_sep|>", "<|message_sep|>", "function call"),
 )
 """`<|function_call|>{...}`, and as a message of its own in the first version: GigaChat 3."""

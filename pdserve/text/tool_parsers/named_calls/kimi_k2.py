@@ -53,7 +53,7 @@ KIMI_K2: Final = _KimiK2(
     other_sections=("<|tool_call_section_begin|>",),
     around=("<|tool_call_section_end|>",),
     header=re.compile(
-        r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s:<>]+?)(?::(?P<index>\d+))?)\s*"
+        r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s:<>{}]+?)(?::(?P<index>\d+))?)\s*"
         rf"(?:{re.escape(_SEPARATOR)})?\s*"
     ),
     header_before="functions.",
