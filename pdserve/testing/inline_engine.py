@@ -65,7 +65,7 @@ class InlineEngine:
     def abort(self, ledger: OutputChecker) -> None:
         """Abort a submission, ended or not."""
         ledger.aborted = True
-        handle = next(h for h, known in self.ledgers.items() if known is ledger)
+        handle = next(h for h, known in reversed(self.ledgers.items()) if known is ledger)
         self.core.handle(Abort(handle=handle))
 
     def step(self) -> list[Event]:

@@ -69,9 +69,9 @@ def wave(engine: Any, rng: random.Random, router: Router) -> None:
     assert all(ledger.done for ledger in running)
     router.hear(engine.kv_events)
     engine.kv_events.clear()
-    for handle in list(engine.ledgers)[:-1]:
-        # The last one stays, since the next handle is counted from them.
-        engine.ledgers[handle] = engine.ledgers[max(engine.ledgers)]
+    # Handles are counted from the ledgers: those of this wave stay, all with the last one's.
+    last = len(engine.ledgers)
+    engine.ledgers.update(dict.fromkeys(range(last - WAVE + 1, last), running[-1]))
 
 
 def test_nothing_grows(seed: int) -> None:
