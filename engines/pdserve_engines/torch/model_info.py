@@ -106,7 +106,7 @@ def compat_hash(config: ModelConfig, layout: KvBlockShape, dtype: str, identity:
     return hashlib.sha256(text + identity).hexdigest()[:32]
 
 
-_LATER_ROPE_FIELDS = ("dims", "interleaved", "longrope", "context")
+_LATER_ROPE_FIELDS = ("dims", "interleaved", "longrope", "context", "query_beta")
 """Fields of `RopeConfig` that the first release had not."""
 
 

@@ -332,6 +332,18 @@ RARE = {
     "mistral3": Tiny(
         "Mistral3", {"model_type": "mistral"}, outer={"vision_config": PIXTRAL_VISION}
     ),
+    "ministral3": Tiny(
+        "Mistral3",
+        {
+            "model_type": "ministral3",
+            "head_dim": 16,
+            "rope_parameters": YARN_ROPE | {"llama_4_scaling_beta": 0.5, "factor": 8.0},
+        },
+        outer={"vision_config": PIXTRAL_VISION, "tie_word_embeddings": False},
+    ),
+    "ministral3_text": Tiny(
+        "Ministral3", {"head_dim": 12, "rope_parameters": YARN_ROPE | {"llama_4_scaling_beta": 0.9}}
+    ),
 }
 """What one look at is enough for: other ways through code that `TINY` goes through."""
 NATIVE = tuple(

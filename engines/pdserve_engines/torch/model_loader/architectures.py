@@ -57,6 +57,7 @@ ARCHITECTURES: Mapping[str, ModelFamily] = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "MistralForCausalLM": "mistral",
+    "Ministral3ForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GemmaForCausalLM": "gemma",

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from pdserve.errors import UnsupportedCheckpoint
-from pdserve_engines.torch.model_loader.architectures import VLLM_SERVES_IT
 from pdserve_engines.torch.model_loader.config_keys import Json, flag, number, positive
 
 if TYPE_CHECKING:
@@ -36,15 +35,18 @@ class RopeConfig:
 
     context: int = 0
     """For `dynamic`: the longest sequence, in tokens; `for_context` sets it."""
+    query_beta: float = 0.0
+    """For `yarn`: queries are multiplied by 1 + query_beta * log(1 + position //
+    original_max_positions), as Llama 4's are."""
 
     def for_context(self, tokens: int) -> RopeConfig:
         """The embedding for sequences of up to `tokens` tokens. The angles of `dynamic` and
         `longrope` depend on the length, and sequences that share keys need the same angles."""
         if self.kind == "dynamic":
             return replace(self, context=max(tokens, self.original_max_positions))
-        if self.longrope is None:
-            return self
         fits = tokens <= self.original_max_positions
+        if self.longrope is None:
+            return replace(self, query_beta=0.0) if fits else self
         factors = self.longrope.short if fits else self.longrope.long
         return replace(self, longrope=replace(self.longrope, short=factors, long=factors))
 
@@ -104,7 +106,13 @@ def parse_rope(raw: Json, family: ModelFamily, head_dim: int) -> RopeConfig:
         raise UnsupportedCheckpoint("config.json: rope_parameters by layer are not supported")
     dims = _dims(raw, rope, family, head_dim)
     parsed = _parse(raw, rope, number(raw, "rope_theta", 10000.0), dims or head_dim)
-    return replace(parsed, dims=dims, interleaved=family in _INTERLEAVED)
+    beta = number(rope, "llama_4_scaling_beta", 0.0)
+    if beta and (family != "mistral" or parsed.kind != "yarn"):
+        raise UnsupportedCheckpoint(
+            "config.json: rope with llama_4_scaling_beta is supported only in yarn of Mistral"
+        )
+    interleaved = family in _INTERLEAVED
+    return replace(parsed, dims=dims, interleaved=interleaved, query_beta=beta)
 
 
 def parse_local_rope(raw: Json, theta: float) -> RopeConfig:
@@ -142,11 +150,6 @@ def _parse(raw: Json, rope: Json, theta: float, dims: int) -> RopeConfig:
     theta = number(rope, "rope_theta", theta)
     if "mrope_section" in rope:
         raise UnsupportedCheckpoint("config.json: rope with mrope_section is not supported")
-    if "llama_4_scaling_beta" in rope:
-        raise UnsupportedCheckpoint(
-            "config.json: rope with llama_4_scaling_beta is not supported by the torch engine; "
-            f"{VLLM_SERVES_IT}"
-        )
     if kind == "default":
         return RopeConfig("default", theta)
     if kind == "linear":

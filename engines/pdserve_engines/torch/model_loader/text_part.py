@@ -27,8 +27,9 @@ _DEFAULTS: Final[Mapping[str, Json]] = {
     "Qwen2_5_VLForConditionalGeneration": {"rope_theta": 1e6, "max_window_layers": 80},
     "Qwen3VLForConditionalGeneration": {"rope_theta": 5e5, "head_dim": 128},
     "Qwen3VLMoeForConditionalGeneration": {"rope_theta": 5e5},
+    "ministral3": {"sliding_window": None, "rms_norm_eps": 1e-5, "head_dim": 128},
 }
-"""Defaults that differ from those of the family."""
+"""Defaults that differ from those of the family, by architecture or model type."""
 
 
 def text_part(raw: Json) -> Json:
@@ -40,7 +41,7 @@ def text_part(raw: Json) -> Json:
         raise UnsupportedCheckpoint("config.json: text_config is not a JSON object")
     shared = {key: raw[key] for key in _SHARED if key in raw}
     part = text | shared | {"architectures": names}
-    for name in names:
+    for name in (*names, str(part.get("model_type"))):
         part = dict(_DEFAULTS.get(name, {})) | part
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(part.get(key), dict) and not TEXT_PARTS.keys().isdisjoint(names):

@@ -78,7 +78,7 @@ def unsupported_reason(config: ModelConfig, device: torch.device, max_model_len:
     if any(size % 2 for size in sizes) or config.head_dim > _MAX_HEAD_DIM:
         return "the model's sizes are odd or its heads too large"
     unknown = _unknown_fields(config, _KNOWN)
-    unknown += _unknown_fields(config.rope, _KNOWN_ROPE)
+    unknown += _unknown_fields(config.for_context(max_model_len).rope, _KNOWN_ROPE)
     if unknown:
         return f"they know no {unknown[0]}, which {config.family} has"
     return None

@@ -113,12 +113,14 @@ class TorchModel:
         angles: dict[RopeConfig | None, _Angles | None] = {
             rope: _angles(table[positions]) for rope, table in self._ropes.items()
         }
+        scales = _query_scales(config.rope, positions, self._dtype)
         rows = upload(batch.rows, self._device)
         x = self._embed(upload(batch.tokens, self._device))
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
             normed = self._norm_input(layer, "attn_norm", x)
-            mixed = self._attend(index, layer, normed, attention, angles.get(config.rope_of(index)))
+            turns = angles.get(config.rope_of(index))
+            mixed = self._attend(index, layer, normed, attention, turns, scales)
             if after is not None:
                 after(index + 1)
             if index == last and len(rows) < len(x):
@@ -168,6 +170,7 @@ class TorchModel:
         normed: torch.Tensor,
         attention: PagedAttention,
         angles: _Angles | None,
+        scales: torch.Tensor | None,
     ) -> torch.Tensor:
         config = self._config
         qkv = functional.linear(normed, layer["qkv"], layer.get("qkv_bias"))
@@ -182,6 +185,8 @@ class TorchModel:
             place.copy_(turned)
         queries, written = heads[:, : config.num_heads], heads[:, config.num_heads :]
         attention.write(index, written)
+        if scales is not None:
+            queries *= scales
         window = config.window(index)
         return attention.attend(index, queries, window, layer.get("sinks")).flatten(1)
 
@@ -235,6 +240,17 @@ def _angles(table: torch.Tensor) -> _Angles:
     of a rope table."""
     cosines, sines = table.unsqueeze(1).unbind(2)
     return torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1)
+
+
+def _query_scales(
+    rope: RopeConfig, positions: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """What queries are multiplied by, `[T, 1, 1]`; None: nothing."""
+    if not rope.query_beta:
+        return None
+    contexts = torch.floor(positions / rope.original_max_positions)
+    scales: torch.Tensor = 1 + rope.query_beta * torch.log(1 + contexts)
+    return scales[:, None, None].to(dtype)
 
 
 def _rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, out: torch.Tensor) -> None:

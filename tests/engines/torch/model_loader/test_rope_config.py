@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from pdserve.errors import UnsupportedCheckpoint
-from pdserve_engines.torch.model_loader.architectures import VLLM_SERVES_IT
 from pdserve_engines.torch.model_loader.rope_config import RopeConfig, max_positions, parse_rope
 
 LONG = {"short_factor": [1.0, 2.0], "long_factor": [3, 4.5]}
@@ -62,6 +61,14 @@ def test_dynamic_turns_by_the_context_that_is_served() -> None:
     assert len({rope.for_context(tokens) for tokens in (512, 513, 1536)}) == 3
 
 
+def test_queries_grow_only_beyond_the_original_context() -> None:
+    yarn = {"type": "yarn", "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1}
+    rope = parsed("mistral", rope_parameters=yarn)
+    assert rope.query_beta == 0.1
+    assert rope.for_context(65) == rope
+    assert rope.for_context(64).query_beta == 0.0
+
+
 def test_other_kinds_do_not_depend_on_the_context() -> None:
     rope = parsed("llama", rope_scaling={"type": "linear", "factor": 2.0})
     assert rope.for_context(7) == rope
@@ -102,7 +109,12 @@ def test_pairs_are_brought_into_one_order(
             {"rope_scaling": {"type": "longrope"} | LONG | {"long_factor": [1, "x"]}},
             "long_factor must be a number",
         ),
-        ("mistral", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, VLLM_SERVES_IT),
+        ("mistral", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "only in yarn of Mistral"),
+        (
+            "llama",
+            {"rope_parameters": {"type": "yarn", "llama_4_scaling_beta": 0.1}},
+            "only in yarn of Mistral",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(family: Any, raw: dict[str, Any], named: str) -> None:

@@ -473,6 +473,18 @@ def test_what_the_native_kernels_lack_torch_computes_and_says_why(
         stages(name, options={"kernels": "native"})
 
 
+@needs_native
+@pytest.mark.parametrize(("length", "kernels"), [(64, "native"), (65, "torch")])
+def test_queries_that_grow_are_torchs_only_in_a_context_where_they_do(
+    length: int, kernels: str
+) -> None:
+    yarn = {"type": "yarn", "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1}
+    raw = MIDDLE | {"architectures": ["Ministral3ForCausalLM"], "rope_parameters": yarn}
+    reason = cpu_model.unsupported_reason(parse_config(raw), CPU, length)
+    assert (reason is None) == (kernels == "native")
+    assert kernels == "native" or reason == "they know no query_beta, which mistral has"
+
+
 def test_without_the_extension_torch_serves_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accel, "NATIVE", False)
     monkeypatch.setattr(accel, "REASON", "PDSERVE_PURE is set")
