@@ -23,6 +23,11 @@ _encode_json = msgspec.json.Encoder().encode
 class ScoreResponseBuilder(EmbeddingResponseBuilder):
     """Collects the vectors of all prompts; `body` is the answer once `finished` is set."""
 
+    @property
+    def work(self) -> int:
+        """Cost of `body`: of the numbers of all vectors, and of the documents that it repeats."""
+        return super().work + self.plan.repeats
+
     def body(self) -> bytes:
         """The answer as JSON. Thread-safe, because a finished answer no longer changes."""
         plan = self.plan
