@@ -185,12 +185,6 @@ def parse_config(raw: Json, generation: Json | None = None) -> ModelConfig:
     fields |= {"rms_eps": number(raw, "rms_norm_eps", 1e-6)} | reader.fields(raw)
     _refuse_the_unbuilt(raw, family, gelu=fields.get("gelu", False))
     hidden, heads = positive(raw, "hidden_size"), positive(raw, "num_attention_heads")
-    kv_heads = positive(raw, "num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise UnsupportedCheckpoint(
-            f"config.json: num_attention_heads {heads} is no multiple of "
-            f"num_key_value_heads {kv_heads}"
-        )
     head_dim = _head_dim(raw, hidden, heads)
     rope = parse_rope(raw, family, head_dim)
     return ModelConfig(
@@ -200,7 +194,7 @@ def parse_config(raw: Json, generation: Json | None = None) -> ModelConfig:
         intermediate_size=positive(raw, "intermediate_size"),
         num_layers=layers,
         num_heads=heads,
-        kv_heads=kv_heads,
+        kv_heads=_kv_heads(raw, heads),
         head_dim=head_dim,
         rope=rope,
         max_positions=max_positions(raw, rope),
@@ -248,6 +242,16 @@ def _refuse_the_unbuilt(raw: Json, family: ModelFamily, *, gelu: bool) -> None:
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if raw.get(key) and family not in _EXPERTS:
             raise UnsupportedCheckpoint(f"config.json: {key}: experts are not supported")
+
+
+def _kv_heads(raw: Json, heads: int) -> int:
+    kv_heads = positive(raw, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise UnsupportedCheckpoint(
+            f"config.json: num_attention_heads {heads} is no multiple of "
+            f"num_key_value_heads {kv_heads}"
+        )
+    return kv_heads
 
 
 def _head_dim(raw: Json, hidden: int, heads: int) -> int:
