@@ -68,6 +68,13 @@ class IncrementalReader:
         self.at = 0
         return parts
 
+    def settle(self) -> list[OutputPart]:
+        """Judge what is held back as if the text ended here; then go on."""
+        self.last = True
+        parts = self._run()
+        self.last = False
+        return parts
+
     def _run(self) -> list[OutputPart]:
         while self.state():
             pass

@@ -2,28 +2,31 @@
 
 A model reasons once, at the start, between two markers; some templates write the first marker into
 the prompt. A later marker is content, except an end marker without a start, which is dropped. If
-the request has tools, the marker of a tool call ends the block too, because models forget the end
-marker. Whitespace around the reasoning is layout and not shown. A block without an end is reasoning
-up to the last character.
+the request has tools, a tool call ends the block too, because models forget the end marker; a
+call's marker that no call follows is reasoning. Whitespace around the reasoning is layout and not
+shown. A block without an end is reasoning up to the last character.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from pdserve.text.incremental_reader import (
     IncrementalReader,
     WhitespaceBuffer,
     partial_marker_length,
 )
-from pdserve.text.output_parts import ContentDelta, ReasoningDelta
+from pdserve.text.output_parts import ContentDelta, ReasoningDelta, ToolCallStart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pdserve.text.output_parts import OutputParser, OutputPart
+
+_LONGEST_TRY: Final = 4096
+"""Most characters behind a call's marker that are read to see whether a call follows it."""
 
 __all__ = ["MarkedReasoning", "ReasoningFormat", "ReasoningParser"]
 
@@ -139,7 +142,7 @@ class MarkedReasoning:
 class ReasoningParser(IncrementalReader):
     """Returns the block as `ReasoningDelta` and passes all later text to the next parser."""
 
-    __slots__ = ("_blank", "_drops", "_ends", "_format", "_framed", "_layout", "_then")
+    __slots__ = ("_blank", "_drops", "_ends", "_format", "_framed", "_layout", "_then", "_tried")
 
     def __init__(
         self,
@@ -159,6 +162,8 @@ class ReasoningParser(IncrementalReader):
         self._layout = WhitespaceBuffer(bare=True)
         self._blank: list[str] = []
         """Whitespace at the start of the text."""
+        self._tried: list[str] = []
+        """A call's marker, and text behind it that has not become a call."""
 
     @property
     def in_reasoning(self) -> bool:
@@ -200,12 +205,11 @@ class ReasoningParser(IncrementalReader):
         found, end = self._first(self._ends)
         if end:
             self._reason(self._layout.add(self.text[self.at : found]))
-            self.at = found
-            # A tool call ends the block as well; an end marker that comes after it is stray.
-            if end not in self._format.ends:
-                return self.turn(self._answer)
-            self.at += len(end)
-            return self._drop(end)
+            self.at = found + len(end)
+            if end in self._format.ends:
+                return self._drop(end)
+            self._tried.clear()
+            return self._try(end) or self.turn(self._attempt)
         stop = len(self.text) - (
             0 if self.last else partial_marker_length(self.text, self._ends, self.at)
         )
@@ -214,6 +218,45 @@ class ReasoningParser(IncrementalReader):
         if self.last:
             self._reason(self._layout.flush())
         return False
+
+    def _attempt(self) -> bool:
+        """State behind a call's marker, until it is known whether a call follows."""
+        while self.at < len(self.text):
+            end = self.meets(self._format.ends)
+            if end is None:
+                return False
+            if end:
+                self.at += len(end)
+                self._no_call()
+                return self._drop(end)
+            self.at += 1
+            if self._try(self.text[self.at - 1]):
+                return True
+        return False
+
+    def _try(self, text: str) -> bool:
+        """Let the next parser read more; returns whether it has decided what it is."""
+        # Only a parser of tool calls has markers that end a block.
+        assert self._then is not None
+        parts = self._then.feed(text)
+        self._tried.append(text)
+        called = any(isinstance(each, ToolCallStart) for each in parts)
+        if called or len(self._tried) > _LONGEST_TRY:
+            # A tool call ends the block as well; an end marker that comes after it is stray.
+            self.parts += parts
+            return self.turn(self._answer)
+        if not parts:
+            return False
+        self._reason(self._layout.add("".join(self._tried)))
+        return self.turn(self._block)
+
+    def _no_call(self) -> None:
+        """The block has ended, so what the next parser holds back is no call."""
+        held = self._then.settle() if isinstance(self._then, IncrementalReader) else []
+        if any(isinstance(each, ToolCallStart) for each in held):
+            self.parts += held
+        else:
+            self._reason(self._layout.add("".join(self._tried)))
 
     def _first(self, markers: tuple[str, ...]) -> tuple[int, str]:
         """Position of the first marker, and the marker; -1 and "" if there is none yet."""
@@ -248,7 +291,7 @@ class ReasoningParser(IncrementalReader):
         if marker in frame:
             self._framed = self._framed or WhitespaceBuffer(bare=True)
             self._framed.markup(first=begins)
-        return self.turn(self._gap if begins or self.state == self._block else self._answer)
+        return self.turn(self._gap if begins or self.state != self._answer else self._answer)
 
     def _reason(self, text: str) -> None:
         if text:

@@ -106,6 +106,33 @@ def test_a_call_ends_a_block_that_was_left_open(name: str, begun: bool, closed: 
         assert read(make, cut(text, (at,))) == whole
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "deepseek_v3"])
+@pytest.mark.parametrize("quoted", ["%s` it is", "%sHm%s.", "%s", "%s\n\n"])
+def test_a_marker_that_no_call_follows_is_reasoning(name: str, quoted: str):
+    tools = tool_format(name)
+    marker = tools.starts[0]
+    thought = f"They write `{quoted.replace('%s', marker)}"
+    text = f"{thought}</think>So be it."
+
+    def make():
+        return THINK.parser(True, tools.parser(TOOLS), tools.starts)
+
+    whole = read(make, [text])
+    assert reasoning(whole) == thought.rstrip()
+    assert content(whole) == "So be it."
+    assert not calls(whole)
+    for at in range(len(text) + 1):
+        assert read(make, cut(text, (at,))) == whole
+
+
+def test_a_call_may_follow_a_marker_that_was_talked_about():
+    tools = tool_format("hermes")
+    text = f"The marker <tool_call> is one. {CALLED}"
+    whole = read(lambda: THINK.parser(True, tools.parser(TOOLS), tools.starts), [text])
+    assert reasoning(whole) == "The marker <tool_call> is one."
+    assert [call for call, _ in calls(whole)] == ["now"]
+
+
 def test_without_tools_a_call_stays_reasoning():
     whole = read(lambda: THINK.parser(True, None), [f"I look.\n{CALLED}"])
     assert reasoning(whole) == f"I look.\n{CALLED}"
