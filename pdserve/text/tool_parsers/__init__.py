@@ -65,6 +65,7 @@ _TAGGED_FAMILIES: Final[Mapping[str, str]] = {
     "hy_v3": f"{_HERE}tagged_calls.argument_pairs:HyV3",
     "glm47": f"{_HERE}tagged_calls.argument_pairs:Glm47",
     "glm45": f"{_HERE}tagged_calls.argument_pairs:Glm45",
+    "minimax_m3": f"{_HERE}tagged_calls.elements:MiniMaxM3",
     "minimax_m2": f"{_HERE}tagged_calls.invoke_blocks:MiniMaxM2",
     "deepseek_v32": f"{_HERE}tagged_calls.invoke_blocks:DeepSeekV32",
     "deepseek_v41": f"{_HERE}tagged_calls.invoke_blocks:DeepSeekV41",
@@ -108,7 +109,6 @@ TOOL_PARSER_GROUP: Final = "pdserve.tool_parsers"
 _NEEDED: Final = ("markers", "starts", "detect", "check", "parser", "grammar", "call_id")
 
 _UNREAD: Final = (
-    "]<]minimax[>[",  # MiniMax M3
     "<tool_calls>",  # Step 3
     "<|tool_call_start|>",  # LFM2
     "<function_calls>",  # OLMo

@@ -131,12 +131,13 @@ class ToolCallGrammar:
     def has_special(self, text: str) -> bool:
         return any(each in text for each in self._special)
 
-    def markup(self, text: str) -> str:
+    def markup(self, text: str, borders: Sequence[str] = ()) -> str:
         """Terms for text that may contain special tokens, each of which is written as its token.
-        Nothing for the empty text."""
-        if not self.has_special(text):
+        Nothing for the empty text. `borders`: what is a term of its own, too, because text may
+        follow it that goes on differently."""
+        every = sorted((*self._special, *borders), key=len, reverse=True)
+        if not any(each in text for each in every):
             return lark_string(text)
-        every = sorted(self._special, key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, every))})", text)
         return " ".join(self.marker(each) for each in parts if each)
 

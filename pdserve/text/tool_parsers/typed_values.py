@@ -9,6 +9,7 @@ import re
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from pdserve.errors import InvalidRequest
 from pdserve.text.tool_parsers.python_literals import MAX_STRUCTURE, structure_size
 from pdserve.text.tool_parsers.schema_budget import SchemaBudget
 from pdserve.text.tool_parsers.tool_call_grammar import (
@@ -27,6 +28,7 @@ __all__ = [
     "ParameterTypes",
     "check_parameters",
     "json_or_text",
+    "types_of_schema",
     "value_as_json",
 ]
 
@@ -130,6 +132,15 @@ def check_parameters(tools: Sequence[Tool]) -> None:
         schemas = ParameterTypes(tool)
         for name, _, _ in properties_of(tool.function.parameters or {}):
             schemas.types(name, budget)
+
+
+def types_of_schema(schema: dict[str, Any]) -> tuple[str, ...]:
+    """JSON types that the schema itself names; of unreasonably long lists, none."""
+    try:
+        found = _own_types(schema, SchemaBudget("tools", MAX_PARAMETER_STEPS))
+        return tuple(dict.fromkeys(found))
+    except InvalidRequest:
+        return ()
 
 
 def _own_types(schema: dict[str, Any], budget: SchemaBudget) -> Iterator[str]:

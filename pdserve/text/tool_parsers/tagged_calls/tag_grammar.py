@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pdserve.text.tool_parsers.base import ToolChoiceMode
     from pdserve.text.tool_parsers.tagged_calls.tag_syntax import TagSyntax
 
-__all__ = ["tagged_grammar"]
+__all__ = ["shared_definitions", "tagged_grammar"]
 
 
 def tagged_grammar(
@@ -51,8 +51,10 @@ class _TaggedGrammar:
         calls = grammar.any_call(self._call(tool) for tool in grammar.tools)
         if layout.between_calls is not None:
             calls = grammar.sequence(calls, grammar.markup(layout.between_calls))
-        start, end = syntax.starts[0], layout.block_end + syntax.ends[0]
-        body = f"{grammar.markup(layout.block)} {calls} {grammar.markup(end)}"
+        start = syntax.starts[0]
+        # A line break is a term of its own, as it may stand before different tags.
+        end = f"{grammar.markup(layout.block_end)} {grammar.markup(syntax.ends[0])}"
+        body = f"{grammar.markup(layout.block)} {calls} {end}"
         between = grammar.markup(layout.between)
         bans = [each for each in (*syntax.starts, *syntax.openers) if each != start]
         if not syntax.wraps:
@@ -60,9 +62,7 @@ class _TaggedGrammar:
         first, last = syntax.wraps
         block = grammar.rule("block", f"{grammar.markup(start)} {body}")
         blocks = grammar.sequence(block, between)
-        wrapped = (
-            f"{grammar.markup(layout.between)} {blocks} {grammar.markup(layout.between + last)}"
-        )
+        wrapped = f"{between} {blocks} {between} {grammar.markup(last)}"
         return grammar.tagged(first, wrapped, again=False, bans=[*bans, start])
 
     def _call(self, tool: Tool) -> str:
@@ -118,12 +118,12 @@ class _TaggedGrammar:
         return grammar.text_up_to("PARAMETER_TEXT", self._layout.value_end)
 
     def _json(self, tool: Tool, schema: Any) -> str:
-        described = {**_shared(tool, schema), **schema}
+        described = {**shared_definitions(tool, schema), **schema}
         term = json_schema_term(described, strict=bool(tool.function.strict))
         return f"{term} {self._grammar.markup(self._layout.value_end)}"
 
 
-def _shared(tool: Tool, schema: Any) -> dict[str, Any]:
+def shared_definitions(tool: Tool, schema: Any) -> dict[str, Any]:
     """The parts of the tool's schema that one parameter's schema may refer to."""
     if '"$ref"' not in json.dumps(schema):
         return {}

@@ -108,6 +108,7 @@ class TagReader(ToolCallReader):
             each: syntax
             for syntax in reversed(syntaxes)
             for each in (*syntax.markers, *syntax.openers)
+            if each not in syntax.leads
         }
         """The syntax that each marker belongs to."""
         self._leads = tuple(dict.fromkeys(lead for each in syntaxes for lead in each.leads))
