@@ -15,6 +15,10 @@ from pdserve.errors import ContextLengthExceeded, Overrun
 if TYPE_CHECKING:
     from pdserve.messages.card import ModelCard
 
+_CODE = "(context_length_exceeded)"
+"""LangChain looks for the code in the sentence, which is all that OpenAI's client shows of an
+error."""
+
 
 class ContextFit(enum.Enum):
     """What happens to a request for more output than the context leaves room for."""
@@ -44,7 +48,7 @@ def max_output_tokens(
         raise ContextLengthExceeded(
             f"{_sentence(card)} However, you requested {prompt_tokens + asked} tokens "
             f"({prompt_tokens} in the prompt, {asked} in the completion). Shorten the prompt or "
-            f"lower '{field}' to {room}.",
+            f"lower '{field}' to {room}. {_CODE}",
             param=field,
             overrun=Overrun(prompt_tokens, asked, context),
         )
@@ -61,7 +65,7 @@ def check_prompt_length(prompt_tokens: int, card: ModelCard, field: str, why: st
         raise ContextLengthExceeded(
             f"{_sentence(card)} However, your {field.partition('[')[0]} resulted in "
             f"{prompt_tokens} tokens{why}, and the output needs room, too. Shorten '{field}', or "
-            "have it cut by 'truncate_prompt_tokens'.",
+            f"have it cut by 'truncate_prompt_tokens'. {_CODE}",
             param=field,
             overrun=Overrun(prompt_tokens, 0, card.max_model_len),
         )

@@ -45,6 +45,7 @@ def test_a_longer_one_is_cut_or_refused(fit: ContextFit, asked: int, granted: in
     assert error.message.startswith(f"{SENTENCE}you requested {10 + asked} tokens")
     assert "lower 'max_tokens' to 90" in error.message
     assert (error.code, error.param) == ("context_length_exceeded", "max_tokens")
+    assert error.message.endswith(f"({error.code})")
     assert error.overrun == (10, asked, 100)
 
 
@@ -53,6 +54,7 @@ def test_a_prompt_leaves_room_for_one_token():
     with pytest.raises(ContextLengthExceeded) as caught:
         check_prompt_length(100, CARD, "prompt[1]")
     assert caught.value.message.startswith(f"{SENTENCE}your prompt resulted in 100 tokens")
+    assert caught.value.message.endswith("(context_length_exceeded)")
     assert caught.value.param == "prompt[1]"
 
 
