@@ -4,11 +4,13 @@ The script is a JSON list of `{"if": REGEX, "say": TEXT}`. The first expression 
 prompt wins; `\\g<1>` in the text is its first group. Everything else is the scripted executor's:
 scheduler, blocks and lengths are real.
 
-Engine name: `tests.e2e.agents.actor:create`; option `script`: the file.
+Engine name: `tests.e2e.agents.actor:create`; options: `script`, the file, and `step_ms`, how long a
+step takes at least.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -45,8 +47,11 @@ class Actor(ScriptedExecutor):
         self._lines: dict[SequenceKey, list[int]] = {}
         vocab, length = self._tokenizer.get_vocab_size(), spec.max_model_len or 131_072
         sizes = {"vocab": str(vocab), "eos": str(EOS), "max_len": str(length)}
-        blocks = str(3 * length // spec.block_size)
-        return super().load(replace(spec, options={**sizes, "blocks": blocks}), progress)
+        sizes["blocks"] = str(3 * length // spec.block_size)
+        sizes["step_ms"] = spec.options.get("step_ms", "0")
+        info = super().load(replace(spec, options=sizes), progress)
+        # Clients mark tools as strict; the script's calls are what their grammars allow.
+        return dataclasses.replace(info, features=(*info.features, "grammar"))
 
     def _write(self, chunk: ScheduledChunk) -> None:
         pass  # what it says follows from the tokens alone

@@ -16,6 +16,7 @@ import pytest
 
 import tests
 from tests.e2e.agents.actor import ENGINE
+from tests.e2e.clients.snippets import MODEL, PORT
 from tests.e2e.model import MARKERS, THINKS, write_model
 from tests.e2e.server import PATIENCE, Server
 
@@ -29,7 +30,6 @@ PROGRAMS = {
     "claude": "@anthropic-ai/claude-code-linux-*/claude",
     "codex": "@openai/codex-linux-*/vendor/*/bin/codex",
 }
-MODEL = "actor"
 
 
 def unable(why: str) -> None:
@@ -78,10 +78,6 @@ class Stage:
     work: Path
     inside: tuple[str, ...]
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server.port}"
-
     def run(self, *command: str, **environ: str) -> str:
         """The agent's standard output. Its exit status is the caller's business."""
         keep = {"PATH": os.environ["PATH"], "HOME": str(self.work), "TERM": "dumb"}
@@ -117,7 +113,8 @@ def stage(
             file.write_text(json.dumps(script))
             flags = ("--engine", ENGINE, "--engine-option", f"script={file}", "--aggregated")
             names = ("--served-model-name", MODEL, "--max-model-len", str(context))
-            server = stack.enter_context(_Inside(namespace, checkpoint, *flags, *names))
+            port = ("--port", str(PORT))
+            server = stack.enter_context(_Inside(namespace, checkpoint, *flags, *names, *port))
             server.wait_for_line("ready: ")
             work = tmp_path / "work"
             work.mkdir()

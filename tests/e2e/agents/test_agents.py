@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.agents.conftest import MODEL, Stage, program
+from tests.e2e.agents.conftest import Stage, program
+from tests.e2e.clients.snippets import environ, snippet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,10 +46,9 @@ def script(tool: str) -> list[dict[str, str]]:
 def claude(stage: Stage) -> list[dict[str, Any]]:
     """Claude Code's own events."""
     said = stage.run(
-        *(str(program("claude")), "-p", "PLEASE use the tool", "--model", MODEL),
+        *(str(program("claude")), "-p", "PLEASE use the tool"),
         *("--output-format", "stream-json", "--verbose", "--dangerously-skip-permissions"),
-        ANTHROPIC_BASE_URL=stage.url,
-        ANTHROPIC_API_KEY="none",
+        **environ("Claude Code"),
         CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
         DISABLE_TELEMETRY="1",
         IS_SANDBOX="1",
@@ -57,18 +57,18 @@ def claude(stage: Stage) -> list[dict[str, Any]]:
 
 
 def codex(stage: Stage, *more: str) -> list[dict[str, Any]]:
-    """Codex' own events."""
-    provider = (
-        f'{{name="pdserve",base_url="{stage.url}/v1",wire_api="responses",env_key="KEY",'
-        "request_max_retries=0,stream_max_retries=0}"
-    )
+    """Codex' own events. The page's length of the context is left out: `more` may have another."""
+    config = snippet("Codex", "toml")
+    length = next(line for line in config.splitlines() if line.startswith("model_context_window"))
+    (stage.work / "config.toml").write_text(config.replace(length, ""))
+    retries = [f"model_providers.pdserve.{kind}_max_retries=0" for kind in ("request", "stream")]
     said = stage.run(
         *(str(program("codex")), "exec", "--json", "--skip-git-repo-check"),
         "--dangerously-bypass-approvals-and-sandbox",
-        *("-c", "model_provider=pdserve", "-c", f"model_providers.pdserve={provider}"),
-        *(*more, "-m", MODEL, "PLEASE use the tool"),
-        KEY="none",
+        *(word for option in retries for word in ("-c", option)),
+        *(*more, "PLEASE use the tool"),
         CODEX_HOME=str(stage.work),
+        **environ("Codex"),
     )
     return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
