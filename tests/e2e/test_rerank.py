@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from openai.types import CreateEmbeddingResponse
 from tokenizers import Tokenizer
 
 from pdserve.client import Client, InvalidRequest
@@ -59,8 +60,18 @@ def judge_of(folder: Path) -> Any:
 
 @pytest.mark.timeout(180)
 async def test_an_embedding_model_ranks_by_cosine(tiny_model: Path) -> None:
+    turns = [{"role": "user", "content": QUERY}, {"role": "assistant", "content": "The brown."}]
     with serving(tiny_model, *FLAGS, "--pooling", "mean") as server:
         with client_of(server.url) as client:
+            bare: dict[str, Any] = {"model": "judge", "encoding_format": "float"}
+            chat = client.post(
+                "/embeddings", body=bare | {"messages": turns}, cast_to=CreateEmbeddingResponse
+            )
+            plain = client.embeddings.create(
+                input=f"<s>user: {QUERY}</s><s>assistant: The brown.</s>",
+                extra_body={"add_special_tokens": False},
+                **bare,
+            )
             texts = client.embeddings.create(
                 model="judge", input=[QUERY, *DOCUMENTS], encoding_format="float"
             )
@@ -71,6 +82,10 @@ async def test_an_embedding_model_ranks_by_cosine(tiny_model: Path) -> None:
             ranked = await client.rerank(QUERY, DOCUMENTS, top_n=3)
             scored = await client.score(QUERY, DOCUMENTS)
             paired = await client.score([QUERY] * 4, DOCUMENTS)
+        invoked = server.post("/invocations", {"query": QUERY, "documents": DOCUMENTS, "top_n": 3})
+    assert chat.usage.prompt_tokens == plain.usage.prompt_tokens
+    assert chat.data[0].embedding == pytest.approx(plain.data[0].embedding, abs=1e-6)
+    assert [each["index"] for each in invoked["results"]] == [each.index for each in ranked.results]
     assert [each.score for each in scored.data] == pytest.approx(cosines, abs=1e-5)
     assert [each.score for each in paired.data] == pytest.approx(cosines, abs=1e-5)
     best = sorted(range(4), key=lambda index: -cosines[index])[:3]
@@ -126,9 +141,9 @@ async def test_a_language_model_judges_by_two_of_its_tokens(tmp_path: Path) -> N
         last = [model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]
     pair = [tokenizer.token_to_id(each) for each in (no, yes)]
     shares = [float(each[pair].softmax(0)[1]) for each in last]
-    option = ("--engine-option", f"classifier_from_token={no},{yes}")
-    option += ("--chat-template", str(tmp_path / "pairs.jinja"))
-    with serving(folder, *FLAGS, *option) as server:
+    tokens = ("--engine-option", f"classifier_from_token={no},{yes}")
+    template = ("--chat-template", str(tmp_path / "pairs.jinja"))
+    with serving(folder, *FLAGS, *tokens, *template) as server:
         async with Client(server.url) as client:
             scored = await client.score(QUERY, DOCUMENTS)
             said = await client.complete("hello", max_tokens=3)
