@@ -24,6 +24,7 @@ FEATURES = {
     "bans": "`bans`",
     "lora": "LoRA adapters",
     "embeddings": "embeddings",
+    "images": "images",
     "classify": "rerankers",
 }
 FIELDS = {

@@ -116,6 +116,24 @@ class FrontendConfig:
     """Highest `priority` of requests without a key, and of keys without a limit of their own. None:
     any without a key, 0 with one, because the operator who issues keys decides about priority."""
 
+    allowed_media_domains: tuple[str, ...] = ()
+    """Hosts from which images of requests are fetched, by http or https; `*.name` is everything
+    below it, `*` every host. Their addresses must be public in any case. Empty: none, images come
+    as `data:` URLs, because a server that fetches what clients say is a door into its network."""
+    max_images: int = 16
+    """Most images of one request (400). A model may take fewer."""
+    max_image_bytes: Bytes = 20 << 20
+    """Largest file of an image (400): OpenAI's limit."""
+    max_image_pixels: int = 64_000_000
+    """Most pixels of one image (400): each takes 3 bytes of the worker's memory, whatever the
+    size of its file. Cameras of phones make 50 million."""
+    max_image_memory: Bytes = 512 << 20
+    """Bytes that the images of all requests may hold together, until their requests end; beyond it
+    requests with images get a 429."""
+    image_fetch_timeout: Seconds = 5.0
+    """Seconds in which an image must arrive from its URL, with all redirects (400); vLLM's
+    default."""
+
     strict_api: bool = False
     """If true, these get a 400: unknown request fields (with the nearest name), tools that would be
     left out, and outputs that would be cut to fit. If false, they are ignored or cut, with a log
@@ -144,6 +162,13 @@ class FrontendConfig:
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be greater than 0", param=name)
+        for name in self.allowed_media_domains:
+            if "/" in name or ":" in name:
+                raise ConfigError(
+                    f"allowed_media_domains: {name!r} is not a name; write it without scheme and "
+                    "port",
+                    param="allowed_media_domains",
+                )
         for origin in self.cors_origins:
             if origin != "*" and "://" not in origin:
                 raise ConfigError(
@@ -164,5 +189,7 @@ _POSITIVE = (
     *("body_timeout", "keepalive_timeout", "request_timeout", "drain_timeout", "write_buffer"),
     *("write_stall_timeout", "retry_after", "router_wait", "remember_models", "header_wait"),
     "worker_wait",
+    *("max_images", "max_image_bytes", "max_image_pixels", "max_image_memory"),
+    "image_fetch_timeout",
     *("max_answer", "max_answers"),
 )

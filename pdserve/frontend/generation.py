@@ -19,6 +19,7 @@ from pdserve.frontend.api.unknown_fields import UnknownFields
 from pdserve.frontend.http.http_response import EVENTS, JSON, HttpResponse, connection_of
 from pdserve.frontend.http.request_id import check_request_id
 from pdserve.frontend.http.sse_response import Flusher, SseWriter
+from pdserve.frontend.images.loader import ImageLoader
 from pdserve.frontend.output.embedding_response import EmbeddingResponseBuilder
 from pdserve.frontend.output.full_response import FullResponseBuilder
 from pdserve.frontend.output.response_memory import ResponseMemory
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.dispatch.backend import Backend
     from pdserve.frontend.http.body_reader import RequestBody
     from pdserve.frontend.http.http_request import HttpRequest
+    from pdserve.frontend.images.loader import ImageIntake
     from pdserve.frontend.model_registry import ModelRegistry, PreparedModel
     from pdserve.frontend.output.response_builder import PromptSink, ResponseBuilder
     from pdserve.frontend.plan import RequestPlan
@@ -106,7 +108,9 @@ class GenerationHandler:
         active_requests: ActiveRequests,
         metrics: Metrics,
         naming: PromptHasher = NO_HASHING,
+        images: ImageLoader | None = None,
     ) -> None:
+        self.images = images or ImageLoader(config, metrics)
         self._config = config
         self._naming = naming
         self._backend = backend
@@ -154,7 +158,15 @@ class GenerationHandler:
     async def _serve(
         self, route: RequestKind[R], body: RequestBody, active: ActiveRequest
     ) -> web.StreamResponse:
-        plan = await self.plan(route, body, active)
+        images = self.images.intake()
+        try:
+            return await self._answer(await self.plan(route, body, active, images), body, active)
+        finally:
+            images.release()
+
+    async def _answer(
+        self, plan: RequestPlan, body: RequestBody, active: ActiveRequest
+    ) -> web.StreamResponse:
         if plan.ready is not None:
             kind = NDJSON if plan.stream else JSON
             return HttpResponse(200, plan.ready, kind, active.call.headers)
@@ -169,9 +181,14 @@ class GenerationHandler:
     # ------------------------------------------------------------------ before the answer
 
     async def plan(
-        self, route: RequestKind[R], body: RequestBody, active: ActiveRequest
+        self,
+        route: RequestKind[R],
+        body: RequestBody,
+        active: ActiveRequest,
+        images: ImageIntake | None = None,
     ) -> RequestPlan:
-        """Makes the plan for a body, and stores the client's options in the exchange.
+        """Makes the plan for a body, and stores the client's options in the exchange. `images`
+        holds its images until the caller releases them; None: it may have none.
 
         Errors: `InvalidRequest` and its subclasses, `NoWorker`, `Overloaded`.
         """
@@ -194,6 +211,7 @@ class GenerationHandler:
             naming=self._naming,
             key=call.key,
             deadline=self._config.request_timeout,
+            images=images,
             arrival=active.arrival,
             time=self._time,
         )

@@ -57,6 +57,8 @@ class PromptStats(msgspec.Struct):
     prefill: Seconds | None = None
     where: str = ""
     """Where the prompt was prefilled, and why; empty if the worker had no choice."""
+    image_tokens: tuple[int, ...] = ()
+    """Tokens that each of the prompt's images took."""
 
 
 def served_summary(courses: Sequence[PromptStats], ttft: Seconds | None) -> Served | None:

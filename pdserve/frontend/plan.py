@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdserve.frontend.images.image_tokens import LoadedImage
 from pdserve.frontend.model_registry import PreparedModel
 from pdserve.frontend.output.api_adapter import ApiAdapter
 from pdserve.frontend.output.embedding_format import EmbeddingFormat
@@ -41,6 +42,15 @@ class Prompt(msgspec.Struct, frozen=True):
     """Text that the answer begins with; empty unless `echo` was requested."""
     reasoning: bool = False
     """True if the prompt has opened the model's reasoning, so that the output begins inside it."""
+    images: tuple[LoadedImage, ...] = ()
+    """Images, one for each placeholder in `tokens`."""
+    image_tokens: tuple[int, ...] = ()
+    """Tokens that each image is expected to take; 0: unknown."""
+
+    @property
+    def size(self) -> int:
+        """Tokens of the prompt, with those that its images are known to take."""
+        return len(self.tokens) + sum(each - 1 for each in self.image_tokens if each)
 
 
 class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +103,8 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
     sent."""
     tokens_as_ids: bool = False
     """True if logprobs name tokens by their ids."""
+    on_image_tokens: Callable[[tuple[int, ...]], None] = lambda tokens: None
+    """Called with the tokens that each image of the prompt took."""
     stream_interval: int = 1
     """Tokens per chunk of a stream."""
     vectors: EmbeddingFormat | None = None
@@ -112,7 +124,7 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def prompt_tokens(self) -> int:
         """Number of tokens of all prompts."""
-        return sum(len(prompt.tokens) for prompt in self.prompts)
+        return sum(prompt.size for prompt in self.prompts)
 
     @property
     def repeats(self) -> Bytes:

@@ -160,6 +160,7 @@ class FrontendService:
         try:
             self._listener = await self._listen(loop)
         except BaseException:
+            await self._generations.images.close()
             await self._bodies.close()
             await self._pool.close()
             raise
@@ -302,6 +303,7 @@ class FrontendService:
         self._server.pre_shutdown()
         await self._server.shutdown(_LAST_WORDS)
         self._server.abort_all()
+        await self._generations.images.close()
         await self._models.close()
         await self._bodies.close()
         await self._pool.close()

@@ -35,11 +35,21 @@ if TYPE_CHECKING:
 ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-class Block(msgspec.Struct, kw_only=True):
-    """One block of content: `text`, `thinking`, `tool_use` or `tool_result`. `cache_control` is
-    accepted on all without effect: prefixes are always cached."""
+class ImageSource(msgspec.Struct, kw_only=True):
+    """Where an image is: `base64`, with its `data`, or `url`."""
 
     type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class Block(msgspec.Struct, kw_only=True):
+    """One block of content: `text`, `image`, `thinking`, `tool_use` or `tool_result`.
+    `cache_control` is accepted on all without effect: prefixes are always cached."""
+
+    type: str
+    source: ImageSource | None = None
     text: str | None = None
     thinking: str | None = None
     signature: str | None = None

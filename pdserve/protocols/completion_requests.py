@@ -178,12 +178,29 @@ class ThinkingSwitch(msgspec.Struct, kw_only=True):
     """`adaptive` and `auto` leave it to the template."""
 
 
+class ImageUrl(msgspec.Struct, kw_only=True):
+    """Where an image is: a `data:` URL that holds it, or a URL of a host that the operator
+    allows."""
+
+    url: str | None = None
+    detail: str | None = None
+    """Without effect: the model's own processor scales images."""
+
+
 class ContentPart(msgspec.Struct, kw_only=True):
-    """One part of a message's content: only `text` is accepted, and the assistant's `refusal`."""
+    """One part of a message's content: `text`, `image_url`, and the assistant's `refusal`."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | ImageUrl | None = None
+
+
+class PlacedPart(ContentPart, kw_only=True):
+    """A part that was made of another API's field. Clients cannot send it."""
+
+    where: str
+    """Name of that field."""
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -389,7 +406,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     messages: Annotated[
         Annotated[list[Message], Meta(min_length=1)],
-        field_doc("The conversation; contents are strings or parts of type `text`."),
+        field_doc("The conversation; contents are strings or parts of type `text` or `image_url`."),
     ]
     max_tokens: Annotated[
         MaxTokens | None,

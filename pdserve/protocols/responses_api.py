@@ -34,12 +34,15 @@ Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class InputPart(msgspec.Struct, kw_only=True):
-    """One part of an item's content: `input_text`, `output_text`, `refusal`, `reasoning_text` or
-    `summary_text`."""
+    """One part of an item's content: `input_text`, `input_image`, `output_text`, `refusal`,
+    `reasoning_text` or `summary_text`."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
+    detail: str | None = None
+    """Without effect: the model's own processor scales images."""
     annotations: Any = None
     """Accepted without effect; parts of earlier answers have it."""
     logprobs: Any = None

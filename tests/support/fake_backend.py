@@ -58,6 +58,8 @@ class Script:
     hold_open: Seconds = 0.0
     """How long `open` takes."""
     cached_tokens: int = 0
+    image_tokens: tuple[int, ...] = ()
+    """Tokens that each image of a prompt takes."""
     vector: Callable[[GenerateRequest], bytes] | None = None
     """What a prompt becomes if a vector is asked for; None: tokens come all the same."""
     placement: Any = None
@@ -165,7 +167,10 @@ class FakeOpenStream:
                 else None
             ),
             started=(
-                FirstTokenStats(self._script.cached_tokens, 0.001, 0.002, 0.002)
+                FirstTokenStats(
+                    *(self._script.cached_tokens, 0.001, 0.002, 0.002),
+                    image_tokens=self._script.image_tokens[: len(self.request.images)],
+                )
                 if first and tokens
                 else None
             ),

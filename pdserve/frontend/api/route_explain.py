@@ -58,7 +58,15 @@ class RouteExplainer:
         return await self._active_requests.run(call, self._explain)
 
     async def _explain(self, body: RequestBody, active: ActiveRequest) -> HttpResponse:
-        plan = await self._generations.plan(await body.look(_kind), body, active)
+        images = self._generations.images.intake()
+        try:
+            kind = await body.look(_kind)
+            plan = await self._generations.plan(kind, body, active, images)
+            return await self._explained(plan, active)
+        finally:
+            images.release()
+
+    async def _explained(self, plan: RequestPlan, active: ActiveRequest) -> HttpResponse:
         if len(plan.requests) != 1:
             raise InvalidRequest("'/route' explains one prompt at a time", param="prompt")
         active.stage = "waiting for a router's explanation"

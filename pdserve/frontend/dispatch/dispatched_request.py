@@ -309,7 +309,7 @@ class DispatchedRequest:
             request_id=request.request_id,
             attempt=self.attempts,
             model=request.model,
-            prompt_tokens=len(request.prompt) + received.longest,
+            prompt_tokens=request.prompt_tokens + received.longest,
             max_tokens=max(0, request.sampling.max_tokens - received.shortest),
             n=max(1, request.n - len(received.ended)),
             priority=request.priority,

@@ -131,6 +131,9 @@ class PromptSink:
             course.cached_tokens = started.cached_tokens
             course.queue, course.prefill = started.queue_seconds, started.prefill_seconds
             course.where = started.prefill
+            if started.image_tokens:
+                course.image_tokens = started.image_tokens
+                self._answer.plan.on_image_tokens(started.image_tokens)
         answer = self._answer
         if answer.first_token is None:
             answer.begin(now)
@@ -226,6 +229,12 @@ class ResponseBuilder(ABC):
         return sum(choice.completion_tokens for choice in self.choices)
 
     @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens of all prompts, as far as known: a worker says what images took."""
+        sinks = zip(self.sinks, self.plan.prompts, strict=True)
+        return sum(_prompt_tokens(prompt, sink.course.image_tokens) for sink, prompt in sinks)
+
+    @property
     def stage(self) -> str:
         """The stage of the request, in words for an error."""
         if self.first_token is not None:
@@ -237,7 +246,7 @@ class ResponseBuilder(ABC):
     def usage(self, *, last: bool = False) -> Usage:
         """Tokens so far. Cached tokens are included once every prompt's are known. `last`: this is
         the final usage, which also says how the request was served."""
-        prompt, completion = self.plan.prompt_tokens, self.completion_tokens
+        prompt, completion = self.prompt_tokens, self.completion_tokens
         cached = cached_tokens([sink.course for sink in self.sinks])
         told = self._served() if last else None
         return Usage(
@@ -271,3 +280,7 @@ class ResponseBuilder(ABC):
         choices = [self._choice(first + choice, prompt) for choice in range(self.plan.n)]
         self.choices += choices
         return PromptSink(self, choices)
+
+
+def _prompt_tokens(prompt: Prompt, images: tuple[int, ...]) -> int:
+    return len(prompt.tokens) + sum(images) - len(images) if images else prompt.size

@@ -15,7 +15,11 @@ from pdserve.errors import InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["reword_errors"]
+__all__ = ["InOwnTerms", "reword_errors"]
+
+
+class InOwnTerms(InvalidRequest):
+    """An error about a converted request that names the client's own field already."""
 
 
 @contextlib.contextmanager
@@ -27,6 +31,8 @@ def reword_errors(names: Mapping[str, str], tools: Sequence[str] = ()) -> Iterat
     """
     try:
         yield
+    except InOwnTerms:
+        raise
     except InvalidRequest as error:
         _reword(error, names)
         if tools:

@@ -16,6 +16,14 @@ from msgspec.structs import replace
 from pdserve.errors import InvalidRequest
 from pdserve.frontend.access.api_keys import ApiKey, cache_salt_of, check_priority
 from pdserve.frontend.config import FrontendConfig
+from pdserve.frontend.images.loader import ImageIntake
+from pdserve.frontend.images.prompt import (
+    check_no_images,
+    image_names,
+    learning,
+    place_images,
+    take_images,
+)
 from pdserve.frontend.model_registry import PreparedModel
 from pdserve.frontend.plan import Prompt, RequestPlan
 from pdserve.frontend.preprocess.context_length import ContextFit, check_prompt_length
@@ -80,6 +88,8 @@ class PlanContext(msgspec.Struct, frozen=True, kw_only=True):
     key: ApiKey | None = None
     deadline: Seconds | None = None
     """Seconds left until the deadline."""
+    images: ImageIntake | None = None
+    """Takes the request's images; None: it may have none."""
     any_output: bool = False
     """True if more output than the whole context may be requested."""
     arrival: Seconds = 0.0
@@ -104,13 +114,17 @@ async def plan_chat(request: ChatRequest, context: PlanContext) -> RequestPlan:
 async def _plan_usual(request: ChatRequest, context: PlanContext) -> RequestPlan:
     check_reasoning(request, context.model)
     tools = callable_tools(request, context.model)
+    request, images = await take_images(request, context)
     prompt = await _chat_prompt(request, tools, context)
     if not prompt.tokens:
         raise InvalidRequest(
             "the chat template writes nothing for these 'messages'", param="messages"
         )
     check_prompt_tokens(prompt.tokens, context.model.card, "messages")
+    prompt = place_images(prompt, images, context)
     plan = await _plan(request, context, [prompt], chat=True, prefix="chatcmpl-")
+    if images:
+        plan = replace(plan, on_image_tokens=learning(images, context))
     return with_output_parser(plan, request, tools)
 
 
@@ -130,6 +144,7 @@ async def chat_tokens(request: ChatRequest | TokenizeRequest, context: PlanConte
     Errors: `InvalidRequest` for what the template or its arguments refuse.
     """
     request = replace(request, messages=normalize_messages(request.messages or []))
+    check_no_images(request.messages or ())
     if isinstance(request, ChatRequest):
         tools = callable_tools(request, context.model)
     else:
@@ -532,14 +547,17 @@ async def _submissions(
     check_priority(priority, context.key, context.config.max_priority)
     salt = cache_salt_of(context.key, request.cache_salt)
     tokens = [prompt.tokens for prompt in prompts]
-    names = await context.naming.of(card, salt, tokens, context.pool, lora=context.model.lora)
+    if prompts[0].images:
+        names = [await image_names(each, card, salt, context) for each in prompts]
+    else:
+        names = await context.naming.of(card, salt, tokens, context.pool, lora=context.model.lora)
     bad_words = await _bad_words(request, context)
     grammar = await grammar_of(request, context)
     thoughts = [thinking_of(request, context.model, each.reasoning) for each in prompts]
     found: list[GenerateRequest] = []
     for index, (prompt, named, thinking) in enumerate(zip(prompts, names, thoughts, strict=True)):
         sampling = sampling_params(
-            *(request, card, len(prompt.tokens), seed, bad_words, grammar, thinking, context.fit),
+            *(request, card, prompt.size, seed, bad_words, grammar, thinking, context.fit),
             like=found[0].sampling if found else None,
         )
         found.append(
@@ -556,6 +574,8 @@ async def _submissions(
                 block_names=named.hashes,
                 names_id=named.id,
                 lora=context.model.lora,
+                images=tuple(image.data for image in prompt.images),
+                image_tokens=prompt.image_tokens,
             )
         )
     return found

@@ -12,10 +12,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from pdserve.blocks.hashing import hash_secret_id, joined_hashes, prompt_root
+from pdserve.blocks.image_hashes import image_block_hashes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pdserve.frontend.images.image_tokens import PromptView
     from pdserve.messages.card import ModelCard
     from pdserve.text.text_pool import TextWork
 
@@ -68,6 +70,19 @@ class PromptHasher:
         work = sum(map(len, prompts)) // _TOKENS_PER_CHAR
         return await pool.run(work, _names, secret, card, salt, prompts, lora)
 
+    async def of_view(
+        self, card: ModelCard, salt: str, view: PromptView, pool: TextWork, *, lora: str = ""
+    ) -> PromptHashes:
+        """The hashes of a prompt with images, up to the first one of unknown size.
+
+        Errors: as `of`.
+        """
+        secret = self._secret()
+        if not secret:
+            return _NONE
+        work = len(view.tokens) // _TOKENS_PER_CHAR
+        return await pool.run(work, _view_names, secret, card, salt, view, lora)
+
     def of_one(self, card: ModelCard, salt: str, prompt: Sequence[int]) -> PromptHashes:
         """The hashes of one prompt of the model itself, computed in place."""
         secret = self._secret()
@@ -83,6 +98,16 @@ def _names(
         PromptHashes(id, joined_hashes(prompt, size, parent=root, secret=secret))
         for prompt in prompts
     ]
+
+
+def _view_names(
+    secret: bytes, card: ModelCard, salt: str, view: PromptView, lora: str
+) -> PromptHashes:
+    id, root = _identity(secret, card.compat_hash, salt, lora)
+    hashes = image_block_hashes(
+        view.tokens, view.images, card.block_size, parent=root, secret=secret
+    )
+    return PromptHashes(id, hashes)
 
 
 NO_HASHING: Final = PromptHasher(lambda: b"")

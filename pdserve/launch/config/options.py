@@ -593,6 +593,38 @@ OPTIONS: tuple[Option, ...] = (
         "Maximum prompts times n of one request.",
         most=MAX_CHOICES,
     ),
+    Option(
+        "allowed-media-domains",
+        "frontend.allowed_media_domains",
+        "limits",
+        "Hosts, separated by commas, from which images may be fetched; * is every public one.",
+        "NAME[,…]",
+        _host_names,
+        ",".join,
+        "none: images come inside of requests",
+    ),
+    _count(
+        "max-images",
+        "frontend.max_images",
+        "limits",
+        "Maximum images of one request; a model may take fewer.",
+    ),
+    _size("max-image-bytes", "frontend.max_image_bytes", "limits", "Largest file of an image."),
+    _count(
+        "max-image-pixels", "frontend.max_image_pixels", "limits", "Maximum pixels of one image."
+    ),
+    _size(
+        "max-image-memory",
+        "frontend.max_image_memory",
+        "limits",
+        "Memory of all images of running requests; beyond it 429.",
+    ),
+    _duration(
+        "image-fetch-timeout",
+        "frontend.image_fetch_timeout",
+        "limits",
+        "Time for an image to arrive from its URL, with redirects.",
+    ),
     _size(
         "max-header-line", "frontend.max_header_line", "limits", "Longest header line of a request."
     ),

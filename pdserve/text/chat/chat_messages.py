@@ -126,14 +126,22 @@ def _content(message: dict[str, Any], index: int, forms: MessageForms) -> Any:
     texts = [_part_text(part, f"{where}[{number}]") for number, part in enumerate(content)]
     if forms.takes_text and not forms.takes_parts(str(message.get("role"))):
         return "\n".join(texts)
-    return [{"type": "text", "text": text} for text in texts]
+    return [
+        {"type": "image"} if _is_image(part) else {"type": "text", "text": text}
+        for part, text in zip(content, texts, strict=True)
+    ]
+
+
+def _is_image(part: Any) -> bool:
+    """True for a part that stands for an image; its text is for templates that take no parts."""
+    return isinstance(part, dict) and part.get("type") == "image"
 
 
 def _part_text(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text":
+    if kind not in ("text", "image"):
         raise InvalidRequest(
             f"{where}: parts of type {kind!r} are not supported", param=f"{where}.type"
         )

@@ -113,8 +113,8 @@ async def test_an_assistants_message_may_be_without_content(pool):
 
 
 async def test_what_a_template_cannot_take_is_the_requests_fault(pool):
-    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-    error = await refused(plan_chat(chat(messages=image), context(pool)))
+    sound = [{"role": "user", "content": [{"type": "input_audio", "text": "x"}]}]
+    error = await refused(plan_chat(chat(messages=sound), context(pool)))
     assert error.param == "messages[0].content[0].type"
     none = context(pool, model=card(chat_template=None))
     assert "no chat template" in (await refused(plan_chat(chat(), none))).message

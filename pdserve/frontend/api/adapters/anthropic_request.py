@@ -2,8 +2,8 @@
 
 The blocks of a turn may be text, thinking, tool calls and tool results; each result becomes a
 message of its own. Neighbouring turns of one role are merged, as that API promises, since many
-templates accept no others. Content other than text, and tools that a server would run, are refused
-with an error that names them.
+templates accept no others. Content other than text and images, and tools that a server would run,
+are refused with an error that names them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from msgspec.structs import replace
 
 from pdserve.errors import ContextLengthExceeded, InvalidRequest
 from pdserve.frontend.api.adapters.anthropic_output import AnthropicAdapter
-from pdserve.frontend.api.adapters.common import content_of, required, unsupported
+from pdserve.frontend.api.adapters.common import content_of, image_part, required, unsupported
 from pdserve.frontend.preprocess.error_fields import reword_errors
 from pdserve.frontend.preprocess.input_processor import plan_chat
 from pdserve.frontend.preprocess.text_cost import MIN_STRUCTURED_CHARS
 from pdserve.protocols.completion_requests import (
     ChatRequest,
+    ContentPart,
     FunctionCall,
     FunctionSpec,
     JsonSchemaFormat,
@@ -157,7 +158,8 @@ class _Turn:
     """A message that is being built."""
 
     role: MessageRole
-    texts: list[str] = field(default_factory=list)
+    texts: list[str | ContentPart] = field(default_factory=list)
+    """Texts and images."""
     thoughts: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     call_id: str | None = None
@@ -192,7 +194,7 @@ class _Conversation:
         last = self._turns[-1]
         if last.role != "assistant":
             return False
-        if last.calls or not "".join(last.texts):
+        if last.calls or not any(last.texts):
             raise InvalidRequest(
                 "'messages' end with an assistant's turn that cannot go on: send the 'tool_result' "
                 "blocks of its calls, or text to be continued",
@@ -200,8 +202,8 @@ class _Conversation:
             )
         return True
 
-    def say(self, role: MessageRole, texts: Sequence[str]) -> None:
-        """Adds text of a role."""
+    def say(self, role: MessageRole, texts: Sequence[str | ContentPart]) -> None:
+        """Adds texts and images of a role."""
         self._turn(role).texts += texts
 
     def take(self, message: InputMessage, where: str) -> None:
@@ -221,10 +223,10 @@ class _Conversation:
     def _user(self, block: Block, where: str) -> None:
         if block.type == "tool_result":
             call_id = required(block.tool_use_id, f"{where}.tool_use_id")
-            texts = _texts(block.content or "", f"{where}.content")
+            texts = _parts(block.content or "", f"{where}.content")
             self._turns.append(_Turn("tool", texts, call_id=call_id))
         else:
-            self.say("user", [_text(block, where, "text and tool_result")])
+            self.say("user", [_part(block, where, "text, image and tool_result")])
 
     def _assistant(self, block: Block, where: str) -> None:
         turn = self._turn("assistant")
@@ -244,6 +246,28 @@ class _Conversation:
         if not self._turns or self._turns[-1].role != role:
             self._turns.append(_Turn(role))
         return self._turns[-1]
+
+
+def _parts(content: str | list[Block], where: str) -> list[str | ContentPart]:
+    """Texts and images."""
+    if isinstance(content, str):
+        return [content]
+    return [
+        _part(block, f"{where}[{index}]", "text and image") for index, block in enumerate(content)
+    ]
+
+
+def _part(block: Block, where: str, understood: str) -> str | ContentPart:
+    if block.type != "image":
+        return _text(block, where, understood)
+    source, place = required(block.source, f"{where}.source"), f"{where}.source"
+    if source.type == "base64":
+        kind = required(source.media_type, f"{place}.media_type")
+        data = required(source.data, f"{place}.data")
+        return image_part(f"data:{kind};base64,{data}", f"{place}.data")
+    if source.type == "url":
+        return image_part(required(source.url, f"{place}.url"), f"{place}.url")
+    raise unsupported(f"{place}.type", source.type, "use base64 or url")
 
 
 def _texts(content: str | list[Block], where: str) -> list[str]:

@@ -8,7 +8,7 @@ import msgspec
 
 from pdserve.errors import InvalidRequest
 from pdserve.frontend.http.http_response import EVENTS
-from pdserve.protocols.completion_requests import ContentPart
+from pdserve.protocols.completion_requests import ContentPart, ImageUrl, PlacedPart
 from pdserve.protocols.sse import WAITING_COMMENT
 from pdserve.protocols.unsupported_fields import shorten
 
@@ -30,12 +30,19 @@ class EventStreamAdapter:
         return WAITING_COMMENT
 
 
-def content_of(texts: Sequence[str]) -> str | list[ContentPart]:
-    """A message's content: a single text as it is, several as parts, which a model's template
-    joins."""
-    if len(texts) > 1:
-        return [ContentPart(type="text", text=text) for text in texts]
-    return texts[0] if texts else ""
+def content_of(parts: Sequence[str | ContentPart]) -> str | list[ContentPart]:
+    """A message's content: a single text as it is, several texts and images as parts, of which a
+    model's template makes one text."""
+    if len(parts) == 1 and isinstance(parts[0], str):
+        return parts[0]
+    return [
+        ContentPart(type="text", text=part) if isinstance(part, str) else part for part in parts
+    ] or ""
+
+
+def image_part(url: str, where: str) -> ContentPart:
+    """An image of the client's field `where`."""
+    return PlacedPart(type="image_url", image_url=ImageUrl(url=url), where=where)
 
 
 def required(value: T | None, where: str) -> T:

@@ -1,8 +1,8 @@
 """Translates `/v1/responses` to a chat: items become messages, and other fields get chat's names.
 
 An assistant's turn is several items there (reasoning, a message, function calls) and one message
-here. Content other than text, and references to stored data, are refused with an error that names
-them. `responses_tools.py` translates tools.
+here. Content other than text and images, and references to stored data, are refused with an error
+that names them. `responses_tools.py` translates tools.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ import msgspec
 from msgspec.structs import replace
 
 from pdserve.errors import ContextLengthExceeded, InvalidRequest
-from pdserve.frontend.api.adapters.common import content_of, missing, required, unsupported
+from pdserve.frontend.api.adapters.common import (
+    content_of,
+    image_part,
+    missing,
+    required,
+    unsupported,
+)
 from pdserve.frontend.api.adapters.responses_output import (
     ResponsesAdapter,
     failed_stream_events,
@@ -279,19 +285,32 @@ class _Conversation:
 def _content(content: str | list[InputPart] | None, where: str) -> str | list[ContentPart]:
     if content is None:
         raise missing(where)
-    return content if isinstance(content, str) else content_of(_texts(content, where))
+    return content if isinstance(content, str) else content_of(_parts(content, where))
+
+
+def _parts(parts: Sequence[InputPart], where: str) -> list[str | ContentPart]:
+    """Texts and images."""
+    found: list[str | ContentPart] = []
+    for index, part in enumerate(parts):
+        if part.type == "input_image":
+            place = f"{where}[{index}].image_url"
+            found.append(image_part(required(part.image_url, place), place))
+        else:
+            found.append(_part_text(part, f"{where}[{index}]", "use text and 'input_image'"))
+    return found
 
 
 def _texts(parts: Sequence[InputPart], where: str) -> list[str]:
-    found = []
-    for index, part in enumerate(parts):
-        if part.type == "refusal":
-            found.append(required(part.refusal, f"{where}[{index}].refusal"))
-        elif part.type in _TEXTS:
-            found.append(required(part.text, f"{where}[{index}].text"))
-        else:
-            raise unsupported(f"{where}[{index}].type", part.type, "only text is understood")
-    return found
+    instead = "only text is understood"
+    return [_part_text(part, f"{where}[{index}]", instead) for index, part in enumerate(parts)]
+
+
+def _part_text(part: InputPart, where: str, instead: str) -> str:
+    if part.type == "refusal":
+        return required(part.refusal, f"{where}.refusal")
+    if part.type in _TEXTS:
+        return required(part.text, f"{where}.text")
+    raise unsupported(f"{where}.type", part.type, instead)
 
 
 # ---------------------------------------------------------------- output

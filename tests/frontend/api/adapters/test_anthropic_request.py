@@ -346,7 +346,7 @@ async def test_tokens_are_counted_as_an_answer_reports_them():
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
             "messages[0].content[0].type",
         ),
         (

@@ -282,7 +282,7 @@ async def test_tokens_are_counted_as_an_answer_reports_them():
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
             "input[0].content[0].type",
         ),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),

@@ -1,0 +1,1 @@
+"""Images of requests: fetched within bounds, checked, and how many tokens they take."""

@@ -1,0 +1,353 @@
+"""Images are fetched from public addresses only, within bounds; every hostile URL is refused.
+
+A real server answers on two loopback addresses. For the tests one of them counts as public, the
+other one and everything else is judged as it really is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from pdserve.errors import Overloaded
+from pdserve.frontend.images.addresses import is_public
+from pdserve.frontend.images.fetcher import ImageFetcher
+from pdserve.frontend.images.sources import ImageRefused, MediaDomains
+from tests.frontend.images.pictures import jpeg, png
+from tests.frontend.support import until
+
+PUBLIC, PRIVATE = "127.0.0.77", "127.0.0.2"
+SILENT = "127.0.0.78"
+"""Public as well, and nobody listens there."""
+MOST = 100_000
+FILE = png(shows=b"x" * 5000)
+
+
+class Hosts:
+    """A web server, its names, and who asked it for what."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.asked: list[tuple[str, str]] = []
+        """(address that was asked, path)."""
+        self.headers: list[dict[str, str]] = []
+        self.names: dict[str, list[str]] = {"pictures.example": [PUBLIC]}
+        self.lookups: list[str] = []
+        self.let_go = asyncio.Event()
+
+    def url(self, path: str, host: str = "pictures.example", port: int | None = None) -> str:
+        return f"http://{host}:{self.port if port is None else port}{path}"
+
+    async def resolve(self, host: str, port: int) -> list[str]:
+        self.lookups.append(host)
+        if host in self.names:
+            return self.names[host]
+        # What a system's resolver makes of numbers in any notation.
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return [str(each[4][0]) for each in found]
+
+    async def handle(self, request: Any) -> web.StreamResponse:
+        name = request.transport.get_extra_info("sockname")[0] if request.transport else ""
+        self.asked.append((name, request.path_qs))
+        self.headers.append(dict(request.headers))
+        return await getattr(self, "get_" + request.path.split("/")[1])(request)
+
+    async def get_picture(self, request: web.Request) -> web.Response:
+        return web.Response(body=FILE, content_type="text/plain")
+
+    async def get_jpeg(self, request: web.Request) -> web.Response:
+        return web.Response(body=jpeg(before=b"\xff\xfe\x40\x00" + bytes(0x3FFE)))
+
+    async def get_page(self, request: web.Request) -> web.Response:
+        return web.Response(text="<html>" + "secret " * 5000, content_type="image/png")
+
+    async def get_zipped(self, request: web.Request) -> web.Response:
+        body = gzip.compress(FILE + bytes(50_000_000))
+        return web.Response(body=body, headers={"Content-Encoding": "gzip"})
+
+    async def get_large(self, request: web.Request) -> web.Response:
+        return web.Response(body=FILE + bytes(MOST))
+
+    async def get_endless(self, request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        await answer.write(FILE)
+        while True:
+            await answer.write(bytes(10_000))
+
+    async def get_slow(self, request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        await answer.write(FILE[:20])
+        await self.let_go.wait()
+        return answer
+
+    async def get_cut(self, request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Length": str(len(FILE))})
+        await answer.prepare(request)
+        await answer.write(FILE[:200])
+        assert request.transport is not None
+        request.transport.abort()
+        return answer
+
+    async def get_status(self, request: web.Request) -> web.Response:
+        return web.Response(status=int(request.path.split("/")[2]))
+
+    async def get_to(self, request: web.Request) -> web.Response:
+        return web.Response(status=302, headers={"Location": request.query["url"]})
+
+    async def get_round(self, request: web.Request) -> web.Response:
+        return web.Response(status=307, headers={"Location": f"/round/{len(self.asked)}"})
+
+    async def get_cookie(self, request: web.Request) -> web.Response:
+        answer = web.Response(body=FILE)
+        answer.set_cookie("session", "1")
+        return answer
+
+
+@pytest.fixture
+async def hosts() -> AsyncIterator[Hosts]:
+    hosts = Hosts()
+    runner = web.ServerRunner(web.Server(hosts.handle), shutdown_timeout=0.1)
+    await runner.setup()
+    first = web.TCPSite(runner, PUBLIC, 0)
+    await first.start()
+    hosts.port = runner.addresses[0][1]
+    await web.TCPSite(runner, PRIVATE, hosts.port).start()
+    yield hosts
+    hosts.let_go.set()
+    await runner.cleanup()
+
+
+Fetch = Callable[[str], Awaitable[bytes]]
+
+
+@pytest.fixture
+async def fetcher(hosts: Hosts) -> AsyncIterator[ImageFetcher]:
+    made = make(hosts)
+    yield made
+    await made.close()
+    await made.close()
+
+
+def make(hosts: Hosts, timeout: float = 20.0, **changes: Any) -> ImageFetcher:
+    settings: dict[str, Any] = {
+        "resolve": hosts.resolve,
+        "public": lambda address: address in (PUBLIC, SILENT) or is_public(address),
+    }
+    return ImageFetcher(MediaDomains.of(["*"]), MOST, timeout, **(settings | changes))
+
+
+async def refused(fetcher: ImageFetcher, url: str) -> ImageRefused:
+    with pytest.raises(ImageRefused) as caught:
+        await fetcher.fetch(url, lambda size: None)
+    return caught.value
+
+
+# ------------------------------------------------------------------ what is fetched
+
+
+async def test_a_file_arrives_and_is_accounted_as_it_comes(
+    hosts: Hosts, fetcher: ImageFetcher
+) -> None:
+    held: list[int] = []
+    assert await fetcher.fetch(hosts.url("/picture/1?a=b"), held.append) == FILE
+    assert sum(held) == len(FILE)
+    assert hosts.asked == [(PUBLIC, "/picture/1?a=b")]
+    assert await fetcher.fetch(hosts.url("/jpeg"), held.append)
+
+
+async def test_nothing_of_the_server_or_of_other_fetches_is_sent(
+    hosts: Hosts, fetcher: ImageFetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.2:1")
+    for _ in range(2):
+        await fetcher.fetch(hosts.url("/cookie"), lambda size: None)
+    for headers in hosts.headers:
+        assert {name.lower() for name in headers} <= {
+            *("host", "accept", "accept-encoding", "user-agent"),
+            *("connection",),
+        }
+        assert headers["Host"] == f"pictures.example:{hosts.port}"
+
+
+async def test_redirects_are_followed_to_public_addresses(
+    hosts: Hosts, fetcher: ImageFetcher
+) -> None:
+    hosts.names["other.example"] = [PUBLIC]
+    url = hosts.url(f"/to?url={hosts.url('/picture', 'other.example')}")
+    assert await fetcher.fetch(url, lambda size: None) == FILE
+    assert await fetcher.fetch(hosts.url("/to?url=/picture/2"), lambda size: None) == FILE
+
+
+async def test_a_name_with_several_addresses(hosts: Hosts, fetcher: ImageFetcher) -> None:
+    """The first one does not answer, and the next one is taken."""
+    hosts.names["pictures.example"] = [SILENT, PUBLIC]
+    assert await fetcher.fetch(hosts.url("/picture"), lambda size: None) == FILE
+
+
+# ------------------------------------------------------------------ addresses
+
+
+LITERALS = [
+    *("127.0.0.2", "127.0.0.2.", "0177.0.0.2", "0x7f.0.0.2", "0x7f000002", "2130706434"),
+    *("127.2", "127.0.2", "017700000002", "[::ffff:127.0.0.2]", "[::ffff:7f00:2]", "[::1]"),
+    *("[64:ff9b::7f00:2]", "[2002:7f00:2::]", "[fe80::1]", "[fe80::1%25lo]", "[::]", "0"),
+    *("0.0.0.0", "localhost", "LOCALHOST.", "127.0.0.2:80@127.0.0.2", "169.254.169.254"),
+    *("10.0.0.1", "192.168.0.1", "172.16.0.1", "100.64.0.1", "[fd00::1]", "224.0.0.1"),
+    *("pictures.example@127.0.0.2", "127.0.0.2#@pictures.example", "127.0.0.2\\@pictures.example"),
+    *("127。0。0。2", "①②⑦.⓪.⓪.②", "%31%32%37.0.0.2"),
+]
+
+
+@pytest.mark.parametrize("host", LITERALS)
+async def test_addresses_that_are_not_public(
+    hosts: Hosts, fetcher: ImageFetcher, host: str
+) -> None:
+    for url in (f"http://{host}:{hosts.port}/picture", f"http://{host}/picture"):
+        assert (await refused(fetcher, url)).reason in ("address", "url", "fetch")
+    target = f"http://{host}:{hosts.port}/picture".replace("#", "%23")
+    error = await refused(fetcher, hosts.url("/to?url=") + target)
+    assert error.reason in ("address", "url", "fetch")
+    assert {address for address, path in hosts.asked if path.startswith("/picture")} == set()
+
+
+@pytest.mark.parametrize(
+    "addresses",
+    [
+        ["127.0.0.2"],
+        ["10.1.2.3"],
+        ["169.254.169.254"],
+        ["::1"],
+        ["::ffff:127.0.0.2"],
+        ["fe80::1%1"],
+        [PUBLIC, "127.0.0.2"],
+        ["not an address"],
+    ],
+)
+async def test_names_that_mean_private_addresses(
+    hosts: Hosts, fetcher: ImageFetcher, addresses: list[str]
+) -> None:
+    hosts.names["inside.example"] = addresses
+    error = await refused(fetcher, hosts.url("/picture", "inside.example"))
+    assert error.reason == "address"
+    assert "not public" in error.message
+    error = await refused(fetcher, hosts.url(f"/to?url={hosts.url('/picture', 'inside.example')}"))
+    assert error.reason == "address"
+    assert [path for _, path in hosts.asked if path == "/picture"] == []
+
+
+async def test_a_name_is_looked_up_once_and_connected_as_it_was_checked(hosts: Hosts) -> None:
+    """The second answer of this name would be a private address (DNS rebinding)."""
+    answers = [[PUBLIC], [PRIVATE], [PRIVATE]]
+
+    async def rebinding(host: str, port: int) -> list[str]:
+        return answers.pop(0)
+
+    fetcher = make(hosts, resolve=rebinding)
+    assert await fetcher.fetch(hosts.url("/picture"), lambda size: None) == FILE
+    assert [address for address, _ in hosts.asked] == [PUBLIC]
+    assert len(answers) == 2
+    assert (await refused(fetcher, hosts.url("/picture"))).reason == "address"
+    await fetcher.close()
+
+
+async def test_the_systems_resolver(hosts: Hosts) -> None:
+    fetcher = make(hosts, resolve=None, public=is_public)
+    assert (await refused(fetcher, "http://localhost/picture")).reason == "address"
+    error = await refused(fetcher, "http://no-such-name.invalid/picture")
+    assert error.reason in ("fetch", "slow")
+    await fetcher.close()
+
+
+# ------------------------------------------------------------------ bounds
+
+
+@pytest.mark.parametrize(
+    ("path", "reason", "words"),
+    [
+        ("/large", "size", "more than 100000 bytes"),
+        ("/endless", "size", "--max-image-bytes"),
+        ("/page", "type", "is no picture"),
+        ("/zipped", "type", "is no picture"),
+        ("/cut", "fetch", "cannot be fetched"),
+        ("/status/404", "fetch", "answers 404"),
+        ("/status/500", "fetch", "answers 500"),
+        ("/status/304", "fetch", "answers 304"),
+        ("/status/301", "fetch", "invalid URL|is redirected"),
+        ("/round", "fetch", "more than 3 times"),
+        ("/to?url=file:///etc/passwd", "url", "redirected, and the target has the scheme 'file'"),
+        ("/to?url=data:image/png;base64,AAAA", "url", "scheme 'data'"),
+        ("/to?url=http://[", "fetch", "invalid URL"),
+    ],
+)
+async def test_what_a_hostile_server_may_send(
+    hosts: Hosts, fetcher: ImageFetcher, path: str, reason: str, words: str
+) -> None:
+    with pytest.raises(ImageRefused, match=words) as caught:
+        await fetcher.fetch(hosts.url(path), lambda size: None)
+    assert caught.value.reason == reason
+    assert len(hosts.asked) <= 4
+
+
+async def test_a_slow_server(hosts: Hosts) -> None:
+    fetcher = make(hosts, timeout=0.2)
+    error = await refused(fetcher, hosts.url("/slow"))
+    assert error.reason == "slow"
+    assert "--image-fetch-timeout" in error.message
+    await fetcher.close()
+
+
+async def test_a_slow_name(hosts: Hosts) -> None:
+    async def never(host: str, port: int) -> list[str]:
+        await asyncio.Event().wait()
+        return []
+
+    fetcher = make(hosts, timeout=0.1, resolve=never)
+    assert (await refused(fetcher, hosts.url("/picture"))).reason == "slow"
+    await fetcher.close()
+
+
+async def test_nobody_listens(hosts: Hosts, fetcher: ImageFetcher) -> None:
+    with socket.socket() as unused:
+        unused.bind((PUBLIC, 0))
+        url = hosts.url("/picture", port=unused.getsockname()[1])
+        assert (await refused(fetcher, url)).reason == "fetch"
+
+
+async def test_memory_ends_a_fetch(hosts: Hosts, fetcher: ImageFetcher) -> None:
+    def none_left(size: int) -> None:
+        raise Overloaded("no memory", retry_after=1.0)
+
+    with pytest.raises(Overloaded):
+        await fetcher.fetch(hosts.url("/endless"), none_left)
+
+
+async def test_a_client_that_leaves_ends_the_fetch(hosts: Hosts, fetcher: ImageFetcher) -> None:
+    task = asyncio.create_task(fetcher.fetch(hosts.url("/slow"), lambda size: None))
+    await until(lambda: hosts.asked)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_hosts_that_are_not_allowed_are_not_even_looked_up(hosts: Hosts) -> None:
+    fetcher = ImageFetcher(
+        MediaDomains.of(["pictures.example"]),
+        MOST,
+        5.0,
+        resolve=hosts.resolve,
+        public=lambda address: address == PUBLIC,
+    )
+    hosts.names["other.example"] = [PUBLIC]
+    assert (await refused(fetcher, hosts.url("/picture", "other.example"))).reason == "url"
+    url = hosts.url(f"/to?url={hosts.url('/picture', 'other.example')}")
+    assert (await refused(fetcher, url)).reason == "url"
+    assert hosts.lookups == ["pictures.example"]
+    await fetcher.close()
