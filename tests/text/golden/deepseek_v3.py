@@ -33,6 +33,13 @@ SAMPLES = [
         [PARIS],
     ),
     Sample("a block of no language", f"{BEGIN}{CLOCK}{END}".replace("json", ""), "", [NOW]),
+    Sample(
+        "a section as distilled models write it",
+        f"<｜tool▁calls｜>{CLOCK[len(CALL) :]}{END}",
+        "",
+        [NOW],
+    ),
+    Sample("another spelling", f"Hm.<｜tool\\_calls\\_begin｜>{CLOCK}{END}", "Hm.", [NOW]),
     Sample("no kind", f"{BEGIN}{CLOCK}{END}".replace("function", ""), "", [NOW]),
     Sample("the call's marker is missing", f"{BEGIN}{CLOCK[len(CALL) :]}{END}", "", [NOW]),
     Sample("the section's marker is missing", f"Hm. {CLOCK}", "Hm.", [NOW]),

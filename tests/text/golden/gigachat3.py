@@ -26,5 +26,6 @@ PIECES = [*LAYOUT.pieces(), MESSAGE, "function call", "<|message_sep|>"]
 LONG_CALLS = LAYOUT.long_calls()
 TRIGGER = "Well.\n<|function_call|>"
 TEMPLATES = [
+    "{% if tools %}{{ 'function call' + role_sep }}{# <|role_sep|> <|message_sep|> #}",
     "{% if tools %}{{ 'function call' + '<|role_sep|>' }}{{ '<|function_call|><|message_sep|>' }}",
 ]

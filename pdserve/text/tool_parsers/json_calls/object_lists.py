@@ -94,7 +94,25 @@ ERNIE45: Final = MarkedObjects(
 )
 """Hermes' calls, and text between markers: ERNIE 4.5."""
 
-GIGACHAT3: Final = MarkedObjects(
+STEP3_VL: Final = MarkedObjects(
+    "<tool_call>",
+    "</tool_call>",
+    head="\n",
+    joint="",
+    tail="\n",
+    around=("<tool_calls>", "</tool_calls>"),
+    marks=("<tool_calls>\\n<tool_call>\\n{",),
+)
+"""Hermes' calls, all of them between markers: Step3-VL."""
+
+
+class _GigaChat3(MarkedObjects):
+    def detect(self, template: str) -> bool:
+        """The first version's template puts the start of a call together from parts."""
+        return all(each in template for each in self.marks)
+
+
+GIGACHAT3: Final = _GigaChat3(
     "<|function_call|>",
     head="",
     joint="",
@@ -102,6 +120,6 @@ GIGACHAT3: Final = MarkedObjects(
     other_starts=("function call<|role_sep|>",),
     around=("<|message_sep|>", "<|role_sep|>"),
     behind=("</s>",),
-    marks=("<|role_sep|>", "<|message_sep|>", "function call"),
+    marks=("<|role_sep|>", "<|message_sep|>"),
 )
 """`<|function_call|>{...}`, and as a message of its own in the first version: GigaChat 3."""

@@ -17,6 +17,12 @@ _CALL_END: Final = "<｜tool▁call▁end｜>"
 _SECTION: Final = "<｜tool▁calls▁begin｜>"
 _SECTION_END: Final = "<｜tool▁calls▁end｜>"
 _SEPARATOR: Final = "<｜tool▁sep｜>"
+_OTHER_SECTIONS: Final = (
+    "<｜tool▁calls｜>",
+    "<｜tool calls begin｜>",
+    "<｜tool\\_calls\\_begin｜>",
+)
+"""What distilled models write, whose tokenizers lack the marker."""
 _AROUND: Final = ("<｜end▁of▁sentence｜>",)
 
 DEEPSEEK_V3: Final = NamedObjects(
@@ -24,6 +30,7 @@ DEEPSEEK_V3: Final = NamedObjects(
     call_end=_CALL_END,
     section=_SECTION,
     section_end=_SECTION_END,
+    other_sections=_OTHER_SECTIONS,
     header=re.compile(rf"\s*\w*\s*{_SEPARATOR}(?P<name>[^\s<>`{{}}]+)\s*(?:`{{1,3}}\w*)?\s*"),
     header_before=f"function{_SEPARATOR}",
     header_after="\n```json\n",
