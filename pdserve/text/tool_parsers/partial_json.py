@@ -20,6 +20,8 @@ _IN_STRING: Final = re.compile(r'[^"\\\x00-\x1f]+')
 _OUTSIDE: Final = re.compile(r'[^"{}\[\]<]+')
 _SCALAR: Final = re.compile(r'[^,:{}\[\]"<\s]+')
 _HEX: Final = re.compile(r"[0-9a-fA-F]{0,4}")
+_BRACE: Final = re.compile(r"\{\s*")
+_LONGEST_BLANK: Final = 64
 _ESCAPES: Final = '"\\/bfnrt'
 ARGUMENTS: Final = ("arguments", "parameters")
 
@@ -258,7 +260,7 @@ class CallObject:
             return False
         char = reader.text[reader.at]
         if self._expect == "value":
-            self._open(reader, char)
+            return self._open(reader, char)
         elif self._expect == "key" and char == '"':
             self._value = JsonValue(self._closings)
             self._held.clear()
@@ -272,12 +274,19 @@ class CallObject:
             return self._broken(reader)
         return True
 
-    def _open(self, reader: ToolCallReader, char: str) -> None:
+    def _open(self, reader: ToolCallReader, char: str) -> bool:
+        streams = self._key in ARGUMENTS and char == "{" and bool(self._name) and not self.begun
+        if streams:
+            found = _looks_like_object(reader)
+            if not found:
+                self.failed = found is not None
+                return self.failed
         self._value = JsonValue(self._closings)
         self._held.clear()
-        if self._key in ARGUMENTS and char == "{" and self._name and not self.begun:
+        if streams:
             self._begin(reader)
             self._stream = True
+        return True
 
     def _take(self, reader: ToolCallReader, value: JsonValue) -> bool:
         text = value.take(reader)
@@ -335,6 +344,19 @@ class CallObject:
             reader.argue("{}")
         self.done = self.begun
         self.failed = not self.begun
+
+
+def _looks_like_object(reader: ToolCallReader) -> bool | None:
+    """Whether a quote or a brace follows the brace at the reader's position; None: more text
+    decides."""
+    found = _BRACE.match(reader.text, reader.at)
+    # The caller has seen the brace.
+    assert found is not None
+    if found.end() - reader.at > _LONGEST_BLANK:
+        return True
+    if found.end() == len(reader.text):
+        return True if reader.last else None
+    return reader.text[found.end()] in '"}'
 
 
 def json_or_none(text: str) -> Any:

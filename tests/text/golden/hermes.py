@@ -219,6 +219,11 @@ SAMPLES = [
         '<tool_call>{"name": "now", "arguments": [1, 2]}</tool_call>',
         '{"name": "now", "arguments": [1, 2]}',
     ),
+    Sample(
+        "arguments with single quotes",
+        '<tool_call>\n{"name": "now", "arguments": {\'a\': 1}}\n</tool_call>',
+        '{"name": "now", "arguments": {\'a\': 1}}',
+    ),
 ]
 
 PIECES = ["<tool_call>", "</tool_call>", '{"name": "now", "arguments": ', '"name"', "</tool"]

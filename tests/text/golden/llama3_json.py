@@ -119,6 +119,17 @@ SAMPLES = [
     ),
     Sample("cut in the tag", "Hm <|pyth", "Hm <|pyth"),
     Sample("cut in the second tag", f"<|python_tag|>{CALL}\n<|pyth", "", [PARIS]),
+    Sample(
+        "arguments that are no object",
+        '{"name": "now", "parameters": {none}}',
+        '{"name": "now", "parameters": {none}}',
+    ),
+    Sample(
+        "a call behind one that was broken off",
+        '{"name": "now", "parameters": {{"name": "now", "parameters": {}}',
+        '{"name": "now", "parameters": {',
+        [("now", {})],
+    ),
 ]
 
 PIECES = ["<|python_tag|>", '{"name": "now", "parameters": ', '"name"', ";", "<|py"]
