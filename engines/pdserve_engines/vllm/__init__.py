@@ -1,8 +1,8 @@
 """The vLLM engine (`--engine=vllm`): vLLM's engine core, driven in pdserve's engine process.
 
-`options` makes vLLM's arguments of an `EngineSpec`, `params` its requests, `image_reader` its images,
-`block_names` our KV events of its own, `grammar` constrains its tokens, `choices` makes our output
-of its output, and `core` drives it. vLLM is imported only when an engine loads.
+`options` makes vLLM's arguments of an `EngineSpec`, `params` its requests, `image_reader` its
+images, `block_names` our KV events of its own, `grammar` constrains its tokens, `choices` makes our
+output of its output, and `core` drives it. vLLM is imported only when an engine loads.
 """
 
 from __future__ import annotations

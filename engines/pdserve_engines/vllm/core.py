@@ -179,6 +179,8 @@ class VllmCore(StagedCore):
                 self._begin(handle, read.request, read, submitted)
             except PdserveError as error:
                 self.reject(handle, error)
+            if handle not in self._submissions_here:
+                self._images.begun(handle)
 
     def _begin(
         self,
@@ -334,6 +336,7 @@ class VllmCore(StagedCore):
             self._fail(choice, delta.finish.message)
             return
         if delta.started is not None:
+            self._images.begun(choice.handle)
             self._counts.note_start(choice)
             self._submit_later(choice.handle)
         self.deltas.append(delta)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.errors import InvalidRequest, StepFailed
+from pdserve.errors import InvalidRequest, Overloaded, StepFailed
 from pdserve_engines.vllm.image_queue import ImageQueue
 from pdserve_engines.vllm.image_reader import ReadPrompt
 from tests.engines.vllm.test_core import request
@@ -103,3 +103,49 @@ def test_a_failure_ends_one_request(
     assert isinstance(failed, StepFailed)
     assert "KeyError" in str(failed)
     assert isinstance(read, ReadPrompt)
+
+
+def test_files_that_wait_are_bounded(told: threading.Semaphore) -> None:
+    reader = Reader()
+    queue = ImageQueue(reader, told.release, most=100)
+    queue.submit(1, request((1, 5), images=(bytes(300),)), now=0.0)  # alone, whatever it has
+    with pytest.raises(Overloaded, match="too many images wait"):
+        queue.submit(2, request((2, 5), images=(b"x",)), now=0.0)
+    assert queue.drop(1)
+    queue.submit(3, request((3, 5), images=(bytes(60),)), now=0.0)
+    queue.submit(4, request((4, 5), images=(bytes(40),)), now=0.0)
+    with pytest.raises(Overloaded):
+        queue.submit(5, request((5, 5), images=(b"x",)), now=0.0)
+    reader.let.release(3)
+    for _ in range(2):
+        assert told.acquire(timeout=10.0)
+    while len(queue) > 1:
+        queue.take()
+    queue.submit(6, request((6, 5), images=(b"x",)), now=0.0)
+    reader.let.release(9)
+    queue.close()
+
+
+def test_no_more_is_read_than_the_engine_begins(told: threading.Semaphore) -> None:
+    reader = Reader()
+    reader.let.release(100)
+    queue = ImageQueue(reader, told.release, ahead=2)
+    for handle in (1, 2, 3, 7, 5, 6):  # the seventh is refused
+        queue.submit(handle, request((handle, 5)), now=0.0)
+    for _ in range(2):
+        assert told.acquire(timeout=10.0)
+    assert [handle for handle, _, _ in queue.take()] == [1, 2]
+    assert not told.acquire(timeout=0.05)
+    queue.begun(1)
+    queue.begun(1)
+    queue.begun(99)
+    assert told.acquire(timeout=10.0)
+    assert not told.acquire(timeout=0.05)
+    assert queue.drop(5)
+    assert not queue.drop(2), "it was taken, and is ahead no more"
+    assert told.acquire(timeout=10.0)
+    assert [handle for handle, _, _ in queue.take()] == [3, 7]
+    assert told.acquire(timeout=10.0), "a refused one is not ahead"
+    assert [handle for handle, _, _ in queue.take()] == [6]
+    assert reader.read == [1, 2, 3, 7, 6]
+    queue.close()
