@@ -72,6 +72,8 @@ _TAGGED_FAMILIES: Final[Mapping[str, str]] = {
     "deepseek_v41": f"{_HERE}tagged_calls.invoke_blocks:DeepSeekV41",
     "deepseek_v4": f"{_HERE}tagged_calls.invoke_blocks:DeepSeekV4",
     "step3": f"{_HERE}tagged_calls.invoke_blocks:Step3",
+    "lfm2": f"{_HERE}python_calls.marked_calls:Lfm2",
+    "olmo3": f"{_HERE}python_calls.marked_calls:Olmo3",
 }
 """The same, for families whose arguments stand between tags, or are Python."""
 
@@ -111,8 +113,6 @@ _NEEDED: Final = ("markers", "starts", "detect", "check", "parser", "grammar", "
 
 _UNREAD: Final = (
     "<tool_calls>",  # Step 3
-    "<|tool_call_start|>",  # LFM2
-    "<function_calls>",  # OLMo
 )
 """Marks of model families whose format has no parser here. No shared format is chosen for them,
 even if their templates contain its words."""

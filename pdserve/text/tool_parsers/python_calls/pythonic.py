@@ -33,7 +33,10 @@ END: Final = "<|python_end|>"
 _MARKER: Final = re.compile(f"{re.escape(START)}|{re.escape(END)}")
 _NAME: Final = re.compile(r"[a-zA-Z0-9_.-]+")
 _LONGEST_NAME: Final = 256
-_PLAIN: Final = {quote: re.compile(rf"[^\\\r\n{quote}]+") for quote in "'\""}
+_PLAIN: Final = {quote: re.compile(rf"[^\\\r\n\0{quote}]+") for quote in "'\""}
+_BEHIND_STRING: Final = re.compile(r"\s{0,64}")
+_PADDED: Final = re.compile(r"\s*(-?)0+([1-9][0-9]{0,99})\s*")
+"""An integer with zeros in front, which Python refuses."""
 _OUTSIDE: Final = re.compile(r"[^'\"()\[\]{}<,]+")
 _ITEM: Final = re.compile(r"\s*([^\s=]+)\s*=(.*)", re.DOTALL)
 _ESCAPES: Final = "\\'\"abfnrtvxuUN01234567\r\n"
@@ -179,8 +182,9 @@ class _Parser(ToolCallReader):
 class PythonicArguments:
     """Finds the parenthesis that ends a call, and looks at each character once.
 
-    Strings are repaired where models make errors that have only one reading: raw line breaks, and
-    backslashes that escape nothing. Triple quotes are not read.
+    Strings are repaired where models make errors that have only one reading: raw line breaks,
+    backslashes that escape nothing, and quotes in a string that nothing of a call follows. Triple
+    quotes are not read.
     """
 
     __slots__ = ("_cuts", "_depth", "_empty", "_quote", "_taken", "broken")
@@ -256,9 +260,13 @@ class PythonicArguments:
     def _in_string(self, reader: IncrementalReader) -> bool | None:
         char = reader.text[reader.at]
         if char == self._quote:
-            self._quote = ""
-            self._take(reader, 1)
-            return None
+            ends = self._empty or self._closes(reader)
+            if ends:
+                self._quote = ""
+                self._take(reader, 1)
+            elif ends is False:
+                self._take(reader, 1, f"\\{char}")
+            return False if ends is None else None
         self._empty = False
         found = _PLAIN[self._quote].match(reader.text, reader.at)
         if found is not None:
@@ -267,9 +275,22 @@ class PythonicArguments:
             self._take(reader, 1, "\\n")
         elif char == "\r":
             self._take(reader, 1, "\\r")
+        elif char == "\0":
+            self._take(reader, 1, "\\x00")
         else:
             return self._escape(reader)
         return None
+
+    def _closes(self, reader: IncrementalReader) -> bool | None:
+        """Whether a quote ends its string: something of the call, or another string, follows it.
+        None: more text decides."""
+        blank = _BEHIND_STRING.match(reader.text, reader.at + 1)
+        # The pattern matches an empty string too.
+        assert blank is not None
+        following = reader.text[blank.end() : blank.end() + 1]
+        if not following:
+            return True if reader.last else None
+        return following in ",)]}:<+*%'\"" or following.isspace()
 
     def _escape(self, reader: IncrementalReader) -> bool | None:
         following = reader.text[reader.at + 1 : reader.at + 2]
@@ -301,7 +322,7 @@ def arguments_json(items: Sequence[str]) -> str | None:
             matched = _ITEM.fullmatch(item)
             if matched is None or not matched[2].strip() or matched[1] in found:
                 return None
-            value = _as_json(matched[2])
+            value = _as_json(_unpadded(matched[2]))
             if value is _NO_JSON:
                 left -= structure_size(matched[2])
                 if left < 0:
@@ -313,6 +334,11 @@ def arguments_json(items: Sequence[str]) -> str | None:
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return None
     return written
+
+
+def _unpadded(text: str) -> str:
+    found = _PADDED.fullmatch(text)
+    return text if found is None else found[1] + found[2]
 
 
 def _as_json(text: str) -> Any:
@@ -338,7 +364,7 @@ def _value(node: ast.expr) -> Any:
             return number
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
             return -number
-        case ast.List(elts=items) | ast.Tuple(elts=items):
+        case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
             return [_value(item) for item in items]
         case ast.Dict(keys=keys, values=values):
             names = [_key(key.value if isinstance(key, ast.Constant) else None) for key in keys]

@@ -57,6 +57,15 @@ class PythonicGrammar(LiteralGrammar):
         body = f'"[" {grammar.sequence(calls, lark_string(", "))} "]"'
         return grammar.whole("[", body, tag="<|python_start|>", closing="<|python_end|>")
 
+    def block(self, start: str, end: str, opening: str, between: str, closing: str) -> str:
+        """The grammar of calls between two markers."""
+        grammar = self._grammar
+        calls = grammar.any_call(self.call(tool) for tool in grammar.tools)
+        grammar.terminal(_LITERALS)
+        several = grammar.sequence(calls, lark_string(between))
+        body = f"{lark_string(opening)} {several} {lark_string(closing)} {grammar.marker(end)}"
+        return grammar.tagged(start, body, again=False)
+
     def call(self, tool: Tool) -> str:
         arguments = self.arguments(tool, _key)
         return f'{lark_string(f"{tool.function.name}(")} {arguments} ")"'

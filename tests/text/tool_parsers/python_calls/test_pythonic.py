@@ -17,7 +17,6 @@ from pdserve.text.tool_parsers.python_calls.pythonic import arguments_json
         "b'x'",
         "1j",
         "...",
-        "{1, 2}",
         "{1: 2}",
         "{**a}",
         "*a",
