@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 __all__ = [
     "ImageIntake",
     "ImageLoader",
+    "count_parts",
     "find_images",
-    "has_images",
     "image_error",
     "without_files",
 ]
@@ -54,35 +54,37 @@ _BYTES_PER_CHAR: Final = 128
 _PART: Final = "image_url"
 
 
-def has_images(messages: Sequence[Message]) -> bool:
-    """True if a message has an image. Errors: `InvalidRequest` for a part of the form in which
-    templates get images, which has no image."""
-    found = False
+def count_parts(messages: Sequence[Message]) -> int:
+    """Parts of all messages. Looking at each takes as long as a character of text to tokenize."""
+    return sum(len(message.content) for message in messages if isinstance(message.content, list))
+
+
+def find_images(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """(place, URL) of each image, in the order of the conversation.
+
+    Errors: `InvalidRequest` for an image without a URL, and for a part of the form in which
+    templates get images, which has no image.
+    """
+    found = []
     for index, message in enumerate(messages):
         for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if part.type == "image":
+            if part.type == _PART:
+                found.append(_image(part, f"messages[{index}].content[{number}].image_url"))
+            elif part.type == "image":
                 where = f"messages[{index}].content[{number}].type"
                 raise InvalidRequest(
                     f"'{where}': parts of type 'image' are not supported; use 'image_url'",
                     param=where,
                 )
-            found = found or part.type == _PART
     return found
 
 
-def find_images(messages: Sequence[Message]) -> list[tuple[str, str]]:
-    """(place, URL) of each image, in the order of the conversation. Errors: `InvalidRequest`."""
-    found = []
-    for index, message in enumerate(messages):
-        for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if part.type != _PART:
-                continue
-            where = _place(part, f"messages[{index}].content[{number}].image_url")
-            url = part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
-            if not url:
-                raise InvalidRequest(f"'{where}' is required, with its 'url'", param=where)
-            found.append((where, url))
-    return found
+def _image(part: ContentPart, usual: str) -> tuple[str, str]:
+    where = _place(part, usual)
+    url = part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
+    if not url:
+        raise image_error(where, f"'{where}' is required, with its 'url'")
+    return where, url
 
 
 def _place(part: ContentPart, usual: str) -> str:

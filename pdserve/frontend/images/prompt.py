@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from pdserve.errors import InvalidRequest
 from pdserve.frontend.images.image_tokens import view_of
 from pdserve.frontend.images.loader import (
+    count_parts,
     find_images,
-    has_images,
     image_error,
     without_files,
 )
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.preprocess.prompt_hashes import PromptHashes
     from pdserve.messages.card import ModelCard
     from pdserve.protocols.completion_requests import Message
+    from pdserve.text.text_pool import TextWork
 
 __all__ = ["check_no_images", "image_names", "learning", "place_images", "take_images"]
 
@@ -43,13 +44,13 @@ async def take_images(
 
     Errors: `InvalidRequest` names the part, the cause and the remedy; `Overloaded`.
     """
-    if not has_images(request.messages):
+    found = await _find(request.messages, context.pool)
+    if not found:
         return request, ()
     card, intake = context.model.card, context.images
-    found = find_images(request.messages)
     if intake is None:
-        check_no_images(request.messages)
-    if "images" not in card.features or card.image is None or intake is None:
+        raise _not_here(found[0][0])
+    if "images" not in card.features or card.image is None:
         where = found[0][0]
         raise image_error(
             where,
@@ -61,19 +62,29 @@ async def take_images(
             raise InvalidRequest(f"'{name}' cannot be used with images: leave it out", param=name)
     images = await intake.load(found, card, context.pool)
     part = ContentPart(type="image", text=card.image.text)
-    bare = replace(request, messages=without_files(request.messages, part))
-    return bare, tuple(images)
+    size = count_parts(request.messages)
+    bare = await context.pool.run(size, without_files, request.messages, part)
+    return replace(request, messages=bare), tuple(images)
 
 
-def check_no_images(messages: Sequence[Message]) -> None:
+async def check_no_images(messages: Sequence[Message], pool: TextWork) -> None:
     """Refuses images where they are not taken. Errors: `InvalidRequest`."""
-    if has_images(messages):
-        where, _ = find_images(messages)[0]
-        raise image_error(
-            where,
-            f"'{where}': how many tokens an image takes is known after an answer only: leave "
-            "images out here",
-        )
+    found = await _find(messages, pool)
+    if found:
+        raise _not_here(found[0][0])
+
+
+async def _find(messages: Sequence[Message], pool: TextWork) -> list[tuple[str, str]]:
+    parts = count_parts(messages)
+    return await pool.run(parts, find_images, messages) if parts else []
+
+
+def _not_here(where: str) -> InvalidRequest:
+    return image_error(
+        where,
+        f"'{where}': how many tokens an image takes is known after an answer only: leave images "
+        "out here",
+    )
 
 
 def place_images(prompt: Prompt, images: Sequence[LoadedImage], context: PlanContext) -> Prompt:

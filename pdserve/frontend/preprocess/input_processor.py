@@ -144,7 +144,7 @@ async def chat_tokens(request: ChatRequest | TokenizeRequest, context: PlanConte
     Errors: `InvalidRequest` for what the template or its arguments refuse.
     """
     request = replace(request, messages=normalize_messages(request.messages or []))
-    check_no_images(request.messages or ())
+    await check_no_images(request.messages or (), context.pool)
     if isinstance(request, ChatRequest):
         tools = callable_tools(request, context.model)
     else:

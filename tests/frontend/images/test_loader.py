@@ -14,8 +14,8 @@ from pdserve.frontend.config import FrontendConfig
 from pdserve.frontend.images.image_tokens import LoadedImage
 from pdserve.frontend.images.loader import (
     ImageLoader,
+    count_parts,
     find_images,
-    has_images,
     without_files,
 )
 from pdserve.messages.card import ImagePlaceholder, ModelCard
@@ -91,14 +91,14 @@ def test_images_are_found_in_their_order() -> None:
         {"role": "assistant", "content": None},
         {"role": "tool", "content": [{"type": "image_url", "image_url": "short"}]},
     )
-    assert has_images(chat)
+    assert count_parts(chat) == 5
     assert find_images(chat) == [
         ("messages[1].content[1].image_url", "https://a.example/1"),
         ("messages[1].content[3].image_url", "data:x"),
         ("messages[3].content[0].image_url", "short"),
     ]
     bare = without_files(chat, ContentPart(type="image", text="<image>"))
-    assert not has_images(chat[:1])
+    assert find_images(chat[:1]) == []
     assert bare[0] is chat[0]
     assert [part.type for part in bare[1].content or () if isinstance(part, ContentPart)] == [
         *("text", "image", "text", "image")
@@ -116,7 +116,7 @@ def test_the_form_for_templates_is_not_the_clients() -> None:
     """It would shift images to other places."""
     chat = messages({"role": "user", "content": [{"type": "image", "text": "<image>"}]})
     with pytest.raises(InvalidRequest, match="use 'image_url'") as caught:
-        has_images(chat)
+        find_images(chat)
     assert caught.value.param == "messages[0].content[0].type"
 
 
