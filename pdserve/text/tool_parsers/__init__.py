@@ -1,7 +1,8 @@
 """Parses and constrains tool calls in the format of each model family: one file per format, no I/O.
 
 `docs/tools.md` says how each format is recognised and what happens to malformed markup. Formats lie
-in folders by the shape of a call: JSON objects, tags around each argument, Python calls.
+in folders by the shape of a call: JSON objects, objects behind a name, tags around each argument,
+Python calls, channels.
 """
 
 from __future__ import annotations
