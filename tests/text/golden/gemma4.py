@@ -125,12 +125,35 @@ SAMPLES = [
         '<|tool_call>call:get_weather{city:<|"|>Par',
         calls=[("get_weather", Cut('{"city": "Par'))],
     ),
+    Sample(
+        "bare words of Python",
+        call("other", "a:None,b:True,c:nil,d:7.,e:NULL"),
+        calls=[("other", {"a": None, "b": True, "c": None, "d": 7.0, "e": None})],
+    ),
+    Sample("words that are no arguments", call("now", "at once"), calls=[NOW]),
+    Sample(
+        "words among arguments",
+        call(
+            "plan", f"so, steps:[{quoted('a')}], then, opt_tree:{{well, label:1, n}}, opt_ratio:2"
+        ),
+        calls=[("plan", {"steps": ["a"], "opt_tree": {"label": 1}, "opt_ratio": 2})],
+    ),
+    Sample("two prefixes", "<|tool_call>:call:now{}<tool_call|>", calls=[NOW]),
+    Sample(
+        "the marker left out",
+        f"Hm.\ncall:get_weather{{city:{quoted('Paris')}}}",
+        "Hm.",
+        [PARIS],
+    ),
+    Sample("a marker in pieces", "<call>now{}", calls=[NOW]),
+    Sample("a call that is talked about", "call:f{} and call:now", "call:f{} and call:now"),
     Sample("a stray end", "So.<tool_call|>", "So."),
     Sample("no name", "<|tool_call>{}<tool_call|>", "{}"),
 ]
 
 PIECES = [
     *("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>", "<turn|>", "call:now{"),
+    *("<call>", "call:", "now"),
     *("city:", "steps:[", "}", "]", ",", "true", "<|to", "<turn"),
 ]
 LONG_CALLS = {

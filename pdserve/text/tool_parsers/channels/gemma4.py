@@ -5,7 +5,8 @@
 
 Keys are bare. A bare value gets its type from the tool's schema; without one it is a number, a
 boolean or null if it looks like it, else a string. Strings stream as they come. Brackets that are
-open at the end of a call are closed.
+open at the end of a call are closed. Where the call's marker is left out, the name of a tool of the
+request makes a call.
 """
 
 from __future__ import annotations
@@ -38,13 +39,22 @@ MARKERS: Final = (CALL, CALL_END, QUOTE, CHANNEL, CHANNEL_END, _RESULT, _TURN_EN
 _ENDS: Final = (CALL_END, CALL, _RESULT, _TURN_END, CHANNEL, CHANNEL_END)
 """Markers that end a call, wherever they stand outside of strings."""
 _ANY: Final = re.compile("|".join(map(re.escape, MARKERS)))
+_UNMARKED: Final = ("call:", "<call>")
+"""What begins a call where the marker was left out."""
+_ANY_OR_UNMARKED: Final = re.compile("|".join(map(re.escape, (*MARKERS, *_UNMARKED))))
 _LABEL: Final = "thought"
 _NAME: Final = re.compile(r"[^{(<\s]*")
 _LONGEST_NAME: Final = 256
 _LONGEST_BARE: Final = 4096
 _KEY: Final = re.compile(r"[^:<{}\[\],]*")
 _BARE: Final = re.compile(r"[^,{}\[\]<]*")
-_GUESSED: Final = re.compile(r"null|true|false|-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
+_NUMBER: Final = re.compile(r"(-?(?:0|[1-9]\d*))(?:(\.\d+)?([eE][+-]?\d+)?|\.)", re.ASCII)
+_WORDS: Final = {
+    "true": "true",
+    "false": "false",
+    **dict.fromkeys(("null", "none", "nil"), "null"),
+}
+"""Bare values by their lower-case spelling."""
 
 
 class Gemma4:
@@ -79,6 +89,7 @@ class Gemma4Reader(ToolCallReader):
     __slots__ = (
         "_calls",
         "_held",
+        "_joint",
         "_known",
         "_name",
         "_open",
@@ -105,6 +116,8 @@ class Gemma4Reader(ToolCallReader):
         """Types of the value that is read; None: its schema is not known."""
         self._quoted = ""
         """Text that ends the string that is read."""
+        self._joint = ""
+        """What parts the next key from the one before."""
 
     @property
     def in_reasoning(self) -> bool:
@@ -131,10 +144,17 @@ class Gemma4Reader(ToolCallReader):
         return self.turn(self._content)
 
     def _content(self) -> bool:
-        text, marker = self.seek(_ANY, MARKERS)
+        if self._known:
+            text, marker = self.seek(_ANY_OR_UNMARKED, (*MARKERS, *_UNMARKED))
+        else:
+            text, marker = self.seek(_ANY, MARKERS)
         self.say(text)
         if not marker:
             return False
+        if marker in _UNMARKED:
+            self._held = marker
+            self._name = ""
+            return self.turn(self._unmarked)
         self.mark()
         if marker == CHANNEL:
             return self.turn(self._label)
@@ -180,7 +200,34 @@ class Gemma4Reader(ToolCallReader):
             return False
         self.drop_half(("call:",))
         self.at += len(prefix)
-        return self.turn(self._named)
+        return True if prefix == ":" else self.turn(self._named)
+
+    def _unmarked(self) -> bool:
+        """State in the name of what may be a call without its marker."""
+        found = _NAME.match(self.text, self.at)
+        # The pattern matches an empty string too.
+        assert found is not None
+        self._name += found[0]
+        self.at = found.end()
+        ended = self.at < len(self.text)
+        if not ended and not self.last and len(self._name) <= _LONGEST_NAME:
+            return False
+        if ended and self.text[self.at] == "{" and self._name in self._known:
+            return self._begins()
+        self.say(self._held + self._name)
+        return self.turn(self._content)
+
+    def _begins(self) -> bool:
+        """Start the call at its opening bracket."""
+        bracket = self.text[self.at]
+        self.at += 1
+        self.begin(self._name)
+        self.argue("{")
+        self._joint = ""
+        self._open = ["}" if bracket == "{" else ")"]
+        if self._name not in self._schemas:
+            self._schemas[self._name] = ParameterTypes(self._known.get(self._name))
+        return self.turn(self._key)
 
     def _named(self) -> bool:
         found = _NAME.match(self.text, self.at)
@@ -193,14 +240,7 @@ class Gemma4Reader(ToolCallReader):
         if self.at == len(self.text):
             return self.last and self._no_call()
         if self.text[self.at] in "{(" and self._name:
-            bracket = self.text[self.at]
-            self.at += 1
-            self.begin(self._name)
-            self.argue("{")
-            self._open = ["}" if bracket == "{" else ")"]
-            if self._name not in self._schemas:
-                self._schemas[self._name] = ParameterTypes(self._known.get(self._name))
-            return self.turn(self._key)
+            return self._begins()
         marker = self.meets(MARKERS)
         if marker is None:
             return False
@@ -249,7 +289,6 @@ class Gemma4Reader(ToolCallReader):
             return True
         if char in "})":
             return self._shut()
-        self.argue(", ")
         self._held = ""
         return self.turn(self._key_text)
 
@@ -284,13 +323,13 @@ class Gemma4Reader(ToolCallReader):
         return True
 
     def _keyless(self) -> bool:
-        """Text without a value: it becomes a key with nothing."""
-        self.argue(f"{json.dumps(_bare_key(self._held), ensure_ascii=False)}: null")
+        """Text where a key and a value should be is passed over."""
         return self.turn(self._after)
 
     def _keyed(self) -> bool:
         name = _bare_key(self._held)
-        self.argue(f"{json.dumps(name, ensure_ascii=False)}: ")
+        self.argue(f"{self._joint}{json.dumps(name, ensure_ascii=False)}: ")
+        self._joint = ", "
         self._types = None
         if len(self._open) == 1:
             self._types = self._schemas[self._name].described(name)
@@ -304,6 +343,7 @@ class Gemma4Reader(ToolCallReader):
         if char in "{[":
             self.at += 1
             self.argue(char)
+            self._joint = ""
             self._open.append("}" if char == "{" else "]")
             return self.turn(self._key if char == "{" else self._item)
         if char == '"':
@@ -408,10 +448,8 @@ class Gemma4Reader(ToolCallReader):
         self._held = ""
         if self._types is not None:
             self.argue(value_as_json(text, self._types) if text else '""')
-        elif text and _GUESSED.fullmatch(text):
-            self.argue(text)
         else:
-            self.argue(json.dumps(text, ensure_ascii=False))
+            self.argue(_guessed(text))
 
     def _after(self) -> bool:
         """State after a value: a comma, or the end of what holds it."""
@@ -453,11 +491,20 @@ class Gemma4Reader(ToolCallReader):
         """A closing bracket ends the innermost object or array, whatever its form."""
         self.at += 1
         closing = self._open.pop()
+        self._joint = ", "
         self.argue("}" if closing == ")" else closing)
         return self.turn(self._after if self._open else self._content)
 
 
 _IN_JSON_STRING: Final = re.compile(r'[^"\\]*')
+
+
+def _guessed(text: str) -> str:
+    """A bare value as JSON, by its look."""
+    number = _NUMBER.fullmatch(text)
+    if number is not None:
+        return f"{text}0" if text.endswith(".") else text
+    return _WORDS.get(text.lower()) or json.dumps(text, ensure_ascii=False)
 
 
 def _bare_key(text: str) -> str:
