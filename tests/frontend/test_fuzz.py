@@ -14,6 +14,11 @@ from pdserve.frontend.config import FrontendConfig
 from pdserve.frontend.service import FrontendService
 from pdserve.protocols.completion_requests import ChatRequest, CompletionRequest
 from pdserve.protocols.embeddings import EmbeddingRequest
+from pdserve.protocols.ollama.requests import (
+    OllamaChatRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+)
 from pdserve.protocols.scoring import RerankRequest, ScoreRequest
 from pdserve.protocols.unsupported_fields import REFUSED_BY_CHAT
 from tests.frontend.support import card, http, tokens
@@ -23,6 +28,7 @@ from tests.support.seeds import is_long
 PATHS = [
     *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score"),
     *("/invocations", "/ping", "/tokenize", "/detokenize", "/v1/models"),
+    *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show", "/api/tags"),
 ]
 SPECS = settings(
     max_examples=2000 if is_long() else 60,
@@ -61,6 +67,9 @@ NAMES = st.sampled_from(
             *EmbeddingRequest.__struct_fields__,
             *RerankRequest.__struct_fields__,
             *ScoreRequest.__struct_fields__,
+            *OllamaChatRequest.__struct_fields__,
+            *OllamaGenerateRequest.__struct_fields__,
+            *OllamaEmbedRequest.__struct_fields__,
             *REFUSED_BY_CHAT,
             "x",
         }
@@ -159,9 +168,13 @@ def test_any_body_gets_an_answer(harness, path, body):
     assert status < 500, (body, answer)
     head, _, content = answer.partition(b"\r\n\r\n")
     if status >= 400:
-        assert json.loads(content)["error"]["message"]
+        error = json.loads(content)["error"]
+        assert error if path.startswith("/api/") else error["message"]
     elif b"event-stream" in head:
         assert content.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    elif b"ndjson" in head and b"chunked" in head:
+        assert content.endswith(b"}\n\r\n0\r\n\r\n")
+        assert b'"done":true' in content.splitlines()[-4]
     harness.check_empty()
 
 

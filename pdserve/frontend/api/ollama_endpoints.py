@@ -24,6 +24,8 @@ from pdserve.frontend.api.request_kinds import (
 from pdserve.frontend.api.unknown_fields import UnknownFields
 from pdserve.frontend.http.http_response import HttpResponse
 from pdserve.frontend.model_registry import fingerprint
+from pdserve.frontend.preprocess.embeddings import makes_vectors
+from pdserve.frontend.preprocess.infill import infill_format
 from pdserve.protocols.ollama.answers import (
     OllamaDetails,
     OllamaModel,
@@ -200,9 +202,19 @@ def _capabilities(model: PreparedModel) -> list[str]:
         "completion": True,
         "tools": model.tools is not None,
         "thinking": model.reasoning is not None,
-        "embedding": "embeddings" in card.features and bool(card.pooling and card.embedding_size),
+        "vision": "images" in card.features and card.image is not None,
+        "insert": _fills_in(model),
+        "embedding": makes_vectors(card),
     }
     return [name for name, able in found.items() if able]
+
+
+def _fills_in(model: PreparedModel) -> bool:
+    try:
+        infill_format(model.tokenizer)
+    except InvalidRequest:
+        return False
+    return True
 
 
 def _parameters(defaults: GenerationDefaults) -> str:

@@ -155,7 +155,7 @@ class OllamaShown(msgspec.Struct, kw_only=True):
     model_info: dict[str, Any]
     """Its names begin with `general.architecture`, which is always pdserve."""
     capabilities: list[str]
-    """Of `completion`, `tools`, `thinking` and `embedding`."""
+    """Of `completion`, `tools`, `thinking`, `vision`, `insert` and `embedding`."""
     modified_at: str
 
 

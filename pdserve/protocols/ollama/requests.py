@@ -115,7 +115,7 @@ class OllamaMessage(msgspec.Struct, kw_only=True):
     content: str | None = None
     thinking: str | None = None
     images: list[str] | None = None
-    """Pictures in base64; refused, because the models served here read text."""
+    """Images in base64, for models that see."""
     tool_calls: list[OllamaCalledTool] | None = None
     tool_name: str | None = None
     """Of a message with role `tool`: the function whose result it is."""
@@ -192,9 +192,10 @@ class OllamaGenerateRequest(OllamaGenerationRequest, kw_only=True):
     raw: Annotated[
         bool | None, field_doc("If true, `prompt` is the model's whole prompt, without a template.")
     ] = None
-    images: Annotated[list[str] | None, field_doc("Refused: the models served here read text.")] = (
-        None
-    )
+    images: Annotated[list[str] | None, field_doc("Images in base64, for models that see.")] = None
+    suffix: Annotated[
+        str | None, field_doc("As in completions: the text after the output; without a template.")
+    ] = None
 
 
 class OllamaEmbedRequest(OllamaRequest, kw_only=True):
@@ -240,7 +241,6 @@ REFUSED_BY_OLLAMA_GENERATE: dict[str, UnsupportedField] = {
     "messages": UnsupportedField("use `/api/chat`", ([],)),
     "response_format": UnsupportedField("use `format`"),
     "steps": UnsupportedField("only text is produced; leave it out", (0,)),
-    "suffix": UnsupportedField("insertion is not supported; put the context into `prompt`", ("",)),
     "template": _TEMPLATE,
     "tools": UnsupportedField("use `/api/chat`", ([],)),
     "width": UnsupportedField("only text is produced; leave it out", (0,)),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pdserve.frontend.api.adapters.anthropic_request import plan_messages
+from pdserve.frontend.api.adapters.ollama_request import plan_ollama_chat
 from pdserve.frontend.api.adapters.responses_request import plan_responses
 from pdserve.frontend.config import FrontendConfig
 from pdserve.frontend.model_registry import PreparedModel
@@ -25,6 +26,7 @@ from pdserve.frontend.preprocess.scoring import plan_rerank, plan_score
 from pdserve.frontend.preprocess.text_cost import MIN_STRUCTURED_CHARS, chat_chars
 from pdserve.protocols.anthropic_messages import MESSAGES
 from pdserve.protocols.embeddings import EMBEDDING
+from pdserve.protocols.ollama.requests import OLLAMA_CHAT
 from pdserve.protocols.request_decoder import CHAT, COMPLETION, TOKENIZE
 from pdserve.protocols.responses_api import RESPONSES
 from pdserve.protocols.scoring import RERANK, SCORE
@@ -154,6 +156,10 @@ MANY_BLOCKS = [{"role": "user", "content": [{"type": "text", "text": "a"}] * 100
         (
             *(plan_messages, MESSAGES, {"max_tokens": 1, "messages": MANY_BLOCKS}),
             "pdserve.frontend.api.adapters.anthropic_request.chat_request",
+        ),
+        (
+            *(plan_ollama_chat, OLLAMA_CHAT, {"messages": [USER] * 100}),
+            "pdserve.frontend.api.adapters.ollama_request.chat_request",
         ),
     ],
 )

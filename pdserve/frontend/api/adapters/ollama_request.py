@@ -16,13 +16,14 @@ import msgspec
 from msgspec.structs import replace
 
 from pdserve.errors import ContextLengthExceeded, InvalidRequest
-from pdserve.frontend.api.adapters.common import unsupported
+from pdserve.frontend.api.adapters.common import content_of, image_part, unsupported
 from pdserve.frontend.api.adapters.ollama_output import (
     OllamaAdapter,
     loaded_vectors,
     vector_body,
     vectors_body,
 )
+from pdserve.frontend.images.sources import is_data
 from pdserve.frontend.plan import RequestPlan
 from pdserve.frontend.preprocess.embeddings import plan_embeddings
 from pdserve.frontend.preprocess.error_fields import reword_errors
@@ -31,6 +32,7 @@ from pdserve.frontend.preprocess.text_cost import MIN_STRUCTURED_CHARS
 from pdserve.protocols.completion_requests import (
     ChatRequest,
     CompletionRequest,
+    ContentPart,
     FunctionCall,
     JsonSchemaFormat,
     Message,
@@ -46,7 +48,7 @@ from pdserve.protocols.ollama.requests import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pdserve.frontend.model_registry import PreparedModel
     from pdserve.frontend.preprocess.input_processor import PlanContext
@@ -97,18 +99,14 @@ async def plan_ollama_chat(request: OllamaChatRequest, context: PlanContext) -> 
 async def plan_ollama_generate(request: OllamaGenerateRequest, context: PlanContext) -> RequestPlan:
     """Makes the plan of an `/api/generate` request. Errors: `InvalidRequest` and its subclasses,
     `Overloaded`."""
-    if request.images:
-        raise InvalidRequest(
-            f"'images': '{context.model.card.name}' reads text and no pictures; leave them out",
-            param="images",
-        )
-    if not request.prompt:
+    if not (request.prompt or request.images or request.suffix):
         return _loaded(request, context, chat=False)
     with _own_sentence("prompt"), reword_errors(_GENERATE_NAMES):
-        if request.raw:
-            plan = await _plan_raw(request, context)
+        if request.raw or request.suffix:
+            plan = await _plan_completion(request, context)
         else:
-            chat = prompt_as_chat(request, context.model)
+            work = MIN_STRUCTURED_CHARS if request.images else 0
+            chat = await context.pool.run(work, prompt_as_chat, request, context.model)
             plan = await plan_chat(chat, replace(context, any_output=True))
     return _adapted(plan, request, context, chat=False)
 
@@ -205,7 +203,7 @@ def _work(request: OllamaChatRequest) -> int:
     """Cost of `chat_request`."""
     messages = request.messages or ()
     plain = not request.tools and len(messages) <= _FEW
-    if plain and not any(message.tool_calls for message in messages):
+    if plain and not any(message.tool_calls or message.images for message in messages):
         return 0
     return MIN_STRUCTURED_CHARS
 
@@ -245,18 +243,33 @@ def chat_request(request: OllamaChatRequest, model: PreparedModel) -> ChatReques
 
 def prompt_as_chat(request: OllamaGenerateRequest, model: PreparedModel) -> ChatRequest:
     """The prompt as the user's message. Errors: `InvalidRequest`."""
-    messages = [Message(role="user", content=request.prompt)]
+    content = _content(request.prompt or "", request.images, "images")
+    messages = [Message(role="user", content=content)]
     if request.system:
         messages.insert(0, Message(role="system", content=request.system))
     return ChatRequest(messages=messages, **_fields(request, model))
 
 
-async def _plan_raw(request: OllamaGenerateRequest, context: PlanContext) -> RequestPlan:
-    if request.system:
-        raise InvalidRequest(
-            "'system' is for the model's template, which 'raw' leaves out; write it into 'prompt'",
-            param="system",
-        )
+def _content(text: str, images: Sequence[str] | None, where: str) -> str | list[ContentPart]:
+    """A text after its images, which are base64 without a type; they are never fetched."""
+    if not images:
+        return text
+    parts: list[str | ContentPart] = [
+        image_part(image if is_data(image) else f"data:;base64,{image}", f"{where}[{index}]")
+        for index, image in enumerate(images)
+    ]
+    return content_of([*parts, text] if text else parts)
+
+
+async def _plan_completion(request: OllamaGenerateRequest, context: PlanContext) -> RequestPlan:
+    """Makes the plan of a prompt that no template is applied to."""
+    why = "raw" if request.raw else "suffix"
+    for name in ("system", "images"):
+        if getattr(request, name):
+            raise InvalidRequest(
+                f"'{name}' is for the model's template, which '{why}' leaves out: do without it",
+                param=name,
+            )
     fields = _sampling(request)
     config = context.config
     if fields["max_tokens"] is None:
@@ -266,7 +279,9 @@ async def _plan_raw(request: OllamaGenerateRequest, context: PlanContext) -> Req
         config = dataclasses.replace(config, strict_api=False)
     context = replace(context, any_output=True, config=config)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    completion = CompletionRequest(prompt=request.prompt or "", logprobs=logprobs, **fields)
+    completion = CompletionRequest(
+        prompt=request.prompt or "", suffix=request.suffix or None, logprobs=logprobs, **fields
+    )
     return await plan_completion(completion, context)
 
 
@@ -357,17 +372,12 @@ class _OllamaConversation:
         if role not in ("system", "user", "assistant", "tool"):
             instead = "use system, user, assistant or tool"
             raise unsupported(f"{where}.role", message.role, instead)
-        if message.images:
-            raise InvalidRequest(
-                f"'{where}.images': the models served here read text and no pictures; leave them "
-                "out",
-                param=f"{where}.images",
-            )
+        content = _content(message.content or "", message.images, f"{where}.images")
         calls = self._called(message) if role == "assistant" else None
         self.messages.append(
             Message(
                 role=role,  # type: ignore[arg-type]  # checked above
-                content=None if calls and not message.content else message.content or "",
+                content=None if calls and not content else content,
                 reasoning=message.thinking or None,
                 reasoning_content=message.thinking or None,
                 tool_calls=calls,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import struct
 from types import SimpleNamespace
@@ -11,7 +12,11 @@ import pytest
 
 from pdserve.errors import EngineError
 from pdserve.frontend.api.adapters.ollama_request import _Unanswered, chat_request
+from pdserve.protocols.completion_requests import ImageUrl
 from pdserve.protocols.ollama.requests import OLLAMA_CHAT
+from tests.frontend.images.test_prompt import CAT
+from tests.frontend.images.test_prompt import model as seeing_model
+from tests.frontend.preprocess.test_infill import QWEN, raw_with
 from tests.frontend.reasoning_frontend import (
     CALLING,
     CITIES,
@@ -27,6 +32,7 @@ from tests.support.fake_backend import Script
 
 if TYPE_CHECKING:
     from pdserve.messages.request import GenerateRequest
+    from pdserve.protocols.completion_requests import ChatRequest
     from tests.frontend.support import Client
 
 CHAT = "/api/chat"
@@ -71,6 +77,12 @@ async def refused(client: Client, path: str = CHAT, **fields: Any) -> str:
 
 def sampling(client: Client) -> Any:
     return client.backend.requests[-1].sampling
+
+
+def translated_chat(body: dict[str, Any]) -> ChatRequest:
+    """The chat that a body becomes."""
+    model: Any = SimpleNamespace(reasoning=None)
+    return chat_request(OLLAMA_CHAT.decode(json.dumps(body).encode()).request, model)
 
 
 # ---------------------------------------------------------------------- answers
@@ -223,8 +235,6 @@ async def test_unknown_options_are_named_where_the_api_is_strict():
         (CHAT, "max_tokens", 5),
         (GENERATE, "template", "x"),
         (GENERATE, "context", [1, 2]),
-        (GENERATE, "images", ["aGVsbG8="]),
-        (GENERATE, "suffix", "x"),
     ],
 )
 async def test_what_is_not_supported_is_refused_by_name(path, field, value):
@@ -232,10 +242,54 @@ async def test_what_is_not_supported_is_refused_by_name(path, field, value):
         assert f"'{field}'" in await refused(client, path, **{field: value})
 
 
-async def test_pictures_are_refused_where_they_stand():
-    picture = HELLO | {"images": ["aGVsbG8="]}
+async def test_images_are_refused_where_they_stand():
+    seen = [HELLO, HELLO | {"images": ["aGVsbG8="]}]
     async with answering(PLAIN) as client:
-        assert "'messages[0].images'" in await refused(client, messages=[picture])
+        said = await refused(client, messages=seen)
+        assert "'messages[1].images[0]': the model 'tiny' takes no images" in said
+        assert "'images[0]'" in await refused(client, GENERATE, images=["aGVsbG8="])
+        assert "'images'" in await refused(client, GENERATE, images=["aGVsbG8="], raw=True)
+
+
+def test_images_stand_before_their_text():
+    images = ["AAAA", "data:image/png;base64,BBBB"]
+    chat = translated_chat({"messages": [HELLO | {"images": images}]})
+    parts = chat.messages[0].content
+    assert isinstance(parts, list)
+    urls = [part.image_url.url for part in parts[:2] if isinstance(part.image_url, ImageUrl)]
+    assert urls == ["data:;base64,AAAA", "data:image/png;base64,BBBB"]
+    assert (parts[2].type, parts[2].text) == ("text", "hello")
+
+
+async def test_a_model_that_sees_gets_the_images():
+    script = Script(tokens=tokens("A cat."), repeat=False)
+    picture = base64.b64encode(CAT).decode()
+    async with frontend(script, {MODEL: seeing_model()}) as client:
+        answer = await ask(client, messages=[HELLO | {"images": [picture]}])
+        assert answer["message"]["content"] == "A cat."
+        (request,) = client.backend.requests
+        assert len(request.images) == 1
+        answer = await ask(client, GENERATE, images=[picture])
+        assert answer["response"] == "A cat."
+        _, _, shown = await client.post("/api/show", {"model": MODEL})
+    assert "vision" in shown["capabilities"]
+    assert "insert" not in shown["capabilities"]
+
+
+async def test_a_suffix_is_that_of_a_completion():
+    raw = raw_with(QWEN)
+    able = card(tokenizer_json=raw.to_str().encode(), vocab_size=raw.get_vocab_size())
+    end = raw.token_to_id(QWEN[0])
+    assert end is not None
+    words = [*raw.encode(" quick brown").ids, end]
+    async with frontend(Script(tokens=words), {MODEL: able}) as client:
+        answer = await ask(client, GENERATE, prompt="the", suffix=" fox")
+        assert (answer["response"], answer["done_reason"]) == (" quick brown", "stop")
+        _, _, shown = await client.post("/api/show", {"model": MODEL})
+        assert "insert" in shown["capabilities"]
+    async with answering(PLAIN) as client:
+        assert "'suffix'" in await refused(client, GENERATE, suffix="x")
+        assert "'system'" in await refused(client, GENERATE, suffix="x", system="y")
 
 
 async def test_errors_of_a_chat_name_ollamas_fields():
@@ -287,8 +341,7 @@ async def test_results_find_their_calls():
         {"role": "tool", "content": "4", "tool_name": "f"},
         {"role": "tool", "content": "5", "tool_call_id": "told"},
     ]
-    body = json.dumps({"messages": turns}).encode()
-    chat = chat_request(OLLAMA_CHAT.decode(body).request, SimpleNamespace(reasoning=None))  # type: ignore[arg-type]
+    chat = translated_chat({"messages": turns})
     ids = [message.tool_call_id for message in chat.messages[2:]]
     assert ids == ["call_1", "call_0", "own", None, "told"]
     assert chat.messages[1].tool_calls is not None
