@@ -626,13 +626,13 @@ class SelfSchedulingCore(ABC):
     ) -> None:
         """Check a request and count it until it ends; `choices` end with a `finish`."""
         limits = self._capabilities
-        if request.classify:
-            raise InvalidRequest("this engine serves no classification heads", param="model")
+        if request.classify and not limits.num_labels:
+            raise InvalidRequest("this model has no classification head", param="model")
         check_request(
             request,
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
-            embeds=limits.embedding_size > 0,
+            embeds=limits.embedding_size > 0 or request.classify,
             images=0 if limits.image is None else limits.image.most,
         )
         deadline = None if request.deadline is None else self.clock.now() + request.deadline

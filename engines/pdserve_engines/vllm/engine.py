@@ -253,6 +253,7 @@ class Engine:
         pool = self._scheduler.kv_cache_manager.block_pool
         dtype = str(model.dtype).removeprefix("torch.")
         embeds = "embed" in self._tasks
+        labels = self._labels()
         return EngineCapabilities(
             engine=spec.engine,
             model_type=limits.model_type,
@@ -269,8 +270,9 @@ class Engine:
             kv_events=bool(cache.enable_prefix_caching and groups),
             eos_token_ids=limits.eos_token_ids,
             compat_hash=self._compat_hash(spec, dtype, block_size),
-            features=self._features(spec, embeds),
+            features=(*self._features(spec, embeds), *(("classify",) if labels else ())),
             embedding_size=int(model.get_hidden_size()) if embeds else 0,
+            num_labels=labels,
             untested=untested(self.version),
             image=self.images.placeholder,
         )
@@ -284,6 +286,14 @@ class Engine:
         groups = self._scheduler.kv_cache_config.kv_cache_groups
         whole = (isinstance(group.kv_cache_spec, FullAttentionSpec) for group in groups)
         return next((number for number, keeps in enumerate(whole) if keeps), 0)
+
+    def _labels(self) -> int:
+        """Outputs of the model's classification head; 0: it has none that pdserve can use. A prompt
+        here is token ids alone, and models with types of segments need more."""
+        if "classify" not in self._tasks:
+            return 0
+        config = self._config.model_config.hf_config
+        return 0 if getattr(config, "type_vocab_size", 1) > 1 else int(config.num_labels)
 
     def _features(self, spec: EngineSpec, embeds: bool) -> tuple[str, ...]:
         names = ["bans", NEARLY]
@@ -348,7 +358,7 @@ class Engine:
         try:
             sampling = pooling = None
             if request.pooling:
-                pooling = self._pooling(request.pooling)
+                pooling = self._classifying() if request.classify else self._pooling(request.pooling)
             else:
                 sampling = self._sampling(request.sampling, arguments, grammar, transfer)
             self._client.add_request(
@@ -410,6 +420,14 @@ class Engine:
             )
         # The frontend normalises and shortens; it needs the plain vector.
         params = PoolingParams(task="embed", use_activation=False)
+        self._input._validate_params(params, self._tasks)
+        return params
+
+    def _classifying(self) -> Any:
+        from vllm.pooling_params import PoolingParams
+
+        # The frontend makes scores of the logits.
+        params = PoolingParams(task="classify", use_activation=False)
         self._input._validate_params(params, self._tasks)
         return params
 

@@ -70,6 +70,7 @@ class EngineArgs(EngineArgsBase):  # type: ignore[misc]
             get_hidden_size=lambda: 4,
             get_total_num_kv_heads=lambda: 2,
             pooler_config=SimpleNamespace(seq_pooling_type="LAST"),
+            hf_config=SimpleNamespace(num_labels=4),
             get_multimodal_config=lambda: SimpleNamespace(
                 mm_processor_kwargs=None, media_io_kwargs={}
             ),

@@ -69,11 +69,28 @@ def random_model(family: str, seed: int) -> Any:
 def checkpoint(family: str, seed: int = 0) -> tuple[Path, Any]:
     """(directory, model)."""
     model = random_model(family, seed)
-    directory = Path(_home().name) / f"{family}-{seed}"
+    return _saved(model, f"{family}-{seed}"), model
+
+
+@functools.cache
+def classifier(family: str, labels: int, seed: int = 0) -> tuple[Path, Any]:
+    """(directory, model) of a model with a classification head."""
+    body = random_model(family, seed)
+    body.config.num_labels = labels
+    body.config.pad_token_id = 0
+    model = getattr(transformers, f"{family}ForSequenceClassification")(body.config).eval()
+    model.model = body.model
+    with torch.no_grad():
+        model.score.weight.normal_(0.0, 0.25)
+    return _saved(model, f"{family}-{seed}-{labels}"), model
+
+
+def _saved(model: Any, name: str) -> Path:
+    directory = Path(_home().name) / name
     model.save_pretrained(directory)
-    for name in ("tokenizer.json", "tokenizer_config.json"):  # vLLM reads one, and nothing uses it
-        shutil.copy(Path(pdserve.__file__).parent / "bundled" / name, directory)
-    return directory, model
+    for file in ("tokenizer.json", "tokenizer_config.json"):  # vLLM reads one, and nothing uses it
+        shutil.copy(Path(pdserve.__file__).parent / "bundled" / file, directory)
+    return directory
 
 
 @torch.inference_mode()

@@ -275,6 +275,41 @@ def test_a_model_without_embeddings_refuses_them() -> None:
         assert isinstance(ledger.error, InvalidRequest)
 
 
+def test_a_classifier_gives_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_vllm.InprocClient, "tasks", ("classify",))
+    with Inline() as engine:
+        told = engine.capabilities
+        assert (told.num_labels, told.embedding_size) == (4, 0)
+        assert "classify" in told.features
+        ledger = engine.submit(request(pooling="last", classify=True, max_tokens=1))
+        engine.run()
+        assert ledger.finishes[0] is not None
+        expected = fake_vllm.logits_of([17, 42, 8], None)[:4]
+        assert struct.unpack("<4f", ledger.finishes[0].embedding) == pytest.approx(expected)
+        plain = engine.submit(request(pooling="last", max_tokens=1))
+        engine.step()
+        assert isinstance(plain.error, InvalidRequest)
+
+
+def test_a_classifier_of_segments_is_not_one_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As BERT, whose prompt needs to say which text a token belongs to."""
+    create = fake_vllm.EngineArgs.create_engine_config
+
+    def with_types(self: Any) -> Any:
+        config = create(self)
+        config.model_config.hf_config.type_vocab_size = 2
+        return config
+
+    monkeypatch.setattr(fake_vllm.EngineArgs, "create_engine_config", with_types)
+    monkeypatch.setattr(fake_vllm.InprocClient, "tasks", ("classify",))
+    with Inline() as engine:
+        assert engine.capabilities.num_labels == 0
+        ledger = engine.submit(request(pooling="last", classify=True, max_tokens=1))
+        engine.step()
+        assert isinstance(ledger.error, InvalidRequest)
+        assert "no classification head" in ledger.error.message
+
+
 def test_bad_words_do_not_occur() -> None:
     with Inline() as engine:
         ((plain,),) = engine.generate([request(max_tokens=6)])

@@ -1,4 +1,4 @@
-"""Embeddings of the real vLLM: the vectors of transformers."""
+"""Embeddings and classification heads of the real vLLM: the numbers of transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ MODEL, ORACLE = models.checkpoint("Llama", seed=5)
 SPEC = msgspec.structs.replace(
     real.MAIN, model=str(MODEL), options=real.MAIN.options | {"runner": "pooling"}
 )
-engines_of_this_file = real.keeps(SPEC)
+JUDGE, JUDGES_ORACLE = models.classifier("Qwen3", labels=1, seed=6)
+SCORES = msgspec.structs.replace(SPEC, model=str(JUDGE))
+engines_of_this_file = real.keeps(SPEC, SCORES)
 
 
 @pytest.fixture
@@ -88,3 +90,27 @@ def test_a_model_for_vectors_writes_no_text(engine: InlineEngine) -> None:
     engine.run()
     assert isinstance(ledger.error, InvalidRequest)
     assert vectors(engine, [[9]])
+
+
+def test_logits_are_those_of_the_models_head() -> None:
+    with real.inline(SCORES) as engine:
+        told = engine.capabilities
+        assert (told.num_labels, told.embedding_size) == (1, 0)
+        assert "classify" in told.features
+        for _ in range(2):  # then from the cache
+            found = vectors(engine, PROMPTS, classify=True)
+            for prompt, logits in zip(PROMPTS, found, strict=True):
+                with torch.inference_mode():
+                    hidden = JUDGES_ORACLE.model(torch.tensor([prompt])).last_hidden_state[0, -1]
+                    wanted = JUDGES_ORACLE.score(hidden).tolist()
+                assert logits == pytest.approx(wanted, abs=2e-3)
+        plain = engine.submit(real.request([20, 21, 22], pooling="last", max_tokens=1))
+        engine.run()
+        assert isinstance(plain.error, InvalidRequest), "it computes no vectors"
+
+
+def test_a_model_without_a_head_gives_no_logits(engine: InlineEngine) -> None:
+    ledger = engine.submit(real.request([9], pooling="last", classify=True, max_tokens=1))
+    engine.run()
+    assert isinstance(ledger.error, InvalidRequest)
+    assert "no classification head" in ledger.error.message
