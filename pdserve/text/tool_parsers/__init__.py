@@ -41,6 +41,7 @@ _JSON_FAMILIES: Final[Mapping[str, str]] = {
     "deepseek_v31": f"{_HERE}named_calls.deepseek_v3:DEEPSEEK_V31",
     "granite": f"{_OBJECTS}GRANITE",
     "cohere_command3": f"{_HERE}json_calls.cohere:Cohere",
+    "cohere_command_r": f"{_HERE}json_calls.cohere:COMMAND_R",
     "nemotron_json": f"{_OBJECTS}NEMOTRON_JSON",
     "jamba": f"{_OBJECTS}JAMBA",
     "hunyuan_a13b": f"{_OBJECTS}HUNYUAN_A13B",

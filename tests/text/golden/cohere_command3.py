@@ -24,6 +24,7 @@ SAMPLES = [
 PIECES = LAYOUT.pieces()
 LONG_CALLS = LAYOUT.long_calls()
 TRIGGER = "Well.\n<|START_ACTION|>"
+CLOSERS = ("\n]",)
 TEMPLATES = [
     "{% if tools %}<|START_ACTION|>[{{ calls }}]<|END_ACTION|>",
 ]

@@ -24,6 +24,7 @@ SAMPLES = [
 PIECES = LAYOUT.pieces()
 LONG_CALLS = LAYOUT.long_calls()
 TRIGGER = "Well.\n<tool_calls>"
+CLOSERS = ("\n]",)
 TEMPLATES = [
     '{% set bom = "<|bom|>" %}{% if tools %}<tool_calls>[]</tool_calls>',
 ]

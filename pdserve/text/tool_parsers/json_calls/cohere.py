@@ -2,14 +2,14 @@
 `<|END_ACTION|>`.
 
 An object has `tool_call_id`, a number that counts the calls, `tool_name` and `parameters`. Text
-stands between markers, too.
+stands between markers, too. Command R and R+ write the list as a block of code behind `Action:`.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pdserve.text.tool_parsers.json_calls.marked_objects import MarkedObjects
 from pdserve.text.tool_parsers.tool_call_grammar import lark_string
@@ -41,3 +41,22 @@ class Cohere(MarkedObjects):
         name = f'", "tool_name": {json.dumps(tool.function.name)}, "parameters": '
         arguments = grammar.arguments(tool)
         return f'"{{\\"tool_call_id\\": \\"" CALL_INDEX {lark_string(name)} {arguments} "}}"'
+
+
+class _CommandR(MarkedObjects):
+    def detect(self, template: str) -> bool:
+        """The words are in templates of the later models as well."""
+        words = ("Action:", "```json", '"tool_name"', "directly-answer")
+        return all(each in template for each in words) and "<|START_ACTION|>" not in template
+
+
+COMMAND_R: Final = _CommandR(
+    "Action:\n```json",
+    head="\n[\n    ",
+    joint=",\n    ",
+    tail="\n]\n```",
+    bare_starts=("Action:\n```json", "Action: ```json", "Action:```json", "```json"),
+    around=("<|CHATBOT_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
+    name_key="tool_name",
+    arguments_key="parameters",
+)
