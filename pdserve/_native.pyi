@@ -82,6 +82,12 @@ class CpuModel:
         query_scale: float = 0.0,
         softcap: float = 0.0,
         logits_softcap: float = 0.0,
+        in_norms: bool = True,
+        layer_norms: bool = False,
+        whole_qk_norm: bool = False,
+        parallel: bool = False,
+        residual_scale: float = 1.0,
+        logit_scale: float = 1.0,
     ) -> None:
         """`windows` (0: none), `ropes` (which rotary table) and `sparse` (has experts) are empty or
         have an entry for each layer. `activation`: silu, gelu, or swiglu with `alpha` and `limit`.

@@ -294,7 +294,8 @@ Experts experts_of(int count, int per_token, int inner, bool normalized) {
 
 // The three lists are empty or have one entry for each layer.
 std::vector<LayerConfig> each_layer(int layers, const std::vector<int>& windows,
-                                    const std::vector<int>& ropes, const std::vector<bool>& sparse) {
+                                    const std::vector<int>& ropes,
+                                    const std::vector<bool>& sparse) {
   const auto size = static_cast<std::size_t>(layers);
   for (const std::size_t given : {windows.size(), ropes.size(), sparse.size()})
     require(given == 0 || given == size, "windows, ropes and sparse must name every layer or none");
@@ -315,7 +316,9 @@ void construct(CpuModel* self, bool bfloat16, int layers, int hidden, int inner,
                const std::vector<int>& ropes, const std::vector<bool>& sparse, int experts,
                int experts_per_token, int experts_inner, bool experts_normalized,
                const std::string& activation, float alpha, float limit, bool out_norms,
-               float embed_scale, float query_scale, float softcap, float logits_softcap) {
+               float embed_scale, float query_scale, float softcap, float logits_softcap,
+               bool in_norms, bool layer_norms, bool whole_qk_norm, bool parallel,
+               float residual_scale, float logit_scale) {
   for (const int size : {layers, hidden, inner, heads, kv_heads, head_dim, vocab, threads})
     require(size > 0, "every size must be positive");
   require(heads % kv_heads == 0, "heads must be a multiple of kv_heads");
@@ -337,6 +340,12 @@ void construct(CpuModel* self, bool bfloat16, int layers, int hidden, int inner,
   config.embed_scale = embed_scale;
   config.query_scale =
       query_scale != 0.0f ? query_scale : 1.0f / std::sqrt(static_cast<float>(head_dim));
+  config.in_norms = in_norms;
+  config.layer_norms = layer_norms;
+  config.whole_qk_norm = whole_qk_norm;
+  config.parallel = parallel;
+  config.residual_scale = residual_scale;
+  config.logit_scale = logit_scale;
   config.softcap = softcap;
   config.logits_softcap = logits_softcap;
   config.gate = gate_named(activation, alpha, limit);
@@ -365,7 +374,10 @@ void bind_cpu(nb::module_& m) {
            nb::arg("experts_normalized") = false, nb::arg("activation") = "silu",
            nb::arg("alpha") = 1.0f, nb::arg("limit") = 0.0f, nb::arg("out_norms") = false,
            nb::arg("embed_scale") = 1.0f, nb::arg("query_scale") = 0.0f, nb::arg("softcap") = 0.0f,
-           nb::arg("logits_softcap") = 0.0f)
+           nb::arg("logits_softcap") = 0.0f, nb::arg("in_norms") = true,
+           nb::arg("layer_norms") = false, nb::arg("whole_qk_norm") = false,
+           nb::arg("parallel") = false, nb::arg("residual_scale") = 1.0f,
+           nb::arg("logit_scale") = 1.0f)
       .def_prop_ro("kernels", &CpuModel::kernels)
       .def_prop_ro("weight_bytes", &CpuModel::weight_bytes)
       .def_prop_ro("sharers", &CpuModel::sharers)

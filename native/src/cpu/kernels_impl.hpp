@@ -318,34 +318,61 @@ static int argmax(const float* x, int n) {
   return most > -__builtin_inff() ? found : -1;
 }
 
-static void norm(const float* x, const float* weight, int n, float epsilon, Type type, void* out) {
+PDSERVE_INLINE float sum_of(const float* x, int n) {
   Vec a = Vec{}, b = Vec{};
   float rest = 0.0f;
   int i = 0;
   for (; i + kPanel <= n; i += kPanel) {
-    const Vec x0 = load(x + i), x1 = load(x + i + kLanes);
+    a += load(x + i);
+    b += load(x + i + kLanes);
+  }
+  for (; i < n; ++i) rest += x[i];
+  return sum_lanes(a + b) + rest;
+}
+
+PDSERVE_INLINE float squares_of(const float* x, int n, float middle) {
+  Vec a = Vec{}, b = Vec{};
+  float rest = 0.0f;
+  int i = 0;
+  for (; i + kPanel <= n; i += kPanel) {
+    const Vec x0 = load(x + i) - splat(middle), x1 = load(x + i + kLanes) - splat(middle);
     a += x0 * x0;
     b += x1 * x1;
   }
-  for (; i < n; ++i) rest += x[i] * x[i];
-  const float mean = (sum_lanes(a + b) + rest) / static_cast<float>(n);
+  for (; i < n; ++i) rest += (x[i] - middle) * (x[i] - middle);
+  return sum_lanes(a + b) + rest;
+}
+
+PDSERVE_INLINE void scale_row(const float* x, const float* weight, int n, float middle,
+                              float epsilon, Type type, void* out) {
+  const float mean = squares_of(x, n, middle) / static_cast<float>(n);
   const float scale = 1.0f / __builtin_sqrtf(mean + epsilon);
   float* y = static_cast<float*>(out);
   uint16_t* half = static_cast<uint16_t*>(out);
-  for (i = 0; i + kLanes <= n; i += kLanes) {
-    const Vec v = load(x + i) * splat(scale) * load(weight + i);
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const Vec v = (load(x + i) - splat(middle)) * splat(scale) * load(weight + i);
     if (type == Type::kFloat32)
       store(y + i, v);
     else
       store_bfloat(half + i, v);
   }
   for (; i < n; ++i) {
-    const float v = x[i] * scale * weight[i];
+    const float v = (x[i] - middle) * scale * weight[i];
     if (type == Type::kFloat32)
       y[i] = v;
     else
       half[i] = to_bfloat(v);
   }
+}
+
+static void norm(const float* x, const float* weight, int n, float epsilon, Type type, void* out) {
+  scale_row(x, weight, n, 0.0f, epsilon, type, out);
+}
+
+static void layer_norm(const float* x, const float* weight, int n, float epsilon, Type type,
+                       void* out) {
+  scale_row(x, weight, n, sum_of(x, n) / static_cast<float>(n), epsilon, type, out);
 }
 
 static void rotate(float* head, const float* table, int dim, float scale) {
@@ -830,8 +857,9 @@ static void attend(const Attention& job, float* base) {
 
 extern const Kernels PDSERVE_SET;
 const Kernels PDSERVE_SET = {
-    PDSERVE_TEXT(PDSERVE_SET), kPanel, kMaxRows, pack,   unpack_row, linear,
-    norm,                      rotate, convert,  widen,  attend,     argmax,
+    PDSERVE_TEXT(PDSERVE_SET), kPanel,     kMaxRows, pack,    unpack_row, linear,
+    norm,                      layer_norm, rotate,   convert, widen,      attend,
+    argmax,
 };
 
 }  // namespace pdserve::cpu

@@ -93,8 +93,8 @@ Model::Target Model::find(const std::string& name, int layer) {
   const std::pair<const char*, Target> known[] = {
       {"attn_norm", {nullptr, &l.attn_norm, c.hidden}},
       {"mlp_norm", {nullptr, &l.mlp_norm, c.hidden}},
-      {"q_norm", {nullptr, &l.q_norm, c.head_dim}},
-      {"k_norm", {nullptr, &l.k_norm, c.head_dim}},
+      {"q_norm", {nullptr, &l.q_norm, c.whole_qk_norm ? q : c.head_dim}},
+      {"k_norm", {nullptr, &l.k_norm, c.whole_qk_norm ? kv : c.head_dim}},
       {"attn_out_norm", {nullptr, &l.attn_out_norm, c.hidden}},
       {"mlp_out_norm", {nullptr, &l.mlp_out_norm, c.hidden}},
       {"sinks", {nullptr, &l.sinks, c.heads}},
@@ -194,7 +194,8 @@ bool Model::complete() const {
     for (const Matrix* m : {&l.qkv, &l.o, &l.gate, &l.up, &l.down})
       all = all && m->packed.data != nullptr;
     all = all && (!config_.each[i].sparse || l.router.packed.data != nullptr);
-    all = all && !l.attn_norm.empty() && !l.mlp_norm.empty();
+    all = all && (!config_.in_norms || !l.attn_norm.empty());
+    all = all && (!config_.in_norms || config_.parallel || !l.mlp_norm.empty());
     all = all && (!config_.out_norms || (!l.attn_out_norm.empty() && !l.mlp_out_norm.empty()));
   }
   return all;
@@ -243,9 +244,10 @@ void Model::all_layers(const Batch& batch, float* out, const After& after, int m
   }
   const float* x = stream_.data();
   team_.stage(batch.wanted, grain_of(batch.wanted, team_.size()), [&](int begin, int end) {
-    for (int row = begin; row < end; ++row)
-      kernels_.norm(x + product_of(row, config_.hidden), weights_->norm.data(), config_.hidden,
-                    config_.epsilon, Type::kFloat32, out + product_of(row, config_.hidden));
+    for (int row = begin; row < end; ++row) {
+      const std::size_t at = product_of(row, config_.hidden);
+      norm(x + at, weights_->norm, Type::kFloat32, out + at);
+    }
   });
 }
 
@@ -259,12 +261,17 @@ void Model::head(const float* hidden, int rows, float* out, int member) {
   product(job(weights_->head, {}, operand_.data(), config_.hidden, Output::kStore, out,
               config_.vocab),
           rows, member);
-  const float cap = config_.logits_softcap;
-  if (cap <= 0.0f) return;
-  team_.stage(rows, 1, [&](int row, int) {
-    float* x = out + product_of(row, config_.vocab);
-    for (int i = 0; i < config_.vocab; ++i) x[i] = cap * std::tanh(x[i] / cap);
-  });
+  const float cap = config_.logits_softcap, scale = config_.logit_scale;
+  if (cap <= 0.0f && scale == 1.0f) return;
+  const int count = config_.vocab, grain = grain_of(count, team_.size());
+  for (int row = 0; row < rows; ++row)
+    team_.stage(count, grain, [&](int begin, int end) {
+      float* x = out + product_of(row, count);
+      for (int i = begin; i < end; ++i) {
+        x[i] *= scale;
+        if (cap > 0.0f) x[i] = cap * std::tanh(x[i] / cap);
+      }
+    });
 }
 
 void Model::prepare(const Batch& batch) {
@@ -275,7 +282,7 @@ void Model::prepare(const Batch& batch) {
   operand_.reserve(product_of(batch.tokens, c.hidden) * item);
   mixed_.reserve(product_of(batch.tokens, c.heads * c.head_dim) * item);
   inner_.reserve(product_of(batch.tokens, c.inner) * item);
-  if (c.out_norms) branch_.reserve(product_of(batch.tokens, c.hidden));
+  if (has_branch()) branch_.reserve(product_of(batch.tokens, c.hidden));
   if (c.experts.count) prepare_experts(batch.tokens);
   plan_attention(batch);
 }
@@ -346,8 +353,10 @@ void Model::normalise(int rows, const std::vector<float>& weight) {
   team_.stage(rows, grain_of(rows, team_.size()), [&](int begin, int end) {
     for (int row = begin; row < end; ++row) {
       const std::size_t at = product_of(row, config_.hidden);
-      kernels_.norm(x + at, weight.data(), config_.hidden, config_.epsilon, config_.type,
-                    out + at * item);
+      if (config_.in_norms)
+        norm(x + at, weight, config_.type, out + at * item);
+      else
+        kernels_.convert(x + at, config_.hidden, config_.type, out + at * item);
     }
   });
 }
@@ -391,14 +400,19 @@ void Model::turn_and_store(const Batch& batch, int index, const KvView& kv) {
   const int dim = c.head_dim, width = (c.heads + 2 * c.kv_heads) * dim;
   const std::size_t token_bytes = static_cast<std::size_t>(dim) * item_size(c.type);
   float* qkv = qkv_.data();
-  const auto turn = [&](float* head, const std::vector<float>& norm, int position, float factor) {
-    if (!norm.empty())
-      kernels_.norm(head, norm.data(), dim, c.epsilon, Type::kFloat32, head);
+  const auto turn = [&](float* head, const std::vector<float>& weight, int position,
+                        float factor) {
+    if (!weight.empty() && !c.whole_qk_norm) norm(head, weight, Type::kFloat32, head);
     kernels_.rotate(head, rope + product_of(position, dim), dim, factor);
   };
   const auto token = [&](int chunk, int t) {
     const int position = batch.positions[t];
     float* head = qkv + product_of(t, width);
+    if (c.whole_qk_norm) {
+      norm(head, layer.q_norm, Type::kFloat32, head);
+      float* keys = head + product_of(c.heads, dim);
+      norm(keys, layer.k_norm, Type::kFloat32, keys);
+    }
     for (int h = 0; h < c.heads; ++h, head += dim)
       turn(head, layer.q_norm, position, c.query_scale);
     const std::int32_t* table = batch.tables + batch.table_offsets[chunk];
@@ -478,7 +492,7 @@ void Model::layer_step(const Batch& batch, int index, int member) {
   product(job(layer.o, layer.o_bias, mixed_.data(), q, branch_output(), branch(), c.hidden), rows,
           member);
   add_branch(rows, layer.attn_out_norm);
-  normalise(rows, layer.mlp_norm);
+  if (!c.parallel) normalise(rows, layer.mlp_norm);
   if (c.each[static_cast<std::size_t>(index)].sparse)
     feed_experts(layer, rows, member);
   else
@@ -486,15 +500,15 @@ void Model::layer_step(const Batch& batch, int index, int member) {
   add_branch(rows, layer.mlp_out_norm);
 }
 
-// Adds the normalised branch to the stream, in models that normalise it.
-void Model::add_branch(int rows, const std::vector<float>& norm) {
-  if (!config_.out_norms) return;
+// Adds the branch to the stream, in models that normalise or scale it.
+void Model::add_branch(int rows, const std::vector<float>& weight) {
+  if (!has_branch()) return;
   team_.stage(rows, grain_of(rows, team_.size()), [&](int begin, int end) {
     for (int row = begin; row < end; ++row) {
       float* x = branch_.data() + product_of(row, config_.hidden);
       float* out = stream_.data() + product_of(row, config_.hidden);
-      kernels_.norm(x, norm.data(), config_.hidden, config_.epsilon, Type::kFloat32, x);
-      for (int i = 0; i < config_.hidden; ++i) out[i] += x[i];
+      if (config_.out_norms) norm(x, weight, Type::kFloat32, x);
+      for (int i = 0; i < config_.hidden; ++i) out[i] += config_.residual_scale * x[i];
     }
   });
 }
@@ -504,12 +518,15 @@ int Model::keep_wanted(const Batch& batch) {
   if (batch.wanted == batch.tokens) return batch.wanted;
   const std::size_t q = product_of(config_.heads, config_.head_dim) * item_size(config_.type);
   const std::size_t hidden = static_cast<std::size_t>(config_.hidden);
+  const std::size_t operand = hidden * item_size(config_.type);
   team_.stage(1, 1, [&](int, int) {
     for (int i = 0; i < batch.wanted; ++i) {
       const auto to = static_cast<std::size_t>(i), from = static_cast<std::size_t>(batch.rows[i]);
       std::memmove(stream_.data() + to * hidden, stream_.data() + from * hidden,
                    hidden * sizeof(float));
       std::memmove(mixed_.data() + to * q, mixed_.data() + from * q, q);
+      if (config_.parallel)
+        std::memmove(operand_.data() + to * operand, operand_.data() + from * operand, operand);
     }
   });
   return batch.wanted;

@@ -346,9 +346,7 @@ RARE = {
     ),
 }
 """What one look at is enough for: other ways through code that `TINY` goes through."""
-NATIVE = tuple(
-    name for name in TINY if name not in ("gemma2", "olmo2", "olmo3", "granite", "cohere2")
-)
+NATIVE = tuple(TINY)
 """Those of `TINY` that the native kernels compute; torch computes all of them."""
 SELDOM = (*list(TINY)[list(TINY).index("gemma2") :],)
 """Those of `TINY` that a run takes a slice of: each goes through code that others go through, too.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pdserve_engines.torch.kv_pool import KvPool
-    from pdserve_engines.torch.model_loader.config import ModelConfig
+    from pdserve_engines.torch.model_loader.config import ExpertsConfig, ModelConfig
     from pdserve_engines.torch.model_loader.rope_config import RopeConfig
     from pdserve_engines.torch.model_loader.weights import Param
     from pdserve_engines.torch.models.base import LayersDoneFn
@@ -39,6 +39,14 @@ _KNOWN: Final = frozenset(
         "embed_scale",
         "query_scalar",
         "sinks",
+        "in_norms",
+        "layer_norms",
+        "whole_qk_norm",
+        "parallel",
+        "residual_scale",
+        "logit_scale",
+        "attention_cap",
+        "logit_cap",
         "nope_layers",
         "fused_qkv",
         "fused_gate_up",
@@ -64,6 +72,8 @@ _KNOWN_ROPE: Final = frozenset(
     }
 )
 """The same for `RopeConfig`. The table, and the order of the rows of q and k, hold all of them."""
+_KNOWN_EXPERTS: Final = frozenset({"bias", "swiglu", "storage"})
+"""The same for `ExpertsConfig`."""
 
 
 def unsupported_reason(config: ModelConfig, device: torch.device, max_model_len: int) -> str | None:
@@ -78,17 +88,21 @@ def unsupported_reason(config: ModelConfig, device: torch.device, max_model_len:
     if any(size % 2 for size in sizes) or config.head_dim > _MAX_HEAD_DIM:
         return "the model's sizes are odd or its heads too large"
     unknown = _unknown_fields(config, _KNOWN)
-    unknown += _unknown_fields(config.for_context(max_model_len).rope, _KNOWN_ROPE)
+    for rope in _ropes(config.for_context(max_model_len)):
+        unknown += _unknown_fields(rope, _KNOWN_ROPE)
+    unknown += _unknown_fields(config.experts, _KNOWN_EXPERTS)
     if unknown:
         return f"they know no {unknown[0]}, which {config.family} has"
     return None
 
 
-def _unknown_fields(config: ModelConfig | RopeConfig, known: frozenset[str]) -> list[str]:
+def _unknown_fields(
+    config: ModelConfig | RopeConfig | ExpertsConfig | None, known: frozenset[str]
+) -> list[str]:
     """Names of the optional fields that are set and not known."""
     return [
         field.name
-        for field in fields(config)
+        for field in (fields(config) if config is not None else ())
         if field.default is not MISSING
         and field.name not in known
         and getattr(config, field.name) != field.default
@@ -232,11 +246,19 @@ def _layer_settings(config: ModelConfig, max_model_len: int) -> dict[str, Any]:
 
 
 def _scales(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Factors and activations, and which norms there are."""
+    """Factors and bounds, the activation, and which norms there are."""
     scalar = config.head_dim if config.query_scalar is None else config.query_scalar
     return {
         **({"activation": "gelu"} if config.gelu else {}),
+        "in_norms": config.in_norms,
         "out_norms": config.out_norms,
+        "layer_norms": config.layer_norms,
+        "whole_qk_norm": config.whole_qk_norm,
+        "parallel": config.parallel,
+        "residual_scale": config.residual_scale,
+        "logit_scale": config.logit_scale,
+        "softcap": config.attention_cap or 0.0,
+        "logits_softcap": config.logit_cap or 0.0,
         # Models were trained with the scale rounded to the weights' dtype.
         "embed_scale": float(torch.tensor(config.embed_scale, dtype=dtype)),
         "query_scale": scalar**-0.5,

@@ -106,6 +106,9 @@ struct Kernels {
   void (*linear)(const Linear& job, int row, int rows, int first, int last, float* scratch);
   // RMS norm of one row; `out` in `type`, or in place when it is the same float row.
   void (*norm)(const float* x, const float* weight, int n, float epsilon, Type type, void* out);
+  // The same after the mean is subtracted.
+  void (*layer_norm)(const float* x, const float* weight, int n, float epsilon, Type type,
+                     void* out);
   // Rotary embedding of one head, in place; `table` holds dim / 2 cosines, then as many sines.
   void (*rotate)(float* head, const float* table, int dim, float scale);
   void (*convert)(const float* x, int n, Type type, void* out);

@@ -42,7 +42,13 @@ struct Config {
   int vocab = 0;
   float epsilon = 0.0f;
   bool tied = false;
-  bool out_norms = false;  // of the outputs of attention and feed-forward
+  bool in_norms = true;        // of the inputs of attention and feed-forward
+  bool out_norms = false;      // of their outputs
+  bool layer_norms = false;    // norms subtract the mean
+  bool whole_qk_norm = false;  // one norm over all heads of q, and one over those of k
+  bool parallel = false;       // feed-forward has the input of attention
+  float residual_scale = 1.0f;  // of the outputs of attention and feed-forward
+  float logit_scale = 1.0f;
   float embed_scale = 1.0f;
   float query_scale = 0.0f;     // factor of the attention scores
   float softcap = 0.0f;         // of the attention scores; 0: none
@@ -196,7 +202,7 @@ class Model {
   void turn_and_store(const Batch& batch, int index, const KvView& kv);
   void attend(const Batch& batch, const std::vector<Piece>& pieces, int index, const KvView& kv,
               int member);
-  void add_branch(int rows, const std::vector<float>& norm);
+  void add_branch(int rows, const std::vector<float>& weight);
   void choose_experts(int rows);
   void sort_by_expert(int rows);
   void gather_operands();
@@ -210,9 +216,15 @@ class Model {
   int keep_wanted(const Batch& batch);
   void feed_forward(const Layer& layer, int rows, int member);
   void feed_experts(const Layer& layer, int rows, int member);
-  // Products at the end of attention and feed-forward go there.
-  Output branch_output() const { return config_.out_norms ? Output::kStore : Output::kAdd; }
-  float* branch() const { return config_.out_norms ? branch_.data() : stream_.data(); }
+  // Products at the end of attention and feed-forward go to the branch if something is left to be
+  // done with them, else to the stream.
+  bool has_branch() const { return config_.out_norms || config_.residual_scale != 1.0f; }
+  Output branch_output() const { return has_branch() ? Output::kStore : Output::kAdd; }
+  float* branch() const { return has_branch() ? branch_.data() : stream_.data(); }
+  void norm(const float* x, const std::vector<float>& weight, Type type, void* out) const {
+    const auto run = config_.layer_norms ? kernels_.layer_norm : kernels_.norm;
+    run(x, weight.data(), static_cast<int>(weight.size()), config_.epsilon, type, out);
+  }
   Linear job(const Matrix& weight, const std::vector<float>& bias, const void* operand, int cols,
              Output output, void* out, int out_cols) const;
 
@@ -229,7 +241,7 @@ class Model {
   std::vector<Block> blocks_;
   std::vector<int> ends_;          // [experts] end of each expert's slots
   Space<float> stream_;            // [tokens][hidden], the residual stream
-  Space<float> branch_;            // [tokens][hidden], what is normalised before it is added
+  Space<float> branch_;            // [tokens][hidden], what is normalised or scaled before it is added
   Space<float> qkv_;               // [tokens][heads + 2 kv_heads][head_dim]
   Space<std::uint8_t> operand_;    // [tokens][hidden], normalised
   Space<std::uint8_t> mixed_;      // [tokens][heads][head_dim], out of attention

@@ -75,7 +75,6 @@ SPARSE = MIDDLE | {
     "mlp_only_layers": [0],
 }
 EVERY_EXPERT = SPARSE | {"num_experts_per_tok": 5, "norm_topk_prob": True}
-"""In bfloat16 rounding would decide between experts, so all are used."""
 GEMMA = MIDDLE | {
     "architectures": ["Gemma3ForCausalLM"],
     "sliding_window": 45,
@@ -90,6 +89,25 @@ GPT_OSS = MIDDLE | {
     "sliding_window": 45,
     "swiglu_limit": 0.5,
 }
+GEMMA2 = GEMMA | {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attn_logit_softcapping": 5.0,
+    "final_logit_softcapping": 9.0,
+}
+OLMO = MIDDLE | {"architectures": ["Olmo2ForCausalLM"]}
+GRANITE = MIDDLE | {
+    "architectures": ["GraniteForCausalLM"],
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
+COHERE = MIDDLE | {
+    "architectures": ["Cohere2ForCausalLM"],
+    "sliding_window": 45,
+    "sliding_window_pattern": 2,
+    "logit_scale": 0.3,
+}
 RAW = {
     "middle": MIDDLE,
     "biased": BIASED,
@@ -98,6 +116,10 @@ RAW = {
     "every_expert": EVERY_EXPERT,
     "gemma": GEMMA,
     "gpt_oss": GPT_OSS,
+    "gemma2": GEMMA2,
+    "olmo": OLMO,
+    "granite": GRANITE,
+    "cohere": COHERE,
 }
 
 
@@ -137,12 +159,20 @@ def chunk_of(
     return ScheduledChunk(made, start, length - start, samples=True)
 
 
+def _computed() -> Iterator[Any]:
+    """Kernels, a model and a dtype: every model once in every run, the others as long tests."""
+    for name in RAW:
+        for dtype in DTYPES:
+            for kernels in SETS:
+                always = name in ("middle", "biased") or (kernels, dtype) == (SETS[0], "float32")
+                # In bfloat16 rounding would decide between experts.
+                if (name, dtype) != ("sparse", "bfloat16"):
+                    marks = [] if always else [pytest.mark.long]
+                    yield pytest.param(kernels, name, dtype, marks=marks)
+
+
 @needs_native
-@pytest.mark.parametrize("kernels", SETS)
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [(name, dtype) for name in RAW for dtype in DTYPES if (name, dtype) != ("sparse", "bfloat16")],
-)
+@pytest.mark.parametrize(("kernels", "name", "dtype"), list(_computed()))
 def test_a_mixed_step_agrees_with_torch(kernels: str, name: str, dtype: str) -> None:
     """Against float32 torch: bfloat16 may differ by its rounding, float32 hardly."""
     config, kind = parse_config(RAW[name]), getattr(torch, dtype)
@@ -185,7 +215,7 @@ def two_steps(side: Side) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "kernels", [*SETS[:1], *(pytest.param(each, marks=pytest.mark.long) for each in SETS[1:])]
 )
-@pytest.mark.parametrize("name", ["windowed", "sparse", "gemma", "gpt_oss"])
+@pytest.mark.parametrize("name", ["windowed", "sparse", "gemma2", "gpt_oss", "olmo", "cohere"])
 def test_no_bit_of_a_long_chunk_depends_on_how_it_is_cut(kernels: str, name: str) -> None:
     """The steps have more rows than an expert takes at a time, and the chunk has several windows;
     then the same chunk is computed in parts, and in no company."""
@@ -247,8 +277,7 @@ def _scheduled() -> Iterator[Any]:
     """Kernels, a configuration and a dtype: a few in every run, the others as long tests."""
     always = {("qwen3", kernels) for kernels in SETS} | {("llama_biased", "native")}
     always |= {(name, "native") for name in ("qwen3_moe", "gemma3")}
-    names = ("llama_biased", "qwen3", "mistral_windowed", "mixtral", "qwen3_moe", "gemma3")
-    for name in (*names, "gpt_oss"):
+    for name in NATIVE:
         for kernels in ("native", *SETS):
             for dtype in DTYPES:
                 rare = (name, kernels) not in always or (name == "gemma3" and dtype != "float32")
@@ -459,6 +488,7 @@ def test_loading_says_which_kernels_serve() -> None:
         ("mixtral", "they know no experts, which mixtral has"),
         ("llama", "they know no factor, which llama has"),
         ("gemma3", "they know no "),
+        ("gpt_oss", "they know no "),
     ],
 )
 def test_what_the_native_kernels_lack_torch_computes_and_says_why(
