@@ -28,6 +28,13 @@ SAMPLES = [
         "",
         [NOW, PARIS],
     ),
+    Sample(
+        "the name before the tag, too",
+        TWO.replace("<｜tool_sep｜>", "<｜tool_sep｜>name\n"),
+        "",
+        [NOW, PARIS],
+    ),
+    Sample("a separator between calls", TWO.replace("\n", "<｜tool_sep｜>"), "", [NOW, PARIS]),
     Sample("no separator", TWO.replace("function<｜tool_sep｜>", ""), "", [NOW, PARIS]),
     Sample(
         "a call that is only talked about",

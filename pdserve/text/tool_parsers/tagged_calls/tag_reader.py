@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 __all__ = ["TaggedFormat"]
 
 _MAYBE_END: Final = re.compile(r"[\r\n<]")
+_MAYBE_UNQUOTED: Final = re.compile(r"\]")
 _BLANK: Final = re.compile(r"\s{0,65}")
+_WORD: Final = re.compile(r"[\w.-]*")
 _LONGEST_BLANK: Final = 64
 """Most whitespace characters between an end tag and the markup that confirms it."""
 _STRING: Final = ("string",)
@@ -96,6 +98,7 @@ class TagReader(ToolCallReader):
         "_name",
         "_object",
         "_parameters",
+        "_quoted",
         "_schemas",
         "_syntax",
         "_tagged",
@@ -125,6 +128,8 @@ class TagReader(ToolCallReader):
         self._parameters = 0
         self._types: tuple[str, ...] = ()
         """Types of the value that is read; none: any JSON."""
+        self._quoted = False
+        """The value is between quotes."""
         self._held: list[str] = []
         """The value, unless it is a string; or layout after a name."""
         self._junk: list[str] = []
@@ -178,7 +183,7 @@ class TagReader(ToolCallReader):
         if marker and marker in (*syntax.openers, *prelude):
             self.at += len(marker)
             self._tagged = True
-            return marker in prelude or self.turn(self._call_tag)
+            return self.turn(self._prelude if marker in prelude else self._call_tag)
         if self.text[self.at] == "{" and syntax.json:
             # Other models of some families write a call as a JSON object.
             self._object = CallObject((*syntax.starts, *syntax.ends))
@@ -187,6 +192,14 @@ class TagReader(ToolCallReader):
             return self.turn(self._content)
         self._tagged = True
         return self.turn(self._call_tag)
+
+    def _prelude(self) -> bool:
+        """State before the tag of a call; a name that stands there, too, is dropped."""
+        found = _WORD.match(self.text, self.at)
+        # The pattern matches an empty string too.
+        assert found is not None
+        self.at = found.end()
+        return self.at < len(self.text) and self.turn(self._block)
 
     def _json(self) -> bool:
         if not self._object.read(self):
@@ -239,7 +252,7 @@ class TagReader(ToolCallReader):
         if not self._tagged and self._name not in self._known:
             whole = self.text[head.start() : head.end()]
             return self._no_call(f"{syntax.call.begin}{whole}{syntax.call.end}")
-        if syntax.call.begin:
+        if syntax.call.begin or (syntax.call.end and self._name in self._known):
             return self._begins()
         self._held.clear()
         return self.turn(self._named)
@@ -352,6 +365,12 @@ class TagReader(ToolCallReader):
                 self.at += 2
             elif self.text.startswith("\n", self.at):
                 self.at += 1
+        quotes = self._syntax.quotes[:1]
+        marker = self.meets(quotes)
+        if marker is None:
+            return False
+        self.at += len(marker)
+        self._quoted = bool(marker)
         if self._types == _STRING:
             self.argue('"')
         return self.turn(self._value)
@@ -365,15 +384,19 @@ class TagReader(ToolCallReader):
     def _value(self) -> bool:
         while True:
             begin = self.at
-            found = _MAYBE_END.search(self.text, begin)
+            found = (_MAYBE_UNQUOTED if self._quoted else _MAYBE_END).search(self.text, begin)
             self.at = len(self.text) if found is None else found.start()
             self._add(self.text[begin : self.at])
             if found is None:
                 return self.last and self._cut_short()
-            size = self._ending()
+            size = self._unquoting() if self._quoted else self._ending()
             if size is None:
                 return False
-            if size >= 0:
+            if size and self._quoted:
+                self._quoted = False
+                self.at += size
+                continue
+            if size >= 0 and not self._quoted:
                 self.at += size
                 return self._value_ends()
             self._add(found[0])
@@ -396,6 +419,12 @@ class TagReader(ToolCallReader):
         else:
             self.argue(json_or_text("".join(self._held)))
         return self.turn(self._between)
+
+    def _unquoting(self) -> int | None:
+        """Number of characters of the quote that ends here; 0: there is none; None: more text
+        decides."""
+        marker = self.meets(self._syntax.quotes[1:])
+        return None if marker is None else len(marker)
 
     def _ending(self) -> int | None:
         """Number of characters of layout and markup that end the value here; -1: it goes on; None:
