@@ -339,6 +339,19 @@ class EngineConformance:
                 assert type(await self.error(engine, request)) is InvalidRequest
             await self.complete(engine)
 
+    async def test_logits_of_a_head_that_is_not_there_are_refused(self) -> None:
+        """A vector of hidden states in their place would be taken for a score."""
+        async with self.running() as engine:
+            capabilities = self.capabilities(engine)
+            assert ("classify" in capabilities.features) == (capabilities.num_labels > 0)
+            if capabilities.num_labels:
+                ledger = await self.complete(engine, pooling="last", classify=True, max_tokens=1)
+                assert len(vector(ledger)) == capabilities.num_labels
+                return
+            request = self.request(pooling="last", classify=True, max_tokens=1)
+            assert type(await self.error(engine, request)) is InvalidRequest
+            await self.complete(engine)
+
     def needs_vectors(self, engine: Engine) -> None:
         """Skip the test if the engine makes no embeddings."""
         capabilities = self.capabilities(engine)
