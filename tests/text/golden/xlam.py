@@ -23,6 +23,10 @@ SAMPLES = [
     ),
     Sample("another family's marker", f"Hm. [TOOL_CALLS][{WEATHER}]", "Hm.", [PARIS]),
     Sample("another family's tags", f"<tool_call>[{CLOCK}]</tool_call>", "", [NOW]),
+    Sample(
+        "a call, then code", f"```json\n[{CLOCK}]\n```\n```sh\n`a`\n```", "```sh\n`a`\n```", [NOW]
+    ),
+    Sample("punctuation behind a list", f"[{CLOCK}]; and `so`, on", "; and `so`, on", [NOW]),
     Sample("parameters", f"[{WEATHER}]".replace("arguments", "parameters"), "", [PARIS]),
     Sample("other keys", f'[{{"id": 7, {CLOCK[1:-1]}, "x": []}}]', "", [NOW]),
     Sample("arguments first", '[{"arguments": {}, "name": "now"}]', "", [NOW]),

@@ -141,7 +141,7 @@ class MarkedObjects(SchemaFree):
         return call_id()
 
 
-_OPENINGS: Final = ("[", "{")
+_FENCE: Final = "```"
 
 
 class MarkedObjectsReader(ToolCallReader):
@@ -244,25 +244,28 @@ class MarkedObjectsReader(ToolCallReader):
         if not self.skip_blank():
             return False
         char = self.text[self.at]
-        if char in "},;":
+        inside = self._listed or bool(self._format.end)
+        if char == "}" or (char in ",;" and inside):
             self.at += 1
             return True
         if char == "]" and self._listed:
             self.at += 1
             self._listed = False
             return self.turn(self._list_ended)
-        if self._bare and char == "`":
-            self.at += 1
-            return True
         if char == "{" or (char == "[" and not self._bare):
             return self.turn(self._block)
-        follows = (*self._format.markers, *self._format.behind)
+        return self._ends()
+
+    def _ends(self) -> bool:
+        """State behind a call that no other follows at once."""
+        behind = (*self._format.behind, *([_FENCE] if self._bare else []))
+        follows = (*self._format.markers, *behind)
         marker = self.meets(follows)
         if marker is None:
             return False
-        if marker in self._format.behind:
+        if marker in behind:
             self.at += len(marker)
-            return True
+            return self.turn(self._content)
         self.drop_half(follows)
         return self.at < len(self.text) and self.turn(self._content)
 
