@@ -54,6 +54,7 @@ _JSON_FAMILIES: Final[Mapping[str, str]] = {
     "ernie45": f"{_OBJECTS}ERNIE45",
     "granite_20b_fc": f"{_OBJECTS}GRANITE_20B_FC",
     "step3_vl": f"{_OBJECTS}STEP3_VL",
+    "longcat": f"{_OBJECTS}LONGCAT",
     "gigachat3": f"{_OBJECTS}GIGACHAT3",
     "granite4": f"{_HERE}json_calls.hermes:Granite4",
     "llama4_json": f"{_HERE}json_calls.llama3_json:Llama4Json",

@@ -94,6 +94,16 @@ ERNIE45: Final = MarkedObjects(
 )
 """Hermes' calls, and text between markers: ERNIE 4.5."""
 
+LONGCAT: Final = MarkedObjects(
+    "<longcat_tool_call>",
+    "</longcat_tool_call>",
+    head="\n",
+    joint="",
+    tail="\n",
+    foreign=("<longcat_arg_key>",),
+)
+"""Hermes' calls with tags of its own: LongCat-Flash."""
+
 STEP3_VL: Final = MarkedObjects(
     "<tool_call>",
     "</tool_call>",
