@@ -97,7 +97,17 @@ SAMPLES = [
     Sample("cut in the list", "[TOOL_CALLS][", "["),
     Sample("cut in a key", '[TOOL_CALLS][{"na', '[{"na'),
     Sample("cut in a name", "[TOOL_CALLS]get_w", "get_w"),
-    Sample("cut in the arguments' marker", "[TOOL_CALLS]now[AR", "now"),
+    Sample("cut in the arguments' marker", "[TOOL_CALLS]now[AR", "", [NOW]),
+    Sample("only the name of a tool", "[TOOL_CALLS]now", "", [NOW]),
+    Sample("only names of tools", "[TOOL_CALLS]now[TOOL_CALLS]now", "", [NOW, NOW]),
+    Sample("only another name", "[TOOL_CALLS]nowhere", "nowhere"),
+    Sample("a list without the marker", f"So: [{CALL},\n{CALL}]\nDone.", "So:\nDone.", [PARIS] * 2),
+    Sample("words before the list", f"[TOOL_CALLS] well [{CALL}]", "well", [PARIS]),
+    Sample(
+        "a list of other objects",
+        f"[{CALL.replace('get_weather', 'paint')}, {{}}] [ {{}} ]",
+        f"[{CALL.replace('get_weather', 'paint')}, {{}}] [ {{}} ]",
+    ),
     Sample("cut before the arguments", "[TOOL_CALLS]now[ARGS]", "", [("now", Cut(""))]),
     Sample(
         "cut in the arguments",
@@ -112,6 +122,8 @@ PIECES = ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "now", '{"name": "now", "argume
 LONG_CALLS = {
     "call": '[TOOL_CALLS]now[ARGS]{"a": "%s"}',
     "blank": "[TOOL_CALLS]%s",
+    "list": '[{"name": "now", "arguments": {"a": "%s"}}]',
+    "brackets": "[%s",
 }
 TRIGGER = "Well.\n[TOOL_CALLS]"
 TEMPLATES = [

@@ -2,8 +2,9 @@
 
 Older tokenizers (v3 to v7) write `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`; newer ones
 `[TOOL_CALLS]name[ARGS]{...}` once for each call, in some versions with `[CALL_ID]` and an id before
-the arguments, or without `[ARGS]`. Any name makes a call. An id that the model writes is dropped;
-the conversation goes on with the id of the answer.
+the arguments, or without `[ARGS]`. Any name makes a call. Without the marker, a list is one of
+calls if its objects name tools of the request. An id that the model writes is dropped; the
+conversation goes on with the id of the answer.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ START: Final = "[TOOL_CALLS]"
 ARGS: Final = "[ARGS]"
 ID: Final = "[CALL_ID]"
 _START: Final = re.compile(re.escape(START))
+_START_OR_LIST: Final = re.compile(rf"{re.escape(START)}|\[")
 _NAME: Final = re.compile(r"[a-zA-Z0-9_.-]+")
 _LONGEST_HEAD: Final = 256
 """Most characters of a name and the whitespace after it."""
@@ -42,7 +44,7 @@ class Mistral(SchemaFree):
         return START in template
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
-        return _Parser()
+        return _Parser(tools)
 
     def grammar(
         self,
@@ -70,10 +72,13 @@ class Mistral(SchemaFree):
 
 
 class _Parser(ToolCallReader):
-    __slots__ = ("_arguments", "_call", "_listed", "_name", "_raw", "_told")
+    __slots__ = ("_arguments", "_call", "_known", "_listed", "_marked", "_name", "_raw", "_told")
 
-    def __init__(self) -> None:
+    def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__(self._content)
+        self._known = {tool.function.name for tool in tools}
+        self._marked = False
+        """A marker stands before the list."""
         self._call = CallObject()
         self._arguments = JsonValue()
         self._listed = False
@@ -91,8 +96,27 @@ class _Parser(ToolCallReader):
         return self.at < len(self.text) and self.turn(self._content)
 
     def _content(self) -> bool:
-        marker = self.seek_call(_START, (START,))
-        return bool(marker) and self.turn(self._head)
+        text, found = self.seek(_START_OR_LIST, (START,))
+        self.say(text)
+        if not found:
+            return False
+        self.at -= len(found)
+        return self.turn(self._bracket)
+
+    def _bracket(self) -> bool:
+        """State at a bracket, which may begin the marker or a list without one."""
+        marker = self.meets((START,))
+        if marker is None:
+            return False
+        self._marked = bool(marker)
+        self._raw = ""
+        self.at += len(START) if marker else 1
+        if marker:
+            self.mark()
+            return self.turn(self._head)
+        self._listed = True
+        self._raw = "["
+        return self.turn(self._list)
 
     def _give_up(self) -> bool:
         self.say_raw(self._raw, _START)
@@ -123,12 +147,19 @@ class _Parser(ToolCallReader):
         return self.turn(self._content)
 
     def _object_begins(self) -> bool:
-        self._call = CallObject((START,))
+        known = None if self._marked else self._known
+        self._call = CallObject((START,), known=known, bare=self._marked)
         return self.turn(self._object)
 
     def _list(self) -> bool:
         """State between the calls of a list."""
-        if not self.skip_blank():
+        begin = self.at
+        found = self.skip_blank()
+        if self._raw:
+            self._raw += self.text[begin : self.at]
+        if len(self._raw) > _LONGEST_HEAD:
+            return self._give_up()
+        if not found:
             return self.last and self._give_up()
         char = self.text[self.at]
         if char == "{":
@@ -160,7 +191,7 @@ class _Parser(ToolCallReader):
             return self._give_up()
         if self.at < len(self.text):
             return self.turn(self._tail)
-        return self.last and self._give_up()
+        return self.last and self._cut_short()
 
     def _tail(self) -> bool:
         """State between a name and its arguments."""
@@ -175,23 +206,27 @@ class _Parser(ToolCallReader):
             self._arguments = JsonValue((START,))
             self.begin(self._name)
             return self.turn(self._argue)
-        marker = self.meets((ARGS, ID))
+        markers = (ARGS, ID, START)
+        marker = self.meets(markers)
         if marker is None:
             return False
-        self.drop_half((ARGS, ID))
+        self.drop_half(markers)
         if self.at == len(self.text):
             return True
-        if not marker:
-            return self._give_up()
+        if marker not in (ARGS, ID):
+            return self._cut_short() if marker else self._give_up()
         self.at += len(marker)
         self._told = True
         return self.turn(self._tail if marker == ARGS else self._id)
 
     def _cut_short(self) -> bool:
-        if not self._told:
+        """The call ends without arguments: a marker, or the name of a tool, has made it one."""
+        if not self._told and self._name not in self._known:
             return self._give_up()
         self.begin(self._name)
-        return self.turn(self._content)
+        if not self._told:
+            self.argue("{}")
+        return self.turn(self._after)
 
     def _id(self) -> bool:
         found = _NAME.match(self.text, self.at)
