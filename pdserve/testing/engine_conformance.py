@@ -377,6 +377,17 @@ class EngineConformance:
                 assert type(await self.error(engine, request)) is kind
             await self.complete(engine)
 
+    async def test_images_are_refused_where_they_would_be_ignored(self) -> None:
+        async with self.running() as engine:
+            capabilities = self.capabilities(engine)
+            takes = capabilities.image is not None
+            assert ("images" in capabilities.features) == takes
+            # Without a placeholder in the prompt they are wrong for every engine.
+            error = await self.error(engine, self.request(images=(b"a file",)))
+            assert type(error) is InvalidRequest
+            assert "image" in error.message
+            await self.nothing_left(engine)
+
     async def test_a_deadline_that_has_passed_is_an_error_with_its_stage(self) -> None:
         async with self.running() as engine:
             error = await self.error(engine, self.request(deadline=0.0))
