@@ -19,7 +19,7 @@ from pdserve.text.tool_parsers.tool_call_grammar import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from pdserve.protocols.completion_requests import Tool
 
@@ -75,6 +75,12 @@ class ParameterTypes:
         """As `types`; None if the schema names none. Raises `InvalidRequest` like it."""
         found = self.types(name)
         return None if name in self._unnamed else found
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the parameters that the schema describes."""
+        properties = self._root.get("properties")
+        return properties if isinstance(properties, dict) else ()
 
     def types(self, name: str, budget: SchemaBudget | None = None) -> tuple[str, ...]:
         """JSON types that the parameter may have, as the schema lists them; at least one.

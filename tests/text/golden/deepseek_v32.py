@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.text.golden.minimax_m2 import invoke_samples
-from tests.text.golden.samples import Sample
+from tests.text.golden.samples import Cut, Sample
 from tests.text.golden.tagged import PARIS, Data, Tags, closers, common_samples
 
 
@@ -55,6 +55,36 @@ def dsml_samples(tags: Tags, space: str = "") -> list[Sample]:
             tags.call("get_weather", city="Paris", opt_days="3"),
             "",
             [("get_weather", {"city": "Paris", "opt_days": 3})],
+        ),
+        Sample(
+            "all arguments as one object",
+            tags.call("get_weather", arguments=Data('{"city": "Paris"}')),
+            "",
+            [PARIS],
+        ),
+        Sample(
+            "all arguments as one string",
+            tags.call("get_weather", input='{"city": "Paris"}'),
+            "",
+            [PARIS],
+        ),
+        Sample(
+            "an object that is not all arguments",
+            tags.call("get_weather", arguments=Data('{"town": 1}')),
+            "",
+            [("get_weather", {"arguments": {"town": 1}})],
+        ),
+        Sample(
+            "an object and another parameter",
+            tags.call("get_weather", arguments=Data("{}"), city="Paris"),
+            "",
+            [("get_weather", {"arguments": {}, "city": "Paris"})],
+        ),
+        Sample(
+            "cut in an object of all arguments",
+            begin.replace("plan", "get_weather") + tags.open("arguments", Data('{"city": "P')),
+            "",
+            [("get_weather", Cut('{"arguments": {"city": "P'))],
         ),
         Sample(
             "a number that is too large",

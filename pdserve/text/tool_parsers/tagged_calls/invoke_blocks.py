@@ -51,6 +51,7 @@ def _invokes(
         parameter=Tag(f"{parameter} name=", ">", _TYPED if typed else _NAMED, _NEVER),
         parameter_end=f"</{prefix}parameter>",
         sure=bool(token),
+        wrappers=("arguments", "input") if typed else (),
         unended="anywhere",
         tokens=(token,) if token else (),
         leads=(f"<{token}", f"</{token}") if token else (),

@@ -103,6 +103,8 @@ class TagReader(ToolCallReader):
         "_syntax",
         "_tagged",
         "_types",
+        "_wrapped",
+        "_wrapper",
     )
 
     def __init__(self, syntaxes: Sequence[TagSyntax], tools: Sequence[Tool]) -> None:
@@ -130,6 +132,10 @@ class TagReader(ToolCallReader):
         """Types of the value that is read; none: any JSON."""
         self._quoted = False
         """The value is between quotes."""
+        self._wrapper = ""
+        """The parameter that is read, if it may hold all arguments."""
+        self._wrapped = ""
+        """Its value, which is output when the next parameter or the end of the call is read."""
         self._held: list[str] = []
         """The value, unless it is a string; or layout after a name."""
         self._junk: list[str] = []
@@ -325,10 +331,16 @@ class TagReader(ToolCallReader):
     def _close(self, *, cut_short: bool = False) -> bool:
         """End a call. `cut_short`: the text has ended, so whether there are arguments is not known
         if none have come."""
+        if self._wrapped and self._unwrapped():
+            return self._closed()
+        self._unwrap()
         if self._parameters:
             self.argue("}")
         elif not cut_short:
             self.argue("{}")
+        return self._closed()
+
+    def _closed(self) -> bool:
         if self._junk:
             self.say_raw("".join(self._junk), self._pattern())
             self._junk.clear()
@@ -347,11 +359,43 @@ class TagReader(ToolCallReader):
         # A parameter is read only after its call has begun.
         assert self._call is not None
         self._types = _types_of(head, self._call.types(name))
+        self._held.clear()
+        self._unwrap()
+        known = self._call.names
+        if name in self._syntax.wrappers and not self._parameters and known and name not in known:
+            self._wrapper = name
+        else:
+            self._key(name)
+        return self.turn(self._value_begins)
+
+    def _key(self, name: str) -> None:
         before = ", " if self._parameters else "{"
         self.argue(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
         self._parameters += 1
-        self._held.clear()
-        return self.turn(self._value_begins)
+
+    def _unwrap(self) -> None:
+        """Output a parameter that turned out not to hold all arguments."""
+        if self._wrapper:
+            self._key(self._wrapper)
+            self.argue(self._wrapped)
+        self._wrapper = self._wrapped = ""
+
+    def _unwrapped(self) -> bool:
+        """Output what the only parameter holds, if these are all arguments."""
+        # A parameter is read only after its call has begun.
+        assert self._call is not None
+        text = self._wrapped
+        if text.startswith('"'):
+            text = str(json.loads(text)).strip()
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return False
+        if not isinstance(value, dict) or not all(each in self._call.names for each in value):
+            return False
+        self.argue(text)
+        self._wrapper = self._wrapped = ""
+        return True
 
     # ------------------------------------------------------------ values
 
@@ -371,12 +415,16 @@ class TagReader(ToolCallReader):
             return False
         self.at += len(marker)
         self._quoted = bool(marker)
-        if self._types == _STRING:
+        if self._streams():
             self.argue('"')
         return self.turn(self._value)
 
+    def _streams(self) -> bool:
+        """Whether the value is output as it comes."""
+        return self._types == _STRING and not self._wrapper
+
     def _add(self, text: str) -> None:
-        if self._types == _STRING:
+        if self._streams():
             self.argue(json.dumps(text, ensure_ascii=False)[1:-1])
         elif text:
             self._held.append(text)
@@ -404,6 +452,7 @@ class TagReader(ToolCallReader):
 
     def _cut_short(self) -> bool:
         """The text has ended within a value: output what there is, without additions."""
+        self._unwrap()
         self.argue("".join(self._held))
         self._held.clear()
         return self.turn(self._over)
@@ -412,12 +461,15 @@ class TagReader(ToolCallReader):
         return False
 
     def _value_ends(self) -> bool:
-        if self._types == _STRING:
+        text = "".join(self._held)
+        if self._streams():
             self.argue('"')
-        elif self._types:
-            self.argue(value_as_json("".join(self._held), self._types))
         else:
-            self.argue(json_or_text("".join(self._held)))
+            value = value_as_json(text, self._types) if self._types else json_or_text(text)
+            if self._wrapper:
+                self._wrapped = value
+            else:
+                self.argue(value)
         return self.turn(self._between)
 
     def _unquoting(self) -> int | None:

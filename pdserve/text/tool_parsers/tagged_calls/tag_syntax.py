@@ -87,6 +87,8 @@ class TagSyntax:
     """One line break at each end of a value is layout."""
     unended: Literal["", "line", "anywhere"] = ""
     """Where the next parameter's tag ends a value whose end is missing."""
+    wrappers: tuple[str, ...] = ()
+    """Names of a parameter in which all arguments may stand as one object, by mistake."""
     quotes: tuple[str, ...] = ()
     """What a value may begin and end with, so that all between is text."""
     json: bool = True
