@@ -223,7 +223,6 @@ class TransferRpc:
         else:
             self._degradations.clear(DEGRADED)
 
-
     def _tell_failed_loads(self) -> None:
         """Reports prompts whose KV arrived and could not be loaded, so that they were computed
         again, as a degradation of the process."""

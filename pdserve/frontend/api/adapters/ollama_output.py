@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 
 _encode = msgspec.json.Encoder().encode
 _NANOSECONDS = 10**9
+_AROUND_CHAT = (b'","message":{"role":"assistant","content":', b'},"done":false}\n')
+_AROUND_RESPONSE = (b'","response":', b',"done":false}\n')
+"""What a line of text has before and after it."""
 
 
 class OllamaAdapter:
@@ -71,6 +74,10 @@ class OllamaAdapter:
         self._chat = chat
         self._plan = plan
         self._calls = PendingCalls()
+        self._bare = plan is not None and not plan.logprobs
+        """True if a line of text carries nothing else."""
+        self._head = b'{"model":%s,"created_at":"' % _encode(model_name)
+        self._middle, self._tail = _AROUND_CHAT if chat else _AROUND_RESPONSE
 
     def repeats(self) -> Bytes:
         return 0
@@ -82,6 +89,8 @@ class OllamaAdapter:
         return b""
 
     def parts(self, parts: Sequence[OutputPart], piece: OutputDelta) -> bytes:
+        if self._bare and len(parts) == 1 and isinstance(parts[0], ContentDelta):
+            return self._text(parts[0].text)
         texts: list[str] = []
         thoughts: list[str] = []
         for part in parts:
@@ -131,6 +140,11 @@ class OllamaAdapter:
         return self._line(OllamaReply(), done=True, done_reason="load")
 
     # ---------------------------------------------------------------- one object
+
+    def _text(self, text: str) -> bytes:
+        """A line of text, as most are, written without making records."""
+        now = timestamp().encode()
+        return b"".join((self._head, now, self._middle, _encode(text), self._tail))
 
     def _line(self, reply: OllamaReply, **fields: Any) -> bytes:
         return self._written(reply, **fields) + b"\n"

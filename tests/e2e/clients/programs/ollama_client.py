@@ -46,7 +46,12 @@ def ask_about_the_model():
         "context": [n for name, n in shown.modelinfo.items() if name.endswith("context_length")],
         "running": [model.context_length for model in client.ps().models],
         "generated": generated.response,
-        "durations": [generated.total_duration, generated.eval_duration],
+        "total": generated.total_duration,
+        "times": [
+            generated.load_duration,
+            generated.prompt_eval_duration,
+            generated.eval_duration,
+        ],
         "counts": [generated.prompt_eval_count, generated.eval_count],
         "streamed": "".join([part.message.content for part in parts]),
         "reason": parts[-1].done_reason,

@@ -1,11 +1,22 @@
 """Figures and calls of Ollama's answers."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
 import pytest
 from msgspec.structs import replace
 
-from pdserve.frontend.api.adapters.ollama_output import PendingCalls, figures, timestamp
+from pdserve.frontend.api.adapters.ollama_output import (
+    OllamaAdapter,
+    PendingCalls,
+    figures,
+    timestamp,
+)
+from pdserve.frontend.output.output_processor import OutputDelta
 from pdserve.protocols.completion_responses import Served, Usage
-from pdserve.text.output_parts import ToolCallArguments, ToolCallStart
+from pdserve.protocols.ollama.answers import OllamaChatAnswer, OllamaGenerateAnswer
+from pdserve.text.output_parts import ContentDelta, ToolCallArguments, ToolCallStart
 
 
 def usage(ttft_ms: float | None = None, prefill_ms: float | None = None) -> Usage:
@@ -56,3 +67,23 @@ def test_a_call_is_complete_when_the_next_one_begins():
 def test_times_are_rfc_3339():
     assert timestamp(1_700_000_000) == "2023-11-14T22:13:20Z"
     assert timestamp().endswith("Z")
+
+
+@pytest.mark.parametrize(
+    ("chat", "record"), [(True, OllamaChatAnswer), (False, OllamaGenerateAnswer)]
+)
+@pytest.mark.parametrize("text", ["hello", 'a "quoted"\n\\ \u2028 line', "é👍\x00", " "])
+def test_a_line_of_text_is_what_its_record_would_be(chat: bool, record: Any, text: str):
+    """It is written without one."""
+    plan: Any = SimpleNamespace(logprobs=False)
+    context: Any = SimpleNamespace(arrival=0.0, time=lambda: 0.0)
+    adapter = OllamaAdapter('a "model"', context, chat=chat, plan=plan)
+    quick, empty = OutputDelta(""), ContentDelta("")
+    lines = [
+        adapter.parts(parts, quick) for parts in ([ContentDelta(text)], [ContentDelta(text), empty])
+    ]
+    found = [msgspec.json.decode(line, type=record, strict=True) for line in lines]
+    assert all(line.endswith(b"}\n") and line.count(b"\n") == 1 for line in lines)
+    found[0].created_at = found[1].created_at
+    assert found[0] == found[1]
+    assert set(msgspec.json.decode(lines[0])) == set(msgspec.json.decode(lines[1]))
