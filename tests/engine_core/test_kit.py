@@ -79,6 +79,18 @@ def test_a_vectors_prompt_may_be_as_long_as_the_context():
         check_request(wants, **(checked | {"embeds": False}))
 
 
+def test_images_need_an_engine_that_takes_them():
+    checked: dict[str, Any] = {"max_model_len": 30, "vocab_size": 10, "embeds": True}
+    two = request(images=(b"one", b"two"))
+    check_request(two, **checked, images=2)
+    check_request(request(), **checked)
+    for most, words in ((0, "takes no images"), (1, "has 2 images; this engine takes 1")):
+        with pytest.raises(InvalidRequest, match=words):
+            check_request(two, **checked, images=most)
+    with pytest.raises(InvalidRequest, match="neither embeddings"):
+        check_request(request(pooling="last", images=(b"one",)), **checked, images=2)
+
+
 def test_deadlines_pass_in_order_and_can_be_withdrawn():
     deadlines = RequestDeadlines()
     for handle, at in enumerate([3.0, 1.0, 2.0, 2.0]):
