@@ -87,6 +87,21 @@ SAMPLES = [
     Sample("infinite", "[plan(opt_ratio=1e999)]", "[plan(opt_ratio=1e999)]"),
     Sample("triple quotes", '[get_weather(city="""Paris""")]', '[get_weather(city="""Paris""")]'),
     Sample("the second is broken", "[now(), get_weather(1)]", "get_weather(1)]", [NOW]),
+    Sample("text before", "I look: [get_weather(city='Paris')]", "I look:", [PARIS]),
+    Sample("two lists", "[now()] and [now()], [fly(to=1)]", "and , [fly(to=1)]", [NOW, NOW]),
+    Sample("brackets in text", "As in [1], [now] and [ now (.", "As in [1], [now] and [ now (."),
+    Sample(
+        "the first is no literal",
+        "[get_weather(city=b'x'), now(), plan(opt_ratio=1e999), now()]",
+        "get_weather(city=b'x')plan(opt_ratio=1e999)",
+        [NOW, NOW],
+    ),
+    Sample(
+        "no list after the markers",
+        "<|python_start|>[now()]<|python_end|> [fly(to=1)]",
+        "[fly(to=1)]",
+        [NOW],
+    ),
     Sample("code between markers", "<|python_start|>print(1)<|python_end|>", "print(1)"),
     Sample("looks like a marker", "<|python_st <|python_ends", "<|python_st <|python_ends"),
     Sample("an end alone", "a<|python_end|>b", "ab"),
@@ -107,6 +122,7 @@ PIECES = ["<|python_start|>", "<|python_end|>", "[now(", "a=", "(", ")", "'", "=
 LONG_CALLS = {
     "call": '[now(a="%s")]',
     "blank": "[now()%s, now()]",
+    "list": "So: [%s",
 }
 TRIGGER = "["
 TEMPLATES = [

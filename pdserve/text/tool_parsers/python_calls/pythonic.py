@@ -31,10 +31,15 @@ if TYPE_CHECKING:
 START: Final = "<|python_start|>"
 END: Final = "<|python_end|>"
 _MARKER: Final = re.compile(f"{re.escape(START)}|{re.escape(END)}")
+_MARKER_OR_LIST: Final = re.compile(rf"{re.escape(START)}|{re.escape(END)}|\[")
 _NAME: Final = re.compile(r"[a-zA-Z0-9_.-]+")
 _LONGEST_NAME: Final = 256
 _PLAIN: Final = {quote: re.compile(rf"[^\\\r\n\0{quote}]+") for quote in "'\""}
-_BEHIND_STRING: Final = re.compile(r"\s{0,64}")
+_BEHIND_STRING: Final = re.compile(r"\s{0,32}(?P<brackets>[)\]}][)\]}\s]{0,31})?")
+_AFTER_STRING: Final = ",:<+*%'\""
+"""What may follow a string: another one and operators, too, which make no literal."""
+_AFTER_CALL: Final = re.compile(r"\).*[\]\n]\s*$", re.DOTALL)
+"""Brackets behind which any text may stand: they end a list of calls, or the line of one."""
 _PADDED: Final = re.compile(r"\s*(-?)0+([1-9][0-9]{0,99})\s*")
 """An integer with zeros in front, which Python refuses."""
 _OUTSIDE: Final = re.compile(r"[^'\"()\[\]{}<,]+")
@@ -71,12 +76,17 @@ class Pythonic(SchemaFree):
 
 
 class _Parser(ToolCallReader):
-    __slots__ = ("_arguments", "_known", "_name", "_raw", "_tagged")
+    __slots__ = ("_arguments", "_before", "_known", "_name", "_raw", "_skipped", "_tagged")
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__(self._first)
         self._known = {tool.function.name for tool in tools}
         self._tagged = False
+        """The start marker stands before the list."""
+        self._before = 0
+        """Number of calls before the list."""
+        self._skipped = 0
+        """Number of pieces in `_raw` that belong to calls with arguments that are no literals."""
         self._name = ""
         self._raw: list[str] = []
         """Text that has not become a call."""
@@ -90,17 +100,25 @@ class _Parser(ToolCallReader):
         if marker is None:
             return False
         if not marker and self.text[self.at] == "[":
-            self._raw = ["["]
             self.at += 1
-            return self.turn(self._list)
+            return self._list_begins()
         return self.turn(self._content)
 
+    def _list_begins(self) -> bool:
+        self._raw = ["["]
+        self._before = self.calls
+        self._skipped = 0
+        return self.turn(self._list)
+
     def _content(self) -> bool:
-        marker = self.seek_call(_MARKER, (START, END))
-        if marker == START:
-            self._tagged = True
-            return self.turn(self._first)
-        return bool(marker)
+        text, marker = self.seek(_MARKER_OR_LIST, (START, END))
+        self.say(text)
+        self._tagged = marker == START
+        if marker == "[":
+            return self._list_begins()
+        if marker:
+            self.mark()
+        return bool(marker) and self.turn(self._first if self._tagged else self._content)
 
     def _give_up(self) -> bool:
         self.say_raw("".join(self._raw).removeprefix(","), _MARKER)
@@ -151,7 +169,7 @@ class _Parser(ToolCallReader):
         return self.turn(self._call)
 
     def _may_be_called(self) -> bool:
-        return self._tagged or self.calls > 0 or self._name in self._known
+        return self._tagged or self.calls > self._before or self._name in self._known
 
     def _call(self) -> bool:
         begin = self.at
@@ -159,10 +177,16 @@ class _Parser(ToolCallReader):
         self._raw.append(self.text[begin : self.at])
         if not ended:
             return self.last and self._give_up()
-        text = None if self._arguments.broken else arguments_json(self._arguments.items)
-        if text is None:
+        if self._arguments.broken:
             return self._give_up()
+        text = arguments_json(self._arguments.items)
+        if text is None:
+            # The calls beside it are called.
+            self._skipped = len(self._raw)
+            return self.turn(self._comma)
+        self.say_raw("".join(self._raw[: self._skipped]).strip("[, \r\n"), _MARKER)
         self._raw.clear()
+        self._skipped = 0
         self.begin(self._name)
         self.argue(text)
         return self.turn(self._comma)
@@ -175,7 +199,7 @@ class _Parser(ToolCallReader):
             self._raw.append(",")
             self.at += 1
         elif self.text[self.at] != "]":
-            return self.turn(self._content)
+            return self._give_up()
         return self.turn(self._list)
 
 
@@ -284,13 +308,16 @@ class PythonicArguments:
     def _closes(self, reader: IncrementalReader) -> bool | None:
         """Whether a quote ends its string: something of the call, or another string, follows it.
         None: more text decides."""
-        blank = _BEHIND_STRING.match(reader.text, reader.at + 1)
+        found = _BEHIND_STRING.match(reader.text, reader.at + 1)
         # The pattern matches an empty string too.
-        assert blank is not None
-        following = reader.text[blank.end() : blank.end() + 1]
-        if not following:
-            return True if reader.last else None
-        return following in ",)]}:<+*%'\"" or following.isspace()
+        assert found is not None
+        following = reader.text[found.end() : found.end() + 1]
+        if not following and not reader.last:
+            return None
+        brackets = found["brackets"]
+        if not brackets:
+            return following in _AFTER_STRING or following.isspace()
+        return not following or following in ",;:<" or bool(_AFTER_CALL.search(brackets))
 
     def _escape(self, reader: IncrementalReader) -> bool | None:
         following = reader.text[reader.at + 1 : reader.at + 2]
