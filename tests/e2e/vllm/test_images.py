@@ -40,7 +40,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmCluster]:
         cluster.router()
         for name in ("left", "right"):
             cluster.with_vllm(name, "--max-batch-tokens", "256")
-        cluster.front = cluster.frontend("--allowed-media-domains", "*", "--max-image-pixels", "1000000")
+        cluster.front = cluster.frontend(
+            "--allowed-media-domains", "*", "--max-image-pixels", "1000000"
+        )
         cluster.wait_whole()
         yield cluster
 
