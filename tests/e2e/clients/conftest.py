@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,11 +144,15 @@ def play(scene: Scene, tmp_path: Path) -> Callable[..., dict[str, Any]]:
         # Its caches are those of its environment: it is compiled once.
         playing = scene.start([*command, program], tmp_path, {}, subprocess.PIPE)
         told: dict[str, Any] = {}
+        late = threading.Timer(PATIENCE, _kill, [playing])
+        late.start()
         try:
             rest = _read(playing, told)
             assert "abort" in told, "".join(rest)
             scene.wait_until_free(before + 1)
         finally:
+            late.cancel()
+            late.join()
             _end(playing)
         return told
 
@@ -173,10 +178,15 @@ def _end(playing: subprocess.Popen[str]) -> None:
     try:
         playing.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(playing.pid, signal.SIGKILL)
+        _kill(playing)
         playing.communicate()
         raise
+
+
+def _kill(playing: subprocess.Popen[str]) -> None:
+    """Ends a program that takes too long, which ends its output."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(playing.pid, signal.SIGKILL)
 
 
 def _interpreter(environment: str, work: Path) -> list[str]:
