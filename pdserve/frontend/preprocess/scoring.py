@@ -25,7 +25,11 @@ from pdserve.frontend.preprocess.embeddings import (
 )
 from pdserve.frontend.preprocess.pair_prompts import Pair, PairPrompts, pair_template
 from pdserve.frontend.preprocess.sampling import check_prompt_tokens
-from pdserve.frontend.preprocess.text_cost import MIN_STRUCTURED_CHARS, texts_chars
+from pdserve.frontend.preprocess.text_cost import (
+    MIN_STRUCTURED_CHARS,
+    encoded_chars,
+    texts_chars,
+)
 from pdserve.protocols.scoring import MAX_DOCUMENTS, TextDocument
 
 if TYPE_CHECKING:
@@ -243,7 +247,7 @@ async def _pair_tokens(
     model = context.model
     queries = first.texts * len(second.texts) if len(first.texts) == 1 else first.texts
     pairs = list(map(Pair, queries, second.texts, second.names))
-    chars = _check_chars(pairs, first, context)
+    chars = _check_chars(request, pairs, first, context)
     prompts = PairPrompts(
         model=model,
         instruction=request.instruction,
@@ -264,17 +268,21 @@ async def _pair_tokens(
     return await context.pool.run(size, _encode_pairs, prompts, first, pairs)
 
 
-def _check_chars(pairs: Sequence[Pair], first: _Side, context: PlanContext) -> int:
-    """The cost of all prompts, in characters: a query is in the prompt of each document.
+def _check_chars(
+    request: ScoringFields, pairs: Sequence[Pair], first: _Side, context: PlanContext
+) -> int:
+    """The cost of all prompts, in characters: query, instruction and variables are in the prompt of
+    each document.
 
     Errors: `InvalidRequest` for more text than a body may have.
     """
     chars = texts_chars(text for pair in pairs for text in (pair.query, pair.document))
+    chars += len(pairs) * encoded_chars([request.instruction, request.chat_template_kwargs])
     limit = context.config.max_body
     if chars > limit:
         raise InvalidRequest(
-            f"with its query in each, the prompts would have {chars} characters; the limit is "
-            f"{limit}: send fewer documents, or a shorter query",
+            f"with query and instruction in each, the prompts would have {chars} characters; the "
+            f"limit is {limit}: send fewer documents, or a shorter query",
             param=first.names[0],
         )
     return chars

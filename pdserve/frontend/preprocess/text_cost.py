@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         ToolCall,
     )
 
-__all__ = ["MIN_STRUCTURED_CHARS", "chat_chars", "texts_chars"]
+__all__ = ["MIN_STRUCTURED_CHARS", "chat_chars", "encoded_chars", "texts_chars"]
 
 MIN_STRUCTURED_CHARS: Final = INLINE_CHARS + 1
 """Least cost of work that follows structure: a kilobyte of structure may cost anything."""
@@ -39,7 +39,7 @@ def chat_chars(request: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) ->
     given = [tools, request.documents, request.chat_template_kwargs]
     if not any(given):
         return chars
-    return max(MIN_STRUCTURED_CHARS, chars + _encoded(given))
+    return max(MIN_STRUCTURED_CHARS, chars + encoded_chars(given))
 
 
 def texts_chars(texts: Iterable[str]) -> int:
@@ -68,7 +68,8 @@ def _call(call: ToolCall) -> int:
     return chars + len(call.id or "") + len(call.type or "")
 
 
-def _encoded(value: object) -> int:
+def encoded_chars(value: object) -> int:
+    """Characters of a value's JSON; what uses the value handles about as many."""
     try:
         return len(msgspec.json.encode(value))
     except (OverflowError, UnicodeError, RecursionError):

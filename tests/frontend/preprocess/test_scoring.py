@@ -255,7 +255,11 @@ async def test_a_query_may_not_be_repeated_without_end() -> None:
         documents = ["a"] * 100
         await ask(client, RERANK, query="b", documents=documents)
         error = await refused(client, RERANK, query="b" * 200, documents=documents)
-        assert (error["param"], "with its query in each" in error["message"]) == ("query", True)
+        assert error["param"] == "query"
+        assert "query and instruction in each" in error["message"]
+        for more in ({"instruction": "c" * 200}, {"chat_template_kwargs": {"end": ["c" * 200]}}):
+            error = await refused(client, RERANK, query="b", documents=documents, **more)
+            assert error["param"] == "query"
 
 
 # ---------------------------------------------------------------- refusals and ends
