@@ -88,6 +88,8 @@ class CpuModel:
         parallel: bool = False,
         residual_scale: float = 1.0,
         logit_scale: float = 1.0,
+        query_beta: float = 0.0,
+        query_span: int = 1,
     ) -> None:
         """`windows` (0: none), `ropes` (which rotary table) and `sparse` (has experts) are empty or
         have an entry for each layer. `activation`: silu, gelu, or swiglu with `alpha` and `limit`.

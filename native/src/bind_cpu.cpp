@@ -318,8 +318,9 @@ void construct(CpuModel* self, bool bfloat16, int layers, int hidden, int inner,
                const std::string& activation, float alpha, float limit, bool out_norms,
                float embed_scale, float query_scale, float softcap, float logits_softcap,
                bool in_norms, bool layer_norms, bool whole_qk_norm, bool parallel,
-               float residual_scale, float logit_scale) {
-  for (const int size : {layers, hidden, inner, heads, kv_heads, head_dim, vocab, threads})
+               float residual_scale, float logit_scale, float query_beta, int query_span) {
+  for (const int size :
+       {layers, hidden, inner, heads, kv_heads, head_dim, vocab, threads, query_span})
     require(size > 0, "every size must be positive");
   require(heads % kv_heads == 0, "heads must be a multiple of kv_heads");
   require(hidden % 2 == 0 && inner % 2 == 0 && head_dim % 2 == 0,
@@ -340,6 +341,8 @@ void construct(CpuModel* self, bool bfloat16, int layers, int hidden, int inner,
   config.embed_scale = embed_scale;
   config.query_scale =
       query_scale != 0.0f ? query_scale : 1.0f / std::sqrt(static_cast<float>(head_dim));
+  config.query_beta = query_beta;
+  config.query_span = query_span;
   config.in_norms = in_norms;
   config.layer_norms = layer_norms;
   config.whole_qk_norm = whole_qk_norm;
@@ -377,7 +380,7 @@ void bind_cpu(nb::module_& m) {
            nb::arg("logits_softcap") = 0.0f, nb::arg("in_norms") = true,
            nb::arg("layer_norms") = false, nb::arg("whole_qk_norm") = false,
            nb::arg("parallel") = false, nb::arg("residual_scale") = 1.0f,
-           nb::arg("logit_scale") = 1.0f)
+           nb::arg("logit_scale") = 1.0f, nb::arg("query_beta") = 0.0f, nb::arg("query_span") = 1)
       .def_prop_ro("kernels", &CpuModel::kernels)
       .def_prop_ro("weight_bytes", &CpuModel::weight_bytes)
       .def_prop_ro("sharers", &CpuModel::sharers)

@@ -408,13 +408,15 @@ void Model::turn_and_store(const Batch& batch, int index, const KvView& kv) {
   const auto token = [&](int chunk, int t) {
     const int position = batch.positions[t];
     float* head = qkv + product_of(t, width);
+    const auto contexts = static_cast<float>(position / c.query_span);
+    const float scale = c.query_scale * (1.0f + c.query_beta * std::log(1.0f + contexts));
     if (c.whole_qk_norm) {
       norm(head, layer.q_norm, Type::kFloat32, head);
       float* keys = head + product_of(c.heads, dim);
       norm(keys, layer.k_norm, Type::kFloat32, keys);
     }
     for (int h = 0; h < c.heads; ++h, head += dim)
-      turn(head, layer.q_norm, position, c.query_scale);
+      turn(head, layer.q_norm, position, scale);
     const std::int32_t* table = batch.tables + batch.table_offsets[chunk];
     std::size_t at = static_cast<std::size_t>(table[position / block_size_]) * kv.block_stride +
                      static_cast<std::size_t>(position % block_size_) * token_bytes;

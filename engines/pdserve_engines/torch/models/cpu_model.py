@@ -69,6 +69,7 @@ _KNOWN_ROPE: Final = frozenset(
         "interleaved",
         "longrope",
         "context",
+        "query_beta",
     }
 )
 """The same for `RopeConfig`. The table, and the order of the rows of q and k, hold all of them."""
@@ -137,7 +138,7 @@ class CpuModel:
                 threads=settings.threads,
                 kernels="" if settings.kernels in ("auto", "native") else settings.kernels,
                 **_layer_settings(config, settings.max_model_len),
-                **_scales(config, settings.dtype),
+                **_scales(config.for_context(settings.max_model_len), settings.dtype),
             )
         for which, rope in enumerate(_ropes(config)):
             self._native.set_rope(_table(rope, config, settings.max_model_len), which)
@@ -257,6 +258,8 @@ def _scales(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         "parallel": config.parallel,
         "residual_scale": config.residual_scale,
         "logit_scale": config.logit_scale,
+        "query_beta": config.rope.query_beta,
+        "query_span": max(1, config.rope.original_max_positions),
         "softcap": config.attention_cap or 0.0,
         "logits_softcap": config.logit_cap or 0.0,
         # Models were trained with the scale rounded to the weights' dtype.

@@ -51,6 +51,8 @@ struct Config {
   float logit_scale = 1.0f;
   float embed_scale = 1.0f;
   float query_scale = 0.0f;     // factor of the attention scores
+  float query_beta = 0.0f;      // it grows by query_beta * log(1 + position / query_span)
+  int query_span = 1;
   float softcap = 0.0f;         // of the attention scores; 0: none
   float logits_softcap = 0.0f;  // the same for logits
   Gate gate;

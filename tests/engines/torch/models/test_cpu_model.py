@@ -108,6 +108,16 @@ COHERE = MIDDLE | {
     "sliding_window_pattern": 2,
     "logit_scale": 0.3,
 }
+MINISTRAL = MIDDLE | {
+    "architectures": ["Ministral3ForCausalLM"],
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 150,
+        "llama_4_scaling_beta": 0.5,
+    },
+}
 RAW = {
     "middle": MIDDLE,
     "biased": BIASED,
@@ -120,6 +130,7 @@ RAW = {
     "olmo": OLMO,
     "granite": GRANITE,
     "cohere": COHERE,
+    "ministral": MINISTRAL,
 }
 
 
