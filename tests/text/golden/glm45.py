@@ -21,7 +21,8 @@ def pair_samples(tags: Tags) -> list[Sample]:
     spaced: Call = ("get_weather", {"city": " Paris\n"})
     return [
         Sample("blank space of a value", tags.call("get_weather", city=" Paris\n"), "", [spaced]),
-        Sample("an unknown name alone", f"{tags.start}words{tags.stop}", "words"),
+        Sample("an unknown name alone", f"{tags.start}fly{tags.stop}", "", [("fly", {})]),
+        Sample("a word alone", f"{tags.start}word {tags.start}", "word"),
         Sample("cut in the name", f"ok {tags.start}get_w", "ok get_w"),
         Sample("cut behind the name", f"{tags.start}now\n", "", [("now", Cut(""))]),
         Sample("JSON that is no call", f'{tags.start}{{"a": 1}}{tags.stop}', '{"a": 1}'),

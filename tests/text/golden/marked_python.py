@@ -30,6 +30,8 @@ VALUES = [
     read("brackets and commas in a string", "a='f(x)[1], {2}'", a="f(x)[1], {2}"),
     read("quotes in a string", "a='sed -n '1,2p' f', b=\"say \"hi\" now\"",
          a="sed -n '1,2p' f", b='say "hi" now'),
+    read("quotes and brackets in a string", "a='print('x') now', b=['c']",
+         a="print('x') now", b=["c"]),
     read("escaped quotes", r"a='it\'s', b='\"b\"'", a="it's", b='"b"'),
     read("raw lines and control characters", "a='b\nc\r\nd\te\0f'", a="b\nc\r\nd\te\0f"),
     read("two strings in a row", "a='b' 'c'", a="bc"),

@@ -15,7 +15,7 @@ TAGS = Tags(
     stop="</function>",
 )
 MARKUP = "<a></param>\n</function> ]] ]> &"
-OTHER = ("an unknown name alone", "cut in the name", "cut behind the name")
+OTHER = ("an unknown name alone", "a word alone", "cut in the name", "cut behind the name")
 SAMPLES = [
     *common_samples(TAGS),
     *(each for each in pair_samples(TAGS) if each.about not in OTHER),

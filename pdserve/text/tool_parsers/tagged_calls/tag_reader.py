@@ -285,6 +285,7 @@ class TagReader(ToolCallReader):
             return False
         self.drop_half(markers)
         ended = self.at == len(self.text) or marker in markers
+        sure = (*sure, *syntax.ends)
         if marker not in sure and not (ended and self._name in self._known):
             return self._no_call(self._name + "".join(self._held))
         if marker and marker == syntax.separator:
