@@ -165,6 +165,18 @@ def test_the_same_picture_is_computed_once(engine: InlineEngine) -> None:
     assert cached(picture(1, format="BMP")) == text, "another file of the same picture"
 
 
+def test_choices_share_the_pictures(engine: InlineEngine) -> None:
+    prompt = tokens_of(engine, TEXT)
+    one, other = real.answer(engine, prompt=prompt, images=(CAT, DOG), n=2)
+    assert one == other
+
+
+def test_a_placeholder_alone_is_a_token(engine: InlineEngine) -> None:
+    """In a completion, whose tokens a client may choose."""
+    (found,) = real.answer(engine, prompt=[5, IMG, 6, IMG])
+    assert len(found) == 8
+
+
 def test_a_request_goes_on_after_a_cut(engine: InlineEngine) -> None:
     prompt = tokens_of(engine, TEXT)
     shape: dict[str, Any] = {"prompt": prompt, "images": (CAT, DOG), "max_tokens": 8}
