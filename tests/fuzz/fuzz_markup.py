@@ -19,7 +19,7 @@ from pdserve.text.output_parts import (
     merge_parts,
 )
 from pdserve.text.reasoning_parsers import REASONING_PARSERS, reasoning_format
-from pdserve.text.tool_parsers import TOOL_PARSERS, tool_format
+from pdserve.text.tool_parsers import ALIASES, TOOL_PARSERS, tool_format
 from tests.fuzz.input import Input
 
 if TYPE_CHECKING:
@@ -34,10 +34,12 @@ TOOLS: Final = [
     Tool(function=FunctionSpec(name="f", parameters={"type": "object", "properties": _TYPES})),
     Tool(function=FunctionSpec(name="g.h")),
 ]
+_REASONING: Final = {target: name for name, target in REASONING_PARSERS.items()}
+"""One name of each format."""
 PARSERS: Final = [
     (tool, reasoning, begun)
-    for tool in (None, *sorted(TOOL_PARSERS))
-    for reasoning in (None, *sorted(REASONING_PARSERS))
+    for tool in (None, *sorted(set(TOOL_PARSERS) - set(ALIASES)))
+    for reasoning in (None, *sorted(_REASONING.values()))
     for begun in (False, True)
     if (tool or reasoning) and not (begun and reasoning is None)
 ]
@@ -101,6 +103,22 @@ _TEXTS: Final = [
     '<|tools_prefix|>[{"f": {"a": 1}}, {"g.h": null}]<|tools_suffix|>',
     '<|START_THINKING|>x<|END_THINKING|><|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f",'
     ' "parameters": {}}]<|END_ACTION|><|START_RESPONSE|>hi<|END_RESPONSE|>',
+    "<seed:think>x</seed:think><seed:tool_call><function=f><parameter=a>1</parameter></function>",
+    "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value></tool_call>"
+    "<tool_call>g.h</tool_call>",
+    "<tool_calls:opensource><tool_call:opensource>f<tool_sep:opensource><arg_key:opensource>b"
+    "</arg_key:opensource><arg_value:opensource>x</arg_value:opensource></tool_call:opensource>",
+    '<minimax:tool_call><invoke name="f"><parameter name="b">x</parameter></invoke>'
+    '<invoke name="g.h">',
+    '<｜DSML｜tool_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="false">1'
+    '</｜DSML｜parameter><｜DSML｜parameter name="b" string="true">x</｜DSML｜invoke>',
+    ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="f">]<]minimax[>[<c>]<]minimax[>[<k>1'
+    "]<]minimax[>[</k>]<]minimax[>[</c>]<]minimax[>[<b>x]<]minimax[>[</b>]<]minimax[>[</invoke>",
+    '<function name="f"><param name="b"><![CDATA[<x>]]></param></function>'
+    '<function name="g.h"></function>',
+    "<|tool_call_start|>[f(a=1, b='it's'), g.h()]<|tool_call_end|><function_calls>f(a=07)\ng.h()",
+    '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="f">'
+    '<steptml:parameter name="a">1</steptml:parameter></steptml:invoke><｜tool_call_end｜>',
     'functools[{"name": "f", "arguments": {}}] ```json\n[{"name": "f", "arguments": {}}]\n```',
 ]
 
