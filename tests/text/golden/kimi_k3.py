@@ -164,6 +164,7 @@ SAMPLES = [
     Sample("a call without a name", tools('<|open|>call index="1"<|sep|><|close|>call<|sep|>'), ""),
     Sample("text between arguments", tools(call("now", " so ")), "so", [NOW]),
     Sample("text after calls", tools(call("now")) + "Done.", "Done.", [NOW]),
+    Sample("a separator left out", "<|close|>think<|open|>response<|sep|>Yes.", "Yes."),
     Sample("a tag that is none", "<|open|>Hello, you two.", "Hello, you two."),
 ]
 

@@ -6,8 +6,8 @@
 
 The recipient may also stand before the channel. `analysis` is reasoning; `commentary` without a
 recipient and `final` are content; a message to any recipient is a call, whose name has no prefix
-`functions.`. Messages of one kind are joined by a line break. A prompt ends after
-`<|start|>assistant`, so an answer begins within a header.
+`functions.`; one to `assistant` is dropped. Messages of one kind are joined by a line break. A
+prompt ends after `<|start|>assistant`, so an answer begins within a header.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ _ANY: Final = re.compile(r"<\|(?:start|channel|constrain|message|end|call|return
 _LONGEST_HEADER: Final = 128
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT: Final = re.compile(r"\bto=([^\s<]+)")
+_WORDS: Final = ("assistant", "commentary", "analysis", "final")
+"""Words that may stand between two messages without a marker."""
 _HEADER: Final = re.compile(
     r"\s*(?:assistant)?\s*(?:to=\S*\s*)?(?:\w*\s*(?:to=\S*)?\s*(?:json)?)?\s*", re.ASCII
 )
@@ -185,6 +187,8 @@ class HarmonyReader(ToolCallReader):
         channel = _CHANNEL.search(header)
         recipient = _RECIPIENT.search(header)
         self.mark()
+        if recipient is not None and recipient[1] == "assistant":
+            return self.turn(self._result)
         if recipient is not None and self._calls:
             self._name = recipient[1].removeprefix("functions.")
             if self._name:
@@ -215,17 +219,36 @@ class HarmonyReader(ToolCallReader):
 
     def _between(self) -> bool:
         """State after a message: another header follows, or text that has none."""
-        if not self.say_blank():
+        if not self.skip_blank():
             return False
-        marker = self.meets(MARKERS)
+        marker = self.meets((*MARKERS, *_WORDS))
         if marker is None:
             return False
+        if marker in _WORDS:
+            self._header = marker
+            self.at += len(marker)
+            return self.turn(self._word)
         if not marker:
+            self._part()
             return self.turn(self._content)
         self.mark()
         self.at += len(marker)
         self._header = marker if marker == CHANNEL else ""
         return self.turn(self._head) if marker in (START, CHANNEL) else True
+
+    def _word(self) -> bool:
+        """State behind a word of a header that no marker began: a header follows it, or it was
+        text."""
+        marker = self.meets((*MARKERS, " to="))
+        if marker is None:
+            return False
+        if marker:
+            self.mark()
+            return self.turn(self._head if marker not in _ENDS else self._between)
+        self._part()
+        self.say(self._header)
+        self._header = ""
+        return self.turn(self._content)
 
     def _content(self) -> bool:
         text, marker = self.seek(_ANY, MARKERS)
@@ -248,6 +271,12 @@ class HarmonyReader(ToolCallReader):
         shown = self._thought.add(text)
         if shown:
             self.parts.append(ReasoningDelta(shown))
+
+    def _result(self) -> bool:
+        """State in a message to the model itself: a tool's result that it made up, which is
+        dropped."""
+        _, marker = self.seek(_ANY, MARKERS)
+        return bool(marker) and (self._end_of_body(marker) if marker in _ENDS else True)
 
     def _call(self) -> bool:
         """State between a call's header and its arguments."""
@@ -285,14 +314,9 @@ class HarmonyReader(ToolCallReader):
         if self.text[self.at] == "}":
             self.at += 1
             return True
-        marker = self.meets(MARKERS)
-        if marker is None:
+        if self.meets((*MARKERS, *_WORDS)) is None:
             return False
-        if not marker:
-            self._part()
-            return self.turn(self._content)
-        self.at += len(marker)
-        return self._end_of_body(marker) if marker in _ENDS else True
+        return self.turn(self._between)
 
     def finish(self) -> list[OutputPart]:
         parts = super().finish()

@@ -173,6 +173,9 @@ class KimiK3Reader(ToolCallReader):
         if not marker and len(self._tag) <= _LONGEST_TAG and not self.last:
             return False
         self.at -= len(marker)
+        if marker and self._tag in _CHANNELS:
+            # Only the separator was left out.
+            return self._tagged()
         if marker or not self._is_cut():
             self._show(self._tag)
         self._tag = ""
