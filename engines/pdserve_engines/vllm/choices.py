@@ -61,13 +61,15 @@ class VllmChoice:
         self.request = request
         self.made = len(given_output(request, number))
         """Output tokens so far, those of an earlier attempt included."""
+        self.entered: Seconds
+        """When vLLM got it: later than it was submitted, if its images had to be read first."""
         self.first: Seconds | None = None
         """When the first token came."""
         self.computed = 0
         """Tokens that vLLM has computed, as of the last step."""
         self.work: Seconds = 0.0
         """Its share of the steps so far."""
-        self._submitted = now
+        self._submitted = self.entered = now
         self._image_tokens = image_tokens
         self.cached = 0
         """Prompt tokens that were not computed."""
@@ -141,14 +143,14 @@ class VllmChoice:
                 queued = event.timestamp
             elif event.type == _SCHEDULED and self._scheduled is None:
                 waited = event.timestamp - queued if queued is not None else 0.0
-                self._scheduled = min(now, self._submitted + max(0.0, waited))
+                self._scheduled = min(now, self.entered + max(0.0, waited))
             elif event.type == _PREEMPTED:
                 self._preemptions += 1
 
     def _begin(self, now: Seconds) -> FirstTokenStats:
         self.first = now
         if self._scheduled is None:
-            self._scheduled = self._submitted
+            self._scheduled = self.entered
         scheduled = self._scheduled
         return FirstTokenStats(
             self.cached,

@@ -244,6 +244,8 @@ class VllmCore(StagedCore):
         )
         features = submission.features
         self._vllm.submit(choice.id, request, given, arguments, text, salt, features=features)
+        if features is not None:
+            choice.entered = self.clock.now()
         submission.choices[choice.number] = choice
         self._choices[choice.id] = choice
         self._resume_at = None

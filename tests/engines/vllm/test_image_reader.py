@@ -125,6 +125,19 @@ def test_the_prompt_is_expanded_and_counted(engine: Seeing) -> None:
     assert (stats.images, stats.images_unexpected, stats.prompt_tokens) == (2, 1, 20)
 
 
+def test_reading_counts_as_waiting(engine: Seeing) -> None:
+    """Routers learn from the seconds of a prefill."""
+    fake_vision.reading.clear()
+    ledger = engine.submit(request(PROMPT, images=(CAT, DOG)))
+    engine.clock.advance(5.0)
+    fake_vision.reading.set()
+    engine.run()
+    start = ledger.starts[0]
+    assert start is not None
+    assert start.queue_seconds >= 5.0
+    assert start.prefill_seconds < 1.0
+
+
 def test_answers_depend_on_what_images_show(engine: Seeing) -> None:
     def answer(*images: bytes) -> Any:
         return engine.generate([request(PROMPT, images=images)])
