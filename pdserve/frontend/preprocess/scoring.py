@@ -137,7 +137,8 @@ def _scores_pairs(card: ModelCard) -> bool:
         )
     raise InvalidRequest(
         f"'{card.name}' makes no scores: it has no classification head, and neither its files nor "
-        "its workers' settings say how it makes vectors. Name a reranker or an embedding model",
+        "its workers' settings say how it makes vectors. Name a reranker or an embedding model, or "
+        "start its workers with --pooling=mean or --pooling=last",
         param="model",
     )
 

@@ -303,7 +303,7 @@ async def test_what_cannot_be_answered_is_refused_by_name(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"pooling": "", "features": ()}, "neither its files"),
+        ({"pooling": "", "features": ()}, "with --pooling=mean"),
         ({"num_labels": 3, "pooling": "", "features": ("classify",)}, "3 classes"),
         ({"num_labels": 1, "pooling": "", "features": ()}, "no classification head"),
     ],
