@@ -423,7 +423,7 @@ def make_model(config: ModelConfig, settings: TorchSettings, progress: ProgressF
 
     Raises `ConfigError` if the requested kernels are not possible.
     """
-    reason = unsupported_reason(config, settings.device, settings.max_model_len)
+    reason = unsupported_reason(config, settings.device)
     if settings.kernels == "torch":
         reason = "they were not asked for"
     elif settings.kernels != "auto" and reason is not None:

@@ -348,6 +348,8 @@ RARE = {
 """What one look at is enough for: other ways through code that `TINY` goes through."""
 NATIVE = tuple(TINY)
 """Those of `TINY` that the native kernels compute; torch computes all of them."""
+SELDOM_BY_TORCH = ("mistral_windowed", "mixtral", "qwen3_moe", "gpt_oss", "gemma3")
+"""Those that torch computes in a slice of the tests only, where the native kernels compute, too."""
 SELDOM = (*list(TINY)[list(TINY).index("gemma2") :],)
 """Those of `TINY` that a run takes a slice of: each goes through code that others go through, too.
 `test_every_family_computes_the_tokens_of_transformers` takes them always."""
@@ -359,14 +361,15 @@ def kernels_of(name: str) -> list[str]:
     return ["torch", "native"] if native else ["torch"]
 
 
-def _marks(name: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.long] if name in SELDOM else []
+def _marks(name: str, kernels: str = "") -> list[pytest.MarkDecorator]:
+    seldom = name in SELDOM or (kernels == "torch" and accel.NATIVE and name in SELDOM_BY_TORCH)
+    return [pytest.mark.long] if seldom else []
 
 
 NAMES = [pytest.param(name, marks=_marks(name)) for name in TINY]
 """Every configuration."""
 WITH_KERNELS = [
-    pytest.param(name, kernels, marks=_marks(name), id=f"{name}-{kernels}")
+    pytest.param(name, kernels, marks=_marks(name, kernels), id=f"{name}-{kernels}")
     for name in TINY
     for kernels in kernels_of(name)
 ]

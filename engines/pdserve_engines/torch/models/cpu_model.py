@@ -77,7 +77,7 @@ _KNOWN_EXPERTS: Final = frozenset({"bias", "swiglu", "storage"})
 """The same for `ExpertsConfig`."""
 
 
-def unsupported_reason(config: ModelConfig, device: torch.device, max_model_len: int) -> str | None:
+def unsupported_reason(config: ModelConfig, device: torch.device) -> str | None:
     """Why the native kernels cannot compute this model here; None if they can."""
     if device.type != "cpu":
         return f"the device is {device}"
@@ -89,7 +89,7 @@ def unsupported_reason(config: ModelConfig, device: torch.device, max_model_len:
     if any(size % 2 for size in sizes) or config.head_dim > _MAX_HEAD_DIM:
         return "the model's sizes are odd or its heads too large"
     unknown = _unknown_fields(config, _KNOWN)
-    for rope in _ropes(config.for_context(max_model_len)):
+    for rope in _ropes(config):
         unknown += _unknown_fields(rope, _KNOWN_ROPE)
     unknown += _unknown_fields(config.experts, _KNOWN_EXPERTS)
     if unknown:

@@ -286,12 +286,13 @@ def every_logprob(driver: Driver, prompt: list[int], chunk: int, shared: int = 0
 
 def _scheduled() -> Iterator[Any]:
     """Kernels, a configuration and a dtype: a few in every run, the others as long tests."""
-    always = {("qwen3", kernels) for kernels in SETS} | {("llama_biased", "native")}
-    always |= {(name, "native") for name in ("qwen3_moe", "gemma3")}
-    for name in NATIVE:
-        for kernels in ("native", *SETS):
+    always = {("qwen3", kernels) for kernels in SETS}
+    always |= {(name, SETS[0]) for name in ("llama_biased", "gpt_oss")}
+    names = ("llama_biased", "qwen3", "mistral_windowed", "mixtral", "qwen3_moe", "gpt_oss")
+    for name in (*names, "gemma2", "olmo3", "cohere2"):
+        for kernels in SETS:
             for dtype in DTYPES:
-                rare = (name, kernels) not in always or (name == "gemma3" and dtype != "float32")
+                rare = (name, kernels) not in always or (name == "gpt_oss" and dtype != "float32")
                 marks = [pytest.mark.long] if rare else []
                 yield pytest.param(kernels, name, dtype, marks=marks)
 
@@ -316,9 +317,17 @@ def test_no_bit_depends_on_scheduling(kernels: str, name: str, dtype: str) -> No
     assert all(outcome == outcomes[0] for outcome in outcomes)
 
 
+def _named() -> Iterator[Any]:
+    """A model and kernels: every model with the best ones in every run, the others as long
+    tests."""
+    for name in NATIVE:
+        for kernels in SETS:
+            marks = [pytest.mark.long] if kernels != SETS[0] and name != "qwen3" else []
+            yield pytest.param(name, kernels, marks=marks)
+
+
 @needs_native
-@pytest.mark.parametrize("kernels", SETS)
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize(("name", "kernels"), list(_named()))
 def test_each_instruction_set_gives_the_tokens_of_the_torch_model(name: str, kernels: str) -> None:
     outputs = []
     for choice in ("torch", kernels):
@@ -515,15 +524,18 @@ def test_what_the_native_kernels_lack_torch_computes_and_says_why(
 
 
 @needs_native
-@pytest.mark.parametrize(("length", "kernels"), [(64, "native"), (65, "torch")])
-def test_queries_that_grow_are_torchs_only_in_a_context_where_they_do(
-    length: int, kernels: str
-) -> None:
-    yarn = {"type": "yarn", "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1}
-    raw = MIDDLE | {"architectures": ["Ministral3ForCausalLM"], "rope_parameters": yarn}
-    reason = cpu_model.unsupported_reason(parse_config(raw), CPU, length)
-    assert (reason is None) == (kernels == "native")
-    assert kernels == "native" or reason == "they know no query_beta, which mistral has"
+@pytest.mark.parametrize(
+    "raw",
+    [
+        MIDDLE | {"hidden_size": 421},
+        MIDDLE | {"intermediate_size": 1031},
+        MIDDLE | {"head_dim": 514},
+        SPARSE | {"moe_intermediate_size": 71},
+    ],
+)
+def test_odd_sizes_and_large_heads_are_left_to_torch(raw: dict[str, Any]) -> None:
+    reason = cpu_model.unsupported_reason(parse_config(raw), CPU)
+    assert reason == "the model's sizes are odd or its heads too large"
 
 
 def test_without_the_extension_torch_serves_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
