@@ -12,6 +12,7 @@ TAGS = Tags(
     parameter_end="</arg_value>",
     start="<tool_call>",
     stop="</tool_call>",
+    pairs=True,
     sure=True,
 )
 

@@ -13,6 +13,7 @@ TAGS = Tags(
     parameter_end="</arg_value>",
     start="<tool_call>",
     stop="</tool_call>",
+    pairs=True,
     sure=True,
 )
 SAMPLES = [*common_samples(TAGS), *pair_samples(TAGS)]

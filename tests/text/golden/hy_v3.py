@@ -20,6 +20,7 @@ def tags(suffix: str) -> Tags:
         parameter_end=f"</arg_value{suffix}>",
         start=f"<tool_call{suffix}>",
         stop=f"</tool_call{suffix}>",
+        pairs=True,
         sure=True,
     )
 

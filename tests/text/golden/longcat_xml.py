@@ -27,6 +27,7 @@ TAGS = Tags(
     parameter_end="</longcat_arg_value>",
     start="<longcat_tool_call>",
     stop="</longcat_tool_call>",
+    pairs=True,
     sure=True,
 )
 SAMPLES = [*common_samples(TAGS), *pair_samples(TAGS)]

@@ -13,6 +13,7 @@ TAGS = Tags(
     parameter_end="</param>",
     start="<function name=",
     stop="</function>",
+    pairs=True,
 )
 MARKUP = "<a></param>\n</function> ]] ]> &"
 OTHER = ("an unknown name alone", "a word alone", "cut in the name", "cut behind the name")

@@ -39,6 +39,8 @@ class Tags:
     """The marker that begins a block."""
     stop: str
     """The marker that ends it."""
+    pairs: bool = False
+    """The name has no tag of its own."""
     sure: bool = False
     """A parameter's end ends its value wherever it stands."""
 
@@ -161,6 +163,24 @@ def _odd(tags: Tags) -> list[Sample]:
             [("write_file", {"path": "<x=y>", "content": markup})],
         ),
         Sample("JSON in a block", f"{start}\n{HERMES}\n{stop}", "", [PARIS]),
+        *(
+            [
+                Sample(
+                    "all arguments as one object",
+                    f'{tags.begin("get_weather")}{{"city": "Paris"}}{tags.end}',
+                    "",
+                    [PARIS],
+                ),
+                Sample(
+                    "all arguments as one object that is cut",
+                    f'{tags.begin("get_weather")}{{"city": "Par',
+                    "",
+                    [("get_weather", Cut('{"city": "Par'))],
+                ),
+            ]
+            if not tags.pairs
+            else []
+        ),
         Sample("words in a block", f"{start}\nsome words\n{stop}", "some words"),
         Sample("an empty block", f"A{start}{stop}B", "AB"),
         Sample("an end that nothing began", f"A {stop} B", "A B"),

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from pdserve.text.tool_parsers.base import ToolCallReader
-from pdserve.text.tool_parsers.partial_json import CallObject
+from pdserve.text.tool_parsers.partial_json import CallObject, JsonValue
 from pdserve.text.tool_parsers.tagged_calls.tag_grammar import tagged_grammar
 from pdserve.text.tool_parsers.tagged_calls.tag_syntax import LONGEST_HEAD
 from pdserve.text.tool_parsers.tool_call_grammar import call_id
@@ -103,6 +103,7 @@ class TagReader(ToolCallReader):
         "_syntax",
         "_tagged",
         "_types",
+        "_whole",
         "_wrapped",
         "_wrapper",
     )
@@ -141,6 +142,8 @@ class TagReader(ToolCallReader):
         self._junk: list[str] = []
         """Text between parameters, which is content after the call."""
         self._object = CallObject()
+        self._whole = JsonValue()
+        """All arguments as one JSON object, which some models write instead of parameters."""
 
     # ------------------------------------------------------------ around calls
 
@@ -317,9 +320,30 @@ class TagReader(ToolCallReader):
         if marker:
             self.at += len(marker) if marker == syntax.call_end else 0
             return self._close()
+        if self.text[self.at] == "{" and syntax.openers and not self._parameters:
+            self._whole = JsonValue((*syntax.call_ends, *syntax.ends, *syntax.starts))
+            return self.turn(self._all_arguments)
         self._junk.append(self.text[self.at])
         self.at += 1
         return self.turn(self._words)
+
+    def _all_arguments(self) -> bool:
+        self.argue(self._whole.take(self))
+        if not self._whole.done and not self._whole.broken:
+            return self.last and self.turn(self._over)
+        return self.turn(self._call_ends)
+
+    def _call_ends(self) -> bool:
+        """State behind arguments that are one object, before the end of their call."""
+        if not self.skip_blank():
+            return False
+        markers = (self._syntax.call_end, *self._syntax.ends)
+        marker = self.meets(markers)
+        self.drop_half(markers)
+        if marker is None or self.at == len(self.text):
+            return False
+        self.at += len(marker) if marker == self._syntax.call_end else 0
+        return self.turn(self._block_ends)
 
     def _words(self) -> bool:
         """State in text where a parameter should be, up to what may be one."""
