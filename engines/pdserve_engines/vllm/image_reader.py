@@ -66,20 +66,21 @@ class ImageReader:
         """`input_processor` is vLLM's `InputProcessor`; `refusals` are the exceptions by which
         vLLM refuses an input."""
         self._input = input_processor
-        self._renderer = input_processor.renderer
-        self._model = input_processor.model_config
+        # A release of vLLM that has none of this serves text all the same.
+        self._renderer: Any = getattr(input_processor, "renderer", None)
+        self._model: Any = getattr(input_processor, "model_config", None)
         self._refusals = refusals
         self.placeholder = self._find_placeholder()
         """How prompts name images; None: the model takes none, or not as pdserve gives them."""
 
     def _find_placeholder(self) -> ImagePlaceholder | None:
-        processor = self._renderer.mm_processor
+        processor = getattr(self._renderer, "mm_processor", None)
         most = 0 if processor is None else int(processor.info.allowed_mm_limits.get("image", 0))
         if not most:
             return None
-        from vllm.model_executor.model_loader.utils import get_model_cls
-
         try:
+            from vllm.model_executor.model_loader.utils import get_model_cls
+
             mark = processor.dummy_inputs.get_dummy_text({"image": 1})
             tokens = self._renderer.get_tokenizer().encode(mark, add_special_tokens=False)
             text = str(get_model_cls(self._model).get_placeholder_str("image", 1))
@@ -109,8 +110,12 @@ class ImageReader:
 
     def facts(self) -> tuple[str, ...]:
         """What decides how an image becomes embeddings, besides the checkpoint's files."""
-        config = self._model.get_multimodal_config()
+        config = self._config
         return (repr(config.mm_processor_kwargs), repr(config.media_io_kwargs))
+
+    @property
+    def _config(self) -> Any:
+        return self._model.get_multimodal_config()
 
     # ------------------------------------------------------------------ one request
 
@@ -156,7 +161,7 @@ class ImageReader:
         """One image as vLLM's own server would decode it."""
         from vllm.multimodal.media.image import ImageMediaIO
 
-        options = (self._model.get_multimodal_config().media_io_kwargs or {}).get("image", {})
+        options = (self._config.media_io_kwargs or {}).get("image", {})
         try:
             return ImageMediaIO(**options).load_bytes(data)
         except Exception as error:  # a decoder may raise anything for a broken file

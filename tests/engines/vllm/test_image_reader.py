@@ -241,3 +241,17 @@ def test_the_thread_ends_with_the_core() -> None:
         engine.generate([request(PROMPT, images=(CAT, DOG))])
         assert any(each.name == "pdserve-vllm-images" for each in threading.enumerate())
     assert all(each.name != "pdserve-vllm-images" for each in threading.enumerate())
+
+
+def test_a_release_without_these_parts_serves_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = fake_vllm.InputProcessor.__init__
+
+    def older(self: Any, config: Any) -> None:
+        made(self, config)
+        del self.renderer, self.model_config
+
+    monkeypatch.setattr(fake_vllm.InputProcessor, "__init__", older)
+    engine = Seeing()
+    with engine:
+        assert engine.capabilities.image is None
+        assert engine.generate([request()])
