@@ -53,9 +53,9 @@ _log = logging.getLogger(__name__)
 
 _WINDOW: Final = 1 << 20
 """Flow-control credit in bytes for the worker's output."""
-_MOST_WAITING: Final[Bytes] = 16 << 20
+_MOST_WAITING: Final[Bytes] = 64 << 20
 """Most bytes of requests that wait for the worker to read; one more request fails with
-`Overloaded`."""
+`Overloaded`. As much as one message may have: images make some requests large."""
 
 _decode: Callable[[Buffer], OutputBatch | Fragment] = decoder(cast("Any", OutputBatch | Fragment))
 
