@@ -74,7 +74,7 @@ class ImageReader:
         """How prompts name images; None: the model takes none, or not as pdserve gives them."""
 
     def _find_placeholder(self) -> ImagePlaceholder | None:
-        processor = getattr(self._renderer, "mm_processor", None)
+        processor: Any = getattr(self._renderer, "mm_processor", None)
         most = 0 if processor is None else int(processor.info.allowed_mm_limits.get("image", 0))
         if not most:
             return None
