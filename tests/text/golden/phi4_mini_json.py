@@ -21,6 +21,7 @@ SAMPLES = [
         "from functools import cache, functools.wraps",
     ),
     Sample("an unknown tool", 'functools[{"name": "f"}]', 'functools[{"name": "f"}]'),
+    Sample("no list", f"Well.\nfunctools{LAYOUT.paris}\nBye.", "Well.\nBye.", [PARIS]),
     Sample("both markers", f"<|tool_call|>functools[{LAYOUT.now}]<|/tool_call|>", "", [NOW]),
 ]
 PIECES = LAYOUT.pieces()

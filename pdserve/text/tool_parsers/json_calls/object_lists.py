@@ -74,7 +74,7 @@ INTERNLM: Final = MarkedObjects(
 PHI4_MINI_JSON: Final = MarkedObjects(
     "functools[",
     head="",
-    bare_starts=("functools[",),
+    bare_starts=("functools[", "functools"),
     other_starts=("<|tool_call|>",),
     around=("<|/tool_call|>",),
     marks=("functools[",),
