@@ -75,10 +75,12 @@ async def test_what_is_long_or_has_structure_is_rendered_in_a_thread(name: str, 
     context = PlanContext(model=model, config=FrontendConfig(), pool=pool, request_id="r")
     try:
         await chat_tokens(request(CASES[name], decoder), context)
-        assert pool.stats().inline == 0
+        # A look for images among one or a few parts is cheap.
+        looks = int(name == "parts")
+        assert pool.stats().inline == looks
         assert pool.stats().handed_over == 1
         await chat_tokens(request(HELLO, decoder), context)
-        assert pool.stats().inline == 1
+        assert pool.stats().inline == looks + 1
     finally:
         await pool.close()
 
