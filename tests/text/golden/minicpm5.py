@@ -39,6 +39,19 @@ SAMPLES = [
         "",
         [("get_weather", Cut('{"city": "a]]'))],
     ),
+    Sample(
+        "tags without blanks",
+        TAGS.call("get_weather", city="Paris").replace(" name", "name"),
+        "",
+        [PARIS],
+    ),
+    Sample(
+        "tags with the vocabulary's sign for a blank",
+        TAGS.call("get_weather", city="Paris").replace(" name", "\u0120name"),
+        "",
+        [PARIS],
+    ),
+    Sample("the whole in one", TAGS.call("get_weather", arguments='{"city": "Paris"}'), "", [PARIS]),
     Sample("a call that is talked about", 'Write <function name="x"> here.', "Write x here."),
 ]
 PIECES = [
