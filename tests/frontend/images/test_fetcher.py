@@ -7,7 +7,9 @@ other one and everything else is judged as it really is.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
+import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -351,3 +353,58 @@ async def test_hosts_that_are_not_allowed_are_not_even_looked_up(hosts: Hosts) -
     assert (await refused(fetcher, url)).reason == "url"
     assert hosts.lookups == ["pictures.example"]
     await fetcher.close()
+
+
+async def test_any_answer_is_a_file_or_a_refusal(hosts: Hosts, seed: int, long: bool) -> None:
+    """Bytes of answers are changed, cut and repeated."""
+    rng = random.Random(seed)
+    head = b"HTTP/1.1 %s\r\nContent-Length: %d\r\nContent-Type: image/png\r\n\r\n"
+    whole = [
+        head % (b"200 OK", len(FILE)) + FILE,
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n40\r\n"
+        + FILE[:64]
+        + b"\r\n0\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: /again\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.0 200 OK\r\n\r\n" + FILE,
+    ]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(_changed(rng, rng.choice(whole)))
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, PUBLIC, 0)
+    port = server.sockets[0].getsockname()[1]
+    fetcher = make(hosts)
+    fetched = 0
+    for _ in range(2000 if long else 150):
+        try:
+            file = await fetcher.fetch(hosts.url("/any", port=port), lambda size: None)
+        except ImageRefused:
+            continue
+        assert len(file) <= MOST
+        fetched += 1
+    assert fetched > 10
+    await fetcher.close()
+    server.close()
+    await server.wait_closed()
+
+
+def _changed(rng: random.Random, answer: bytes) -> bytes:
+    data = bytearray(answer)
+    for _ in range(rng.choice([0, 0, 1, 2, 5])):
+        at = rng.randrange(min(len(data), 200))
+        match rng.randrange(4):
+            case 0:
+                data[at] = rng.randrange(256)
+            case 1:
+                del data[at : at + rng.randrange(1, 20)]
+            case 2:
+                data[at:at] = data[:at][-rng.randrange(1, 40) :]
+            case _:
+                del data[rng.randrange(len(data)) :]
+        if not data:
+            break
+    return bytes(data)
