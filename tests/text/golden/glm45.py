@@ -24,6 +24,18 @@ def pair_samples(tags: Tags) -> list[Sample]:
         Sample("blank space of a value", tags.call("get_weather", city=" Paris\n"), "", [spaced]),
         Sample("an unknown name alone", f"{tags.start}fly{tags.stop}", "", [("fly", {})]),
         Sample("a word alone", f"{tags.start}word {tags.start}", "word"),
+        Sample(
+            "line breaks that are spelled",
+            tags.begin("get_weather").rstrip("\n")
+            + "\\n"
+            + tags.parameter("city", "Paris").replace("\n", "")
+            + "\\n"
+            + tags.parameter("opt_days", "1").replace("\n", "")
+            + "\\n"
+            + tags.end,
+            "",
+            [("get_weather", {"city": "Paris", "opt_days": 1})],
+        ),
         Sample("cut in the name", f"ok {tags.start}get_w", "ok get_w"),
         Sample("cut behind the name", f"{tags.start}now\n", "", [("now", Cut(""))]),
         Sample("JSON that is no call", f'{tags.start}{{"a": 1}}{tags.stop}', '{"a": 1}'),

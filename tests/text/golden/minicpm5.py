@@ -16,7 +16,13 @@ TAGS = Tags(
     pairs=True,
 )
 MARKUP = "<a></param>\n</function> ]] ]> &"
-OTHER = ("an unknown name alone", "a word alone", "cut in the name", "cut behind the name")
+OTHER = (
+    "line breaks that are spelled",
+    "an unknown name alone",
+    "a word alone",
+    "cut in the name",
+    "cut behind the name",
+)
 SAMPLES = [
     *common_samples(TAGS),
     *(each for each in pair_samples(TAGS) if each.about not in OTHER),

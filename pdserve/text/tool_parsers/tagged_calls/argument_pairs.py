@@ -20,7 +20,8 @@ from pdserve.text.tool_parsers.tagged_calls.tag_syntax import Tag, TagLayout, Ta
 
 __all__ = ["Glm45", "Glm47", "HyV3", "LongcatPairs"]
 
-_NAME: Final = re.compile(r"\s*(?P<name>[^\s<>(){}\[\]]+)[ \t]*")
+_NAME: Final = re.compile(r"\s*(?P<name>[^\s<>(){}\[\]\\]+)(?:[ \t]|\\n)*")
+"""A name, and blanks. Models sometimes write a line break as a backslash and `n`."""
 
 
 def _pairs(
@@ -36,7 +37,8 @@ def _pairs(
     value, value_end = tag("arg_value"), tag("arg_value", "/")
     after = tag(separator) if separator else ""
     never = "|".join(map(re.escape, (start, end, key, value_end)))
-    head = re.compile(rf"\s*(?P<name>.*?)\s*(?:{re.escape(key_end)})?\s*", re.DOTALL)
+    blank = r"(?:\s|\\n)*"
+    head = re.compile(rf"{blank}(?P<name>.*?){blank}(?:{re.escape(key_end)})?{blank}", re.DOTALL)
     return TagSyntax(
         starts=(start,),
         ends=(end,),

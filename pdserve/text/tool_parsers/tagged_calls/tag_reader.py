@@ -41,6 +41,8 @@ __all__ = ["TaggedFormat"]
 _MAYBE_END: Final = re.compile(r"[\r\n<]")
 _MAYBE_UNQUOTED: Final = re.compile(r"\]")
 _BLANK: Final = re.compile(r"\s{0,65}")
+_SPELLED_BLANK: Final = re.compile(r"(?:\s|\\n){0,65}")
+"""Blanks, among which are line breaks that a model spelled as in a string."""
 _WORD: Final = re.compile(r"[\w.-]*")
 _LONGEST_BLANK: Final = 64
 """Most whitespace characters between an end tag and the markup that confirms it."""
@@ -366,9 +368,10 @@ class TagReader(ToolCallReader):
         return self._closed()
 
     def _closed(self) -> bool:
-        if self._junk:
-            self.say_raw("".join(self._junk), self._pattern())
-            self._junk.clear()
+        junk = "".join(self._junk)
+        self._junk.clear()
+        if junk.replace("\\n", "").strip():
+            self.say_raw(junk, self._pattern())
         return self.turn(self._block_ends)
 
     def _parameter(self) -> bool:
@@ -524,12 +527,14 @@ class TagReader(ToolCallReader):
         if marker == syntax.parameter_end and syntax.sure and self._types == _STRING:
             return at + len(marker) - self.at
         after = at + len(marker)
-        blank = _BLANK.match(self.text, after)
+        blank = (_SPELLED_BLANK if syntax.sure else _BLANK).match(self.text, after)
         # The pattern matches an empty string too.
         assert blank is not None
         follows = syntax.borders if marker == syntax.parameter_end else syntax.confirming
         if len(blank[0]) > _LONGEST_BLANK:
             return -1
+        if syntax.sure and not self.last and self.text[blank.end() :] == "\\":
+            return None
         if blank.end() == len(self.text):
             proven: str | None = " " if self.last else None
         elif self.ends_in_half(follows, blank.end()):
