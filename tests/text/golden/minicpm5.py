@@ -57,7 +57,9 @@ SAMPLES = [
         "",
         [PARIS],
     ),
-    Sample("the whole in one", TAGS.call("get_weather", arguments='{"city": "Paris"}'), "", [PARIS]),
+    Sample(
+        "the whole in one", TAGS.call("get_weather", arguments='{"city": "Paris"}'), "", [PARIS]
+    ),
     Sample("a call that is talked about", 'Write <function name="x"> here.', "Write x here."),
 ]
 PIECES = [
