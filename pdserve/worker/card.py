@@ -126,6 +126,12 @@ def read_card(
     )
 
 
+def shows_tools(card: ModelCard) -> bool:
+    """Whether the chat template tells the model of a request's tools, as far as its text shows."""
+    other = _tool_template(card.tokenizer_config_json)
+    return "tools" in (other or card.chat_template or "")
+
+
 def read_template(file: str) -> str:
     """The chat template in a file of the operator's. Errors: `ConfigError`."""
     try:

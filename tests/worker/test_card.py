@@ -7,7 +7,7 @@ from pdserve.messages.card import GenerationDefaults
 from pdserve.messages.engine import EngineCapabilities
 from pdserve.text.chat.chat_template import ChatTemplates
 from pdserve.text.tokenization.tokenizer import Tokenizer
-from pdserve.worker.card import read_card, read_template
+from pdserve.worker.card import read_card, read_template, shows_tools
 from tests.text.builders import tekken_file
 from tests.text.templates import QWEN
 
@@ -252,3 +252,10 @@ def test_the_operator_knows_better(checkpoint):
     path = checkpoint(tokenizer_config={"chat_template": HERMES})
     found = read_card(path, ("main",), CAPABILITIES, tool_parser="none", reasoning_parser="think")
     assert (found.tool_parser, found.reasoning_parser) == ("", "think")
+
+
+@pytest.mark.parametrize(
+    ("template", "shows"), [("{% if tools %}{{ tools }}", True), ("{{ messages }}", False)]
+)
+def test_a_template_may_hide_tools_from_the_model(checkpoint, template, shows):
+    assert shows_tools(card(checkpoint(tokenizer_config={"chat_template": template}))) is shows

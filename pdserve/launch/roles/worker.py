@@ -19,6 +19,7 @@ from pdserve.launch.metrics_samples import sample_node
 from pdserve.launch.ready_message import loaded_line
 from pdserve.launch.roles.base import node_card, node_report
 from pdserve.runtime.status import StatusService
+from pdserve.worker.card import shows_tools
 from pdserve.worker.node import WorkerNode
 
 if TYPE_CHECKING:
@@ -151,6 +152,17 @@ class WorkerRole:
                 mode = self._config.mode
                 does = "" if mode == "aggregated" else f"; a {mode} worker"
                 _log.info("%s%s", loaded_line(model, capabilities), does)
+        self._warn_of_unseen_tools()
+
+    def _warn_of_unseen_tools(self) -> None:
+        """Some families' templates show calls and not what may be called."""
+        for card in self.worker.service.cards().values():
+            if card.tool_parser and not shows_tools(card):
+                _log.warning(
+                    "model %s: its chat template does not show tools to the model, which learns of "
+                    "a request's 'tools' only from its messages; --chat-template replaces it",
+                    card.name,
+                )
 
     async def drain(self, timeout: Seconds) -> None:
         left = self.worker.agent.requests
