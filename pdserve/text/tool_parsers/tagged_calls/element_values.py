@@ -56,25 +56,29 @@ class ElementValues:
         properties = self._root.get("properties")
         name = elements[0].name
         schema = properties.get(name) if isinstance(properties, dict) else None
-        values = [self._value(each, schema) for each in elements]
-        return json.dumps(values[0] if len(values) == 1 else values, ensure_ascii=False)
+        return _one_or_list([self._value(each, schema) for each in elements])
 
-    def _value(self, element: Element, schema: Any) -> Any:
+    def _value(self, element: Element, schema: Any) -> str:
         kind = self._kind(schema)
         text = "".join(element.texts)
         if not element.children:
             if kind.container and "string" not in kind.types and not text.strip():
-                return [] if kind.container == "array" else {}
-            return json.loads(value_as_json(text, kind.types or ("string",)))
+                return "[]" if kind.container == "array" else "{}"
+            return value_as_json(text, kind.types or ("string",))
         if kind.container == "array":
-            return [self._value(each, kind.items) for each in element.children]
-        found: dict[str, list[Any]] = {}
+            items = [self._value(each, kind.items) for each in element.children]
+            return f"[{', '.join(items)}]"
+        found: dict[str, list[str]] = {}
         for each in element.children:
             schema = kind.properties.get(each.name, kind.additional)
             found.setdefault(each.name, []).append(self._value(each, schema))
         if text.strip():
-            found.setdefault(_TEXT, []).append(text)
-        return {name: each[0] if len(each) == 1 else each for name, each in found.items()}
+            found.setdefault(_TEXT, []).append(json.dumps(text, ensure_ascii=False))
+        pairs = (
+            f"{json.dumps(name, ensure_ascii=False)}: {_one_or_list(values)}"
+            for name, values in found.items()
+        )
+        return f"{{{', '.join(pairs)}}}"
 
     def _kind(self, schema: Any) -> _Kind:
         known = self._known.get(id(schema))
@@ -96,6 +100,10 @@ class ElementValues:
             if isinstance(part.get("$ref"), str):
                 waiting.append(resolve_reference(self._root, part["$ref"]))
         return list(seen.values())
+
+
+def _one_or_list(values: list[str]) -> str:
+    return values[0] if len(values) == 1 else f"[{', '.join(values)}]"
 
 
 class _Kind:

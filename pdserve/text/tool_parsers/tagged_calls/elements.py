@@ -50,6 +50,7 @@ _SYNTAX: Final = TagSyntax(
     parameter_end=f"{MARK}</",
     tokens=(MARK,),
     leads=(MARK,),
+    json=False,
     layout=TagLayout(
         block="\n",
         call=f'{INVOKE}"{{name}}">',
