@@ -224,9 +224,9 @@ def all_choices_have_one_seed(patch: Patch) -> None:
 def priorities_have_the_wrong_sign(patch: Patch) -> None:
     submit = Engine.submit
 
-    def negated(self: Engine, key: str, request: Any, *rest: Any) -> None:
+    def negated(self: Engine, key: str, request: Any, *rest: Any, **more: Any) -> None:
         other = msgspec.structs.replace(request, priority=-request.priority)
-        submit(self, key, other, *rest)
+        submit(self, key, other, *rest, **more)
 
     patch.setattr(Engine, "submit", negated)
 
