@@ -82,12 +82,14 @@ class CoreSocket:
 
     def send(self, events: Sequence[Event]) -> None:
         """Queue events and write what the socket accepts. Raises `CoreSocketClosed`."""
-        if not events:
-            return
-        data = encode_frames(self._bodies(events))
-        if not self._unsent:
-            data = data[self._write(data) :]
-        self._unsent += data
+        blocked = bool(self._unsent)
+        self.queue(events)
+        if not blocked:
+            self.flush()
+
+    def queue(self, events: Sequence[Event]) -> None:
+        """Queue events for the next `flush`, behind those that are unsent."""
+        self._unsent += encode_frames(self._bodies(events))
         if len(self._unsent) > self._high_water:
             self._draining = True
 

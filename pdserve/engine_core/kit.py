@@ -86,11 +86,13 @@ class Core(Protocol):
     """What the `CoreLoop` of the engine process drives. One thread calls all methods, one at a
     time.
 
-    Only `load` and `step` may take time. Three attributes are optional; the `CoreLoop` sets them
+    Only `load` and `step` may take time. Four attributes are optional; the `CoreLoop` sets them
     after `load`: `on_freed(handle, phase)`, which the core calls once for every `Abort` when the
     submission holds nothing any more; `wake()`, which the core calls from any thread when
-    `has_work` has become true without a command; and `keep_alive()`, by which any thread says that
-    a step makes progress. Without it a step of more than `--stall-timeout` counts as stalled.
+    `has_work` has become true without a command; `keep_alive()`, by which any thread says that a
+    step makes progress, and without which a step of more than `--stall-timeout` counts as stalled;
+    and `flush_events()`, which writes the last step's events to the node. A core calls it in every
+    `step` once other processes compute and it would only wait; others never call it.
     """
 
     def load(
@@ -399,6 +401,10 @@ class SelfSchedulingCore(ABC):
         self.keep_alive: Callable[[], None] = lambda: None
         """Tells the node that a long step makes progress; may be called from any thread. The
         `CoreLoop` sets it."""
+        self.flush_events: Callable[[], None] = lambda: None
+        """Writes the last step's events to the node, in the core's thread. An engine that computes
+        in other processes may call it in every `advance` as soon as they compute, so that they do
+        not wait for the node. The `CoreLoop` sets it."""
         self.on_freed: Callable[[int, str], None] = lambda handle, phase: None
         """Called once per `Abort`: the handle and what it was doing. The `CoreLoop` sets it."""
         self.deltas: list[TokenDelta] = []

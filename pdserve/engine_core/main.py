@@ -11,6 +11,11 @@ ends by a `StopCore` command, by a failure (`CoreFailed`), or when the node clos
 core never outlives its node. If the node reads too slowly, no further step is computed until it has
 caught up; events are never dropped.
 
+A step's events are written when it ends. If the core computes in other processes and says when they
+have begun (`flush_events`), the events are written by the next step, and the node reads them while
+that step computes. They wait only if the next step follows at once: without work, with a command or
+after a failure they are written before anything else happens.
+
 A core that transfers KV gets a `ThreadKvConnector`, whose events also end the sleep.
 
 It knows neither engines nor models. `CoreClient` is its only user.
@@ -103,6 +108,8 @@ class CoreLoop:
         self._on_ready = on_ready
         self._page = page or HeartbeatPage.in_memory()
         self._freed: list[tuple[int, str]] = []
+        self._flushed = False
+        """Whether the core has called `flush_events` in its last step, and so will in the next."""
         self._core: Core | None = None
         self._control: MidStepControl | None = None
 
@@ -133,6 +140,8 @@ class CoreLoop:
             fresh = early + self._link.receive()
             page.heard(len(fresh) + passed)
             commands += fresh
+            if commands:
+                self._link.flush()
             for command in commands:
                 if isinstance(command, StopCore):
                     self._core = None
@@ -141,23 +150,39 @@ class CoreLoop:
                 core.handle(command)
             commands.clear()
             self._say_freed()
-            self._link.flush()
+            patience = self._patience(core)
+            computes = patience is not None and patience <= 0
+            if not (computes and self._flushed) or self._link.congested:
+                self._link.flush()
             if self._link.congested:
                 page.rest(None)
                 self._link.wait(None)
-                continue
-            patience = self._patience(core)
-            if patience is not None and patience <= 0:
+            elif computes:
                 page.compute()
-                events = core.step()
-                self._link.send(events)
-                self._say_freed()
-                if events and isinstance(events[-1], CoreFailed):
+                if self._step(core):
                     self._say_last()
                     return 1
             else:
                 page.rest(patience)
                 self._link.wait(patience)
+
+    def _step(self, core: Core) -> bool:
+        """One step; returns whether the core has failed. Its events wait for the next step if the
+        core has called `flush_events` in this one."""
+        self._flushed = False
+        events = core.step()
+        if self._flushed:
+            self._link.queue(events)
+        else:
+            self._link.send(events)
+        self._say_freed()
+        return bool(events) and isinstance(events[-1], CoreFailed)
+
+    def _flush_within(self) -> None:
+        """Write the last step's events, within a step that computes elsewhere."""
+        self._flushed = True
+        with suppress(CoreSocketClosed):  # `receive` raises it after the step
+            self._link.flush()
 
     def _patience(self, core: Core) -> Seconds | None:
         """Seconds to sleep unless a command comes; None: no limit."""
@@ -191,6 +216,8 @@ class CoreLoop:
             core.wake = self._link.nudge
         if hasattr(core, "keep_alive"):
             core.keep_alive = self._page.tick
+        if hasattr(core, "flush_events"):
+            core.flush_events = self._flush_within
         self._page.heard(1)
         self._link.send([CoreReady(capabilities=capabilities)])
         return core

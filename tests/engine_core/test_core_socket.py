@@ -88,6 +88,30 @@ def test_a_step_too_large_for_one_frame_becomes_several(monkeypatch):
     ] == deltas
 
 
+def test_queued_events_wait_for_a_flush_and_keep_their_order(ends):
+    sock, link = ends
+    events: list[Event] = [LoadProgress(stage=f"{n}") for n in range(3)]
+    link.queue(events[:1])
+    assert link.unsent
+    sock.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        sock.recv(1)
+    link.send(events[1:2])
+    link.queue(events[2:])
+    link.flush()
+    assert read(sock, 3) == events
+    assert link.unsent == 0
+
+
+def test_queued_events_count_as_congestion(ends):
+    sock, link = ends
+    link.queue([LoadProgress(stage="x" * 20_000)])
+    assert link.congested
+    link.flush()
+    assert not link.congested
+    assert read(sock, 1) == [LoadProgress(stage="x" * 20_000)]
+
+
 def test_congestion_ends_only_when_everything_was_read(ends):
     sock, link = ends
     link.send([LoadProgress(stage="x" * 3_000_000)])

@@ -86,6 +86,41 @@ class FakeCore:
         return 3
 
 
+class OverlappingCore(FakeCore):
+    """A core that computes elsewhere. Each step reports its number; the test says what happens
+    before and after the events of the step before are written, and how many steps there are."""
+
+    def __init__(self, steps: int = 1000) -> None:
+        super().__init__(self.compute)
+        self.flush_events: Callable[[], None] = lambda: None
+        self.rest = steps
+        self.before: dict[int, Callable[[], None]] = {}
+        self.after: dict[int, Callable[[], None]] = {}
+        self.silent: set[int] = set()
+        """Steps that do not write."""
+        self.size = 0
+        self.fails_at = 0
+        """The step that reports a failure."""
+        self.on_command: Callable[[], None] = lambda: None
+
+    def handle(self, command: Command) -> None:
+        self.on_command()
+
+    def compute(self) -> list[Event]:
+        number = self.steps
+        self.before.get(number, lambda: None)()
+        if number not in self.silent:
+            self.flush_events()
+        self.after.get(number, lambda: None)()
+        self.has_work = number < self.rest
+        return [self.report(number)]
+
+    def report(self, number: int) -> Event:
+        if number == self.fails_at:
+            return CoreFailed(kind="EngineDied", message="broken")
+        return LoadProgress(stage=f"{number:0>{self.size}}")
+
+
 class Parent:
     """The other end: a blocking socket and a host in a thread."""
 
@@ -218,6 +253,129 @@ def test_a_slow_reader_stops_the_steps_and_loses_nothing(host):
     seen = [int(parent.read().stage) for _ in range(stalled + 100)]
     assert seen == list(range(stalled + 100))
     assert core.steps > stalled
+
+
+def pause() -> tuple[Callable[[], None], threading.Event, threading.Event]:
+    """(what a core calls, set when it has, set by the test to let it go on)."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def stop_here() -> None:
+        reached.set()
+        assert go_on.wait(10)
+
+    return stop_here, reached, go_on
+
+
+def test_a_step_is_reported_while_the_next_one_computes(host):
+    core = OverlappingCore(2)
+    core.before[2], reached, begin = pause()
+    core.after[2], computing, end = pause()
+    parent = host(core)
+    parent.post(StartCore(spec=SPEC))
+    parent.read_until(CoreReady)
+    assert reached.wait(10)
+    assert parent.link.unsent
+    begin.set()
+    assert computing.wait(10)
+    assert parent.read() == core.report(1)
+    end.set()
+    assert parent.read() == core.report(2)
+
+
+def test_a_core_without_work_reports_at_once(host):
+    core = OverlappingCore(1)
+    parent = host(core)
+    parent.post(StartCore(spec=SPEC))
+    parent.read_until(CoreReady)
+    assert parent.read() == core.report(1)
+    assert core.steps == 1
+
+
+def test_a_step_that_does_not_write_is_reported_when_it_ends(host):
+    core = OverlappingCore(3)
+    core.silent = {2, 3}
+    core.before[3], reached, go_on = pause()
+    parent = host(core)
+    parent.post(StartCore(spec=SPEC))
+    parent.read_until(CoreReady)
+    assert reached.wait(10)
+    assert [parent.read(), parent.read()] == [core.report(1), core.report(2)]
+    go_on.set()
+    assert parent.read() == core.report(3)
+
+
+def test_a_step_is_reported_before_a_command_is_handled(host):
+    core = OverlappingCore(2)
+    core.after[1], reached, go_on = pause()
+    handled: list[int] = []
+    core.on_command = lambda: handled.append(parent.link.unsent)
+    core.before[2] = lambda: handled.append(parent.link.unsent)
+    parent = host(core)
+    parent.post(StartCore(spec=SPEC))
+    parent.read_until(CoreReady)
+    assert reached.wait(10)
+    parent.post(QueryStats())
+    go_on.set()
+    assert [parent.read(), parent.read()] == [core.report(1), core.report(2)]
+    assert handled == [0, 0]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_step_that_breaks_down_does_not_take_the_last_one_along(host, when: str):
+    core = OverlappingCore()
+
+    def fail() -> None:
+        raise RuntimeError("no")
+
+    getattr(core, when)[3] = fail
+    parent = host(core)
+    parent.post(StartCore(spec=SPEC))
+    parent.read_until(CoreReady)
+    events = parent.read_until(CoreFailed)
+    assert events[:-1] == [core.report(1), core.report(2)]
+    assert parent.end() == 1
+
+
+def test_an_overlapping_core_that_gives_up_has_reported_all(host):
+    core = OverlappingCore()
+    core.fails_at = 3
+    parent = host(core)
+    parent.post(StartCore(spec=SPEC))
+    parent.read_until(CoreReady)
+    assert [parent.read() for _ in range(3)] == [core.report(n) for n in (1, 2, 3)]
+    assert parent.read() is None
+    assert parent.end() == 1
+
+
+def test_a_parent_that_goes_away_within_a_step_ends_the_host(host):
+    core = OverlappingCore()
+    core.before[2], reached, go_on = pause()
+    parent = host(core)
+    parent.post(StartCore(spec=SPEC))
+    assert reached.wait(10)
+    parent.sock.close()
+    go_on.set()
+    assert parent.end() == 0
+    assert (core.steps, core.closed) == (2, 1)
+
+
+def test_a_slow_reader_stops_the_steps_of_an_overlapping_core_too(host):
+    core = OverlappingCore(10_000)
+    core.size = 1000
+    parent = host(core, high_water=10_000)
+    parent.post(StartCore(spec=SPEC))
+    parent.read_until(CoreReady)
+    deadline = time.monotonic() + 10
+    while not parent.link.congested:  # nobody reads
+        assert time.monotonic() < deadline
+    parent.thread.join(0.1)
+    stalled = core.steps
+    parent.thread.join(0.2)
+    assert core.steps == stalled
+    assert parent.link.unsent < 10_000 + 2 * 1100
+    assert [parent.read() for _ in range(stalled + 100)] == [
+        core.report(number) for number in range(1, stalled + 101)
+    ]
 
 
 def test_commands_are_taken_although_nobody_reads(host):

@@ -101,6 +101,7 @@ class VllmCore(StagedCore):
         self._engine = engine = load_engine(
             spec, progress, self._on_executor_failure, self._exchanges(spec)
         )
+        engine.while_computing(lambda: self.flush_events())
         self._limit = spec.max_sequences + spec.max_waiting
         if engine.names_blocks:
             secret = spec.hash_secret or secrets.token_bytes(32)
@@ -293,6 +294,7 @@ class VllmCore(StagedCore):
     def advance(self, now: Seconds) -> None:
         """One step of vLLM."""
         if self._images.ready:
+            self.flush_events()  # the images may take longer than the rest until workers compute
             self._begin_read()
         if not self._computes:
             return

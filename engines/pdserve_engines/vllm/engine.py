@@ -358,7 +358,9 @@ class Engine:
         try:
             sampling = pooling = None
             if request.pooling:
-                pooling = self._classifying() if request.classify else self._pooling(request.pooling)
+                pooling = (
+                    self._classifying() if request.classify else self._pooling(request.pooling)
+                )
             else:
                 sampling = self._sampling(request.sampling, arguments, grammar, transfer)
             self._client.add_request(
@@ -487,6 +489,23 @@ class Engine:
         self._core.post_step(model_executed=computed)
         ours = (outputs or {}).get(0)
         return ([] if ours is None else ours.outputs), bool(computed)
+
+    def while_computing(self, call: Callable[[], None]) -> None:
+        """Have `call` run in every step when the worker processes have been given it, before vLLM
+        waits for them. It never runs if vLLM computes in this process, or begins a step before the
+        one before has ended, since the workers have work at any time then."""
+        backend = self._config.parallel_config.distributed_executor_backend
+        if backend != "mp" or self._core.batch_queue is not None:
+            return
+        executor = self._core.model_executor
+        execute = executor.execute_model
+
+        def execute_model(*args: Any, **kwargs: Any) -> Any:
+            computing = execute(*args, **kwargs)
+            call()
+            return computing
+
+        executor.execute_model = execute_model
 
     def progress(self, key: str) -> tuple[int, int] | None:
         """(computed tokens, cached ones among them) of a request; None: it has ended."""

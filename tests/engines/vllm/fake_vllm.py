@@ -86,6 +86,7 @@ class EngineArgs(EngineArgsBase):  # type: ignore[misc]
                 max_num_seqs=self.max_num_seqs,
             ),
             device_config=SimpleNamespace(device_type="cpu"),
+            parallel_config=SimpleNamespace(distributed_executor_backend="mp"),
             speculative_config=None,
             use_v2_model_runner=False,
             kv_transfer_config=None,
@@ -625,19 +626,30 @@ class EngineCore:
     def __init__(self, config: Any) -> None:
         self.structured_output_manager = Grammars()
         self.scheduler = Scheduler(config, self.structured_output_manager)
-        self.model_executor = SimpleNamespace(is_failed=False)
+        self.model_executor = SimpleNamespace(is_failed=False, execute_model=self._execute)
         self.batch_queue = None
         self.step_fn = self.step
         self.ended = False
         self.before_step: Callable[[], None] = lambda: None
         """For tests: what happens at the next step."""
+        self.on_execute: Callable[[], None] = lambda: None
+        """For tests: what happens when the workers get a step."""
 
     def step(self) -> tuple[dict[int, Any], bool]:
         self.before_step()
         if not self.scheduler.has_requests():
             return {}, False
         plan = self.scheduler.schedule()
-        return self.scheduler.update(plan), bool(plan)
+        future = self.model_executor.execute_model(plan, non_block=True)
+        return self.scheduler.update(future.result()), bool(plan)
+
+    def _execute(self, plan: dict[str, int], non_block: bool = False) -> Future[dict[str, int]]:
+        """`v1/executor/multiproc_executor.py`: the workers have the step when it returns."""
+        assert non_block
+        self.on_execute()
+        done: Future[dict[str, int]] = Future()
+        done.set_result(plan)
+        return done
 
     def post_step(self, model_executed: bool) -> None:
         assert isinstance(model_executed, bool)

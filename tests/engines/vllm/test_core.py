@@ -301,6 +301,33 @@ def test_a_worker_process_that_dies_ends_the_core() -> None:
         assert isinstance(engine.failure, EngineDied)
 
 
+def test_events_are_flushed_in_each_step_once_the_workers_have_it() -> None:
+    with Inline() as engine:
+        happened: list[str] = []
+        engine.vllm.on_execute = lambda: happened.append("given")
+        engine.vllm_core.flush_events = lambda: happened.append("flushed")
+        ledger = engine.submit(request(max_tokens=3))
+        engine.run()
+        assert ledger.done
+        assert happened == ["given", "flushed"] * (len(happened) // 2)
+        assert len(happened) >= 6
+
+
+def test_a_step_that_the_workers_do_not_get_flushes_nothing() -> None:
+    with Inline() as engine:
+        engine.submit(request())
+
+        def fail() -> None:
+            raise RuntimeError("Executor failed.")
+
+        flushed: list[bool] = []
+        engine.vllm_core.flush_events = lambda: flushed.append(True)
+        engine.vllm.on_execute = fail
+        with pytest.raises(RuntimeError, match="failed"):
+            engine.step()
+        assert not flushed
+
+
 def test_closing_ends_vllm_and_drops_what_runs() -> None:
     with Inline() as engine:
         engine.submit(request(max_tokens=50, n=2))

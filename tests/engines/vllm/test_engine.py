@@ -76,6 +76,16 @@ def test_room_is_kept_only_for_staging_on_the_device(
     assert hasattr(_executor(config, transfer), "kept_for_staging") is keeps
 
 
+@pytest.mark.parametrize(("backend", "ahead"), [("uni", None), ("mp", []), ("ray", None)])
+def test_a_step_is_computed_elsewhere_only_by_worker_processes_that_would_wait(backend, ahead):
+    engine = load()
+    engine._config.parallel_config.distributed_executor_backend = backend
+    engine._core.batch_queue = ahead
+    execute = engine._core.model_executor.execute_model
+    engine.while_computing(lambda: None)
+    assert engine._core.model_executor.execute_model == execute
+
+
 # ------------------------------------------------------------------ devices
 
 
