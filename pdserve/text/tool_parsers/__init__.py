@@ -31,6 +31,7 @@ _OBJECTS: Final = f"{_HERE}json_calls.object_lists:"
 _OF_FAMILIES: Final[Mapping[str, str]] = {
     "harmony": f"{_HERE}channels.harmony:Harmony",
     "gemma4": f"{_HERE}channels.gemma4:Gemma4",
+    "functiongemma": f"{_HERE}channels.functiongemma:FunctionGemma",
     "kimi_k3": f"{_HERE}channels.kimi_k3:KimiK3",
 }
 """Formats that are recognised by a marker that only one family's templates have."""
