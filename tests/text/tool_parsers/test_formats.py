@@ -74,6 +74,28 @@ def test_reasoning_goes_before_it(name: str, sample: Sample):
     assert decoded(calls(found), sample.calls) == list(sample.calls)
 
 
+MARKED = [
+    (name, sample)
+    for name, sample in EVERY
+    if sample.about == "one call" and any(each in sample.text for each in FORMATS[name].starts)
+]
+
+
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize(("name", "sample"), MARKED, ids=[name for name, _ in MARKED])
+def test_a_call_ends_reasoning_that_was_left_open(name: str, sample: Sample, begun: bool):
+    format = FORMATS[name]
+
+    def make() -> OutputParser:
+        return reasoning_format("think").parser(begun, parser(name)(), format.starts)
+
+    text = f"{'' if begun else '<think>'}I look at it.\n{sample.text}"
+    found = read(make, [text])
+    assert reasoning(found) == "I look at it."
+    assert decoded(calls(found), sample.calls) == list(sample.calls)
+    assert read(make, text) == found
+
+
 @drawn_samples
 def test_a_cut_changes_nothing(name: str, sample: Sample):
     text = sample.text
