@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,7 +23,8 @@ from pdserve.blocks.image_hashes import (
     image_digest,
 )
 from pdserve.errors import ContextLengthExceeded, InvalidRequest
-from tests.engines.vllm import real, vision_model
+from pdserve.messages.engine import TransferSpec
+from tests.engines.vllm import real, real_pair, vision_model
 from tests.engines.vllm.vision_model import IMG, picture
 from tests.engines.vllm.vllm_pool import Router
 
@@ -39,7 +41,9 @@ LIMITS = {"limit_mm_per_prompt": json.dumps({"image": 3})}
 SPEC = msgspec.structs.replace(
     real.MAIN, model=str(FOLDER), max_model_len=256, max_sequences=6, options=real.EAGER | LIMITS
 )
-engines_of_this_file = real.keeps(SPEC)
+DECODES = msgspec.structs.replace(SPEC, transfer=TransferSpec(verify="all"))
+"""It stages KV for other workers, as a decode worker does."""
+engines_of_this_file = real.keeps(SPEC, DECODES)
 
 TEXT = "look at this <image> and say what it shows, and then this <image> as well: "
 CAT, DOG, WIDE = picture(1), picture(2), picture(3, 168, 56)
@@ -183,6 +187,25 @@ def test_a_request_goes_on_after_a_cut(engine: InlineEngine) -> None:
     (whole,) = real.answer(engine, **shape)
     for cut in (1, 5):
         assert real.answer(engine, output=[whole[:cut]], **shape) == [whole]
+
+
+def test_a_decode_worker_computes_them_itself() -> None:
+    both = real_pair.make_pair(DECODES, DECODES)
+    prompt = tokens_of(both.d.engine, TEXT)
+    _, output = safe(TEXT, [CAT, DOG])
+    wanted = real.request(prompt, max_tokens=10, images=(CAT, DOG))
+    for cached in (0, 64):
+        ledger = both.d.engine.submit(wanted)
+        while not ledger.done:
+            assert ledger.error is None
+            both.d.engine.step()
+            time.sleep(0.001)
+        assert ledger.tokens[0][: len(output)] == output
+        start = ledger.starts[0]
+        assert start is not None
+        assert start.cached_tokens == cached
+        assert both.d.core.cached_blocks(wanted) == 0, "for peers there is nothing"
+    both.close()
 
 
 def test_what_cannot_be_read_ends_alone(engine: InlineEngine) -> None:
