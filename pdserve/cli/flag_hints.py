@@ -10,11 +10,17 @@ from typing import Final
 
 __all__ = ["COMMANDS", "FLAGS"]
 
-_PARALLEL: Final = (
-    "one worker computes on one device, tensor and pipeline parallelism are not built: start "
-    "several workers (--role=worker --device cuda:N) behind a router"
+_ENGINE: Final = "an option of the engine: --engine vllm --engine-option "
+_TENSOR: Final = (
+    f"{_ENGINE}tensor_parallel_size=N (sglang: tp_size=N); torch computes on one device"
 )
-_QUANTISED: Final = "quantised weights are not supported: serve the checkpoint in bfloat16"
+_PIPELINE: Final = (
+    f"{_ENGINE}pipeline_parallel_size=N (sglang: pp_size=N); torch computes on one device"
+)
+_DATA: Final = "start N workers (--role=worker --device cuda:N), a router and a frontend"
+_QUANTISED: Final = (
+    f"{_ENGINE}quantization=NAME; the torch engine serves no quantised weights but GPT-OSS's"
+)
 _HTTPS: Final = "the API speaks plain HTTP: put a proxy that ends TLS before it"
 _ADAPTERS: Final = "use --lora NAME=DIR, once for each adapter"
 _KEYS: Final = "use --api-keys-file"
@@ -22,19 +28,28 @@ _CONTEXT: Final = "use --max-model-len"
 
 FLAGS: Final = {
     "-v": "use --version",
-    "--tp": _PARALLEL,
-    "-tp": _PARALLEL,
-    "--tp-size": _PARALLEL,
-    "--tensor-parallel-size": _PARALLEL,
-    "--pp": _PARALLEL,
-    "--pp-size": _PARALLEL,
-    "--pipeline-parallel-size": _PARALLEL,
-    "--dp": _PARALLEL,
-    "--dp-size": _PARALLEL,
-    "--data-parallel-size": _PARALLEL,
+    "--tp": _TENSOR,
+    "-tp": _TENSOR,
+    "--tp-size": _TENSOR,
+    "--tensor-parallel-size": _TENSOR,
+    "-pp": _PIPELINE,
+    "--pp": _PIPELINE,
+    "--pp-size": _PIPELINE,
+    "--pipeline-parallel-size": _PIPELINE,
+    "-dp": _DATA,
+    "--dp": _DATA,
+    "--dp-size": _DATA,
+    "--data-parallel-size": _DATA,
     "-q": _QUANTISED,
     "--quantization": _QUANTISED,
-    "--load-format": _QUANTISED,
+    "--load-format": f"{_ENGINE}load_format=NAME; the torch engine reads safetensors",
+    "--enforce-eager": f"{_ENGINE}enforce_eager=true",
+    "--speculative-config": f"{_ENGINE}speculative_config='{{…}}'",
+    "--enable-expert-parallel": f"{_ENGINE}enable_expert_parallel=true",
+    "--kv-cache-dtype": f"{_ENGINE}kv_cache_dtype=NAME",
+    "--hf-overrides": f"{_ENGINE}hf_overrides='{{…}}'",
+    "--limit-mm-per-prompt": "use --max-images; less by --engine-option limit_mm_per_prompt='{…}'",
+    "--allowed-local-media-path": "pdserve reads no local files for clients, leave it out",
     "--ssl-certfile": _HTTPS,
     "--ssl-keyfile": _HTTPS,
     "--enable-lora": _ADAPTERS,
@@ -62,6 +77,10 @@ FLAGS: Final = {
     "--tool-call-parser": "use --tool-parser",
     "--enable-auto-tool-choice": "tools are on where the model has a format for them, leave it out",
     "--disaggregation-mode": "use --mode",
+    "--kv-transfer-config": "use --mode=prefill and --mode=decode",
+    "--kv-events-config": "routers get the events of all workers, leave it out",
+    "--api-server-count": "use --frontends",
+    "--allowed-origins": "use --cors-origins",
     "--log-requests": "use --log-level debug",
     "--disable-log-requests": "requests are not logged, leave it out",
 }

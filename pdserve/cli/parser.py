@@ -49,8 +49,8 @@ class Parser(argparse.ArgumentParser):
     def _unknown(self, argument: str) -> ConfigError:
         word = argument.partition("=")[0]
         if not word.startswith("-"):
-            models = "--model" in self._option_string_actions
-            hint = f": a model is named by `pdserve serve {argument}`" if models else ""
+            serves = self.prog == "pdserve"
+            hint = f": a model is named by `pdserve serve {argument}`" if serves else ""
             return ConfigError(f"unexpected argument {argument!r}{hint} (try {self.prog} --help)")
         if word in FLAGS:
             return ConfigError(f"{word} is unknown: {FLAGS[word]}")
