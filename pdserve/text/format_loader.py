@@ -32,7 +32,10 @@ def load_format(
     try:
         found: object = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f"{what} {name!r} cannot be imported: {error}") from error
+        raise ConfigError(
+            f"{what} {name!r} cannot be imported: {error}; install its package, or name its folder "
+            "in PYTHONPATH"
+        ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise ConfigError(f"{what} {name!r}: module {module_name} has no {attribute!r}")
