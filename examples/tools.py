@@ -86,7 +86,7 @@ def _result(call: Any) -> dict[str, str]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("question", nargs="?", default="Is it warmer in Rome or in Oslo?")
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="without /v1")
     parser.add_argument("--key", default="none", help="API key")
     parser.add_argument("--max-tokens", type=int, default=1024, help="of each answer")
     parser.add_argument("--thoughts", type=int, help="tokens of reasoning at most, if it reasons")

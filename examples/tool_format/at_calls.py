@@ -1,6 +1,6 @@
 """An example format of tool calls for pdserve: `@call NAME {...}` on a line of its own.
 
-    pdserve --tool-parser=at_calls:AtCalls MODEL
+    PYTHONPATH=examples/tool_format pdserve --tool-parser at_calls:AtCalls
 
 Frontends that run as processes of their own are started with the same option. docs/tools.md says
 what each part of a format is for.
