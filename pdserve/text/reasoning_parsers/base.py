@@ -2,15 +2,17 @@
 
 A model reasons once, at the start, between two markers; some templates write the first marker into
 the prompt. A later marker is content, except an end marker without a start, which is dropped. If
-the request has tools, a tool call ends the block too, because models forget the end marker; a
-call's marker that no call follows is reasoning. Whitespace around the reasoning is layout and not
-shown. A block without an end is reasoning up to the last character.
+the request has tools, a tool call ends the block too, because models forget the end marker. But a
+call that the model only considers is reasoning: text and then the end marker follow it, so a call
+in a block is held back until the block or the answer ends. A call's marker that no call follows is
+reasoning, too. Whitespace around the reasoning is layout and not shown. A block without an end is
+reasoning up to the last character.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 from pdserve.text.incremental_reader import (
@@ -18,7 +20,13 @@ from pdserve.text.incremental_reader import (
     WhitespaceBuffer,
     partial_marker_length,
 )
-from pdserve.text.output_parts import ContentDelta, ReasoningDelta, ToolCallStart
+from pdserve.text.output_parts import (
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    merge_parts,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -142,7 +150,18 @@ class MarkedReasoning:
 class ReasoningParser(IncrementalReader):
     """Returns the block as `ReasoningDelta` and passes all later text to the next parser."""
 
-    __slots__ = ("_blank", "_drops", "_ends", "_format", "_framed", "_layout", "_then", "_tried")
+    __slots__ = (
+        "_blank",
+        "_called",
+        "_drops",
+        "_ends",
+        "_format",
+        "_framed",
+        "_layout",
+        "_then",
+        "_tried",
+        "_unmade",
+    )
 
     def __init__(
         self,
@@ -163,7 +182,11 @@ class ReasoningParser(IncrementalReader):
         self._blank: list[str] = []
         """Whitespace at the start of the text."""
         self._tried: list[str] = []
-        """A call's marker, and text behind it that has not become a call."""
+        """A call's marker, and the text behind it."""
+        self._called: list[OutputPart] = []
+        """Calls in the block, until it is known whether the model makes them."""
+        self._unmade = 0
+        """Number of calls that the model only considered."""
 
     @property
     def in_reasoning(self) -> bool:
@@ -175,7 +198,7 @@ class ReasoningParser(IncrementalReader):
 
     def finish(self) -> list[OutputPart]:
         parts = super().finish()
-        return parts if self._then is None else parts + self._then.finish()
+        return parts if self._then is None else parts + self._numbered(self._then.finish())
 
     def _opening(self) -> bool:
         """State before the block, if there is one."""
@@ -240,9 +263,10 @@ class ReasoningParser(IncrementalReader):
         assert self._then is not None
         parts = self._then.feed(text)
         self._tried.append(text)
-        called = any(isinstance(each, ToolCallStart) for each in parts)
-        if called or len(self._tried) > _LONGEST_TRY:
-            # A tool call ends the block as well; an end marker that comes after it is stray.
+        if any(isinstance(each, ToolCallStart) for each in parts):
+            self._called += parts
+            return self.turn(self._considered)
+        if len(self._tried) > _LONGEST_TRY:
             self.parts += parts
             return self.turn(self._answer)
         if not parts:
@@ -257,6 +281,62 @@ class ReasoningParser(IncrementalReader):
             self.parts += held
         else:
             self._reason(self._layout.add("".join(self._tried)))
+
+    def _considered(self) -> bool:
+        """State in and behind calls of a block that has not ended."""
+        found, end = self._first(self._format.ends)
+        stop = found if end else len(self.text)
+        if not end and not self.last:
+            stop -= partial_marker_length(self.text, self._format.ends, self.at)
+        self._called += self._consider(self.text[self.at : stop])
+        self.at = stop
+        if not end:
+            if self.last:
+                self._make()
+            return self.last and self.turn(self._answer)
+        self.at += len(end)
+        parts = self._consider(end)
+        self._called += parts
+        if end not in _content(parts):
+            # It is part of an argument.
+            return True
+        self._tried.pop()
+        if _content(self._called).replace(end, "", 1).strip():
+            self._unmake()
+        else:
+            self._called = [each for each in self._called if not isinstance(each, ContentDelta)]
+            self._make()
+        return self._drop(end)
+
+    def _consider(self, text: str) -> list[OutputPart]:
+        # Only a parser of tool calls has found a call.
+        assert self._then is not None
+        self._tried.append(text)
+        return self._then.feed(text) if text else []
+
+    def _make(self) -> None:
+        """The calls are made: no text between them and the end shows them to be considered."""
+        self.parts += merge_parts(self._called)
+        self._called.clear()
+
+    def _unmake(self) -> None:
+        """The calls are reasoning."""
+        if isinstance(self._then, IncrementalReader):
+            self._called += self._then.settle()
+        self._unmade = sum(isinstance(each, ToolCallStart) for each in self._called)
+        self._called.clear()
+        self._reason(self._layout.add("".join(self._tried)))
+
+    def _numbered(self, parts: list[OutputPart]) -> list[OutputPart]:
+        """Number calls as if those that were not made did not exist."""
+        if not self._unmade:
+            return parts
+        return [
+            replace(each, index=each.index - self._unmade)
+            if isinstance(each, ToolCallStart | ToolCallArguments)
+            else each
+            for each in parts
+        ]
 
     def _first(self, markers: tuple[str, ...]) -> tuple[int, str]:
         """Position of the first marker, and the marker; -1 and "" if there is none yet."""
@@ -305,4 +385,8 @@ class ReasoningParser(IncrementalReader):
         if self._then is None:
             self.parts.append(ContentDelta(text))
         else:
-            self.parts += self._then.feed(text)
+            self.parts += self._numbered(self._then.feed(text))
+
+
+def _content(parts: list[OutputPart]) -> str:
+    return "".join(each.text for each in parts if isinstance(each, ContentDelta))

@@ -85,7 +85,7 @@ CALLED = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "mistral"])
 @pytest.mark.parametrize("begun", [True, False])
-@pytest.mark.parametrize("closed", ["", "</think>"])
+@pytest.mark.parametrize("closed", ["", "</think>", "\n</think>\n\nDone."])
 def test_a_call_ends_a_block_that_was_left_open(name: str, begun: bool, closed: str):
     bodies = {
         "hermes": CALLED,
@@ -101,7 +101,7 @@ def test_a_call_ends_a_block_that_was_left_open(name: str, begun: bool, closed: 
     whole = read(make, [text])
     assert reasoning(whole) == "I look at it."
     assert [call for call, _ in calls(whole)] == ["now"]
-    assert "<" not in content(whole)
+    assert content(whole) == ("Done." if "Done" in closed else "")
     for at in range(len(text) + 1):
         assert read(make, cut(text, (at,))) == whole
 
@@ -131,6 +131,45 @@ def test_a_call_may_follow_a_marker_that_was_talked_about():
     whole = read(lambda: THINK.parser(True, tools.parser(TOOLS), tools.starts), [text])
     assert reasoning(whole) == "The marker <tool_call> is one."
     assert [call for call, _ in calls(whole)] == ["now"]
+
+
+CONSIDERED = {
+    "hermes": CALLED,
+    "qwen3_coder": "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "mistral": "[TOOL_CALLS]now[ARGS]{}",
+    "lfm2": "<|tool_call_start|>[now()]<|tool_call_end|>",
+    "kimi_k2": "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+}
+
+
+@pytest.mark.parametrize("name", CONSIDERED)
+@pytest.mark.parametrize("behind", [" or not.", "\nNo.\n", " Or twice: %s", "%s No"])
+@pytest.mark.parametrize("answer", ["So be it.", "%s", "Now. %s"])
+def test_a_call_that_is_only_considered_is_reasoning(name: str, behind: str, answer: str):
+    tools = tool_format(name)
+    call = CONSIDERED[name]
+    thought = f"Shall I? {call}{behind.replace('%s', call)}"
+    text = f"{thought}</think>\n{answer.replace('%s', call)}"
+
+    def make():
+        return THINK.parser(True, tools.parser(TOOLS), tools.starts)
+
+    whole = read(make, [text])
+    assert reasoning(whole) == thought.rstrip()
+    assert content(whole) == answer.replace("%s", "").rstrip()
+    assert calls(whole) == ([("now", "{}")] if "%s" in answer else [])
+    for at in range(len(text) + 1):
+        assert read(make, cut(text, (at,))) == whole
+    assert read(make, text) == whole
+
+
+def test_an_argument_may_contain_the_end_of_a_block():
+    tools = tool_format("hermes")
+    body = '{"name": "get_weather", "arguments": {"city": "a</think>b"}}'
+    text = f"I look.<tool_call>{body}</tool_call>"
+    whole = read(lambda: THINK.parser(True, tools.parser(TOOLS), tools.starts), text)
+    assert reasoning(whole) == "I look."
+    assert [call for call, _ in calls(whole)] == ["get_weather"]
 
 
 def test_without_tools_a_call_stays_reasoning():
