@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.text import format_loader
+from pdserve.text.reasoning_parsers import ALIASES as REASONING_ALIASES
 from pdserve.text.reasoning_parsers import REASONING_PARSERS, reasoning_format
 from pdserve.text.tool_parsers import TOOL_PARSERS, tool_format
 from pdserve.worker.config import WorkerConfig
@@ -65,6 +67,12 @@ def test_all_formats_that_are_sent_can_be_loaded() -> None:
         tool_format(name)
     for name in REASONING_PARSERS:
         reasoning_format(name)
+
+
+def test_the_page_names_every_format() -> None:
+    page = (Path(__file__).parents[2] / "docs/tools.md").read_text()
+    names = {*TOOL_PARSERS, *REASONING_PARSERS} - set(REASONING_ALIASES)
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
 
 
 def test_a_worker_is_not_started_with_a_format_that_is_not_there() -> None:

@@ -17,8 +17,6 @@ from pdserve.ids import MAX_CHOICES
 from pdserve.launch.config import units
 from pdserve.net import address
 from pdserve.observe.logs import LEVELS
-from pdserve.text.reasoning_parsers import REASONING_PARSERS
-from pdserve.text.tool_parsers import TOOL_PARSERS
 from pdserve.worker.config import (
     DISAGG,
     MODES,
@@ -291,8 +289,8 @@ OPTIONS: tuple[Option, ...] = (
         "tool-parser",
         "worker.tool_parser",
         "model",
-        f"Format of the model's tool calls: {', '.join(sorted(TOOL_PARSERS))}, or "
-        "module:attribute, which frontends must be given, too; none: it makes no calls; auto: "
+        "Format of the model's tool calls: a name from docs/tools.md, such as hermes or kimi_k2, "
+        "or module:attribute, which frontends must be given, too; none: it makes no calls; auto: "
         "read it from the chat template.",
         "NAME",
         imports=True,
@@ -301,8 +299,8 @@ OPTIONS: tuple[Option, ...] = (
         "reasoning-parser",
         "worker.reasoning_parser",
         "model",
-        f"How the model marks its reasoning: {', '.join(sorted(REASONING_PARSERS))}, or "
-        "module:attribute, which frontends must be given, too; none: it does not; auto: read it "
+        "How the model marks its reasoning: a name from docs/tools.md, such as think or harmony, "
+        "or module:attribute, which frontends must be given, too; none: it does not; auto: read it "
         "from the chat template.",
         "NAME",
         imports=True,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pdserve.text.reasoning_parsers.base import ReasoningFormat
 
 __all__ = [
+    "ALIASES",
     "REASONING_PARSERS",
     "REASONING_PARSER_GROUP",
     "detect_reasoning_format",
@@ -21,13 +22,7 @@ __all__ = [
 
 _MARKED: Final = "pdserve.text.reasoning_parsers.marked_blocks:"
 
-_LIKE_THINK: Final = (
-    *("deepseek_r1", "deepseek_v3", "deepseek_v4", "qwen3", "glm45", "glm47", "kimi_k2", "ling3"),
-    *("mimo", "minimax_m2", "nemotron_v3", "olmo3", "poolside_v1", "step3", "step3p5"),
-)
-"""Names under which other servers know `think`."""
-
-REASONING_PARSERS: Final[Mapping[str, str]] = {
+_READ: Final[Mapping[str, str]] = {
     "harmony": "pdserve.text.reasoning_parsers.channels:HARMONY",
     "gemma4": "pdserve.text.reasoning_parsers.channels:GEMMA4",
     "kimi_k3": "pdserve.text.reasoning_parsers.channels:KIMI_K3",
@@ -43,15 +38,27 @@ REASONING_PARSERS: Final[Mapping[str, str]] = {
     "hy_v3": f"{_MARKED}HY_V3",
     "longcat": f"{_MARKED}LONGCAT",
     "think": f"{_MARKED}THINK",
-    **dict.fromkeys(_LIKE_THINK, f"{_MARKED}THINK"),
 }
-"""`module:attribute` of each format, in the order in which templates are tried."""
-_OTHER_NAMES: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("deepseek_r1", "deepseek_v3", "kimi_k2", "nemotron_v3", "qwen3"), "think"),
+
+ALIASES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        (
+            *("deepseek_r1", "deepseek-r1", "deepseek_v3", "deepseek_v4", "qwen3", "glm45"),
+            *("glm47", "kimi_k2", "ling3", "mimo", "minimax_m2", "nemotron_v3", "olmo3"),
+            *("poolside_v1", "step3", "step3p5"),
+        ),
+        "think",
+    ),
     "cohere_command4": "cohere_command3",
-    "openai_gptoss": "harmony",
+    **dict.fromkeys(("openai_gptoss", "gpt-oss"), "harmony"),
 }
 """Names under which other servers know a format, and what it is called here."""
+
+REASONING_PARSERS: Final[Mapping[str, str]] = {
+    **_READ,
+    **{name: _READ[same] for name, same in ALIASES.items()},
+}
+"""`module:attribute` of each format, in the order in which templates are tried."""
 REASONING_PARSER_GROUP: Final = "pdserve.reasoning_parsers"
 """Group of entry points with which other packages add formats."""
 
@@ -64,7 +71,6 @@ def reasoning_format(name: str) -> ReasoningFormat:
 
     Errors: `ConfigError` with the remedy.
     """
-    name = _OTHER_NAMES.get(name, name)
     found = load_format(
         "reasoning-parser", name, REASONING_PARSERS, REASONING_PARSER_GROUP, _NEEDED
     )
@@ -75,5 +81,5 @@ def detect_reasoning_format(template: str | None) -> str:
     """Return the name of the format whose markers a chat template has; empty if none."""
     if template is None:
         return ""
-    names = (name for name in REASONING_PARSERS if reasoning_format(name).detect(template))
+    names = (name for name in _READ if reasoning_format(name).detect(template))
     return next(names, "")

@@ -103,8 +103,16 @@ ALIASES: Final[Mapping[str, str]] = {
     "cohere_command4": "cohere_command3",
     "functionary": "functionary_v32",
     "granite-20b-fc": "granite_20b_fc",
+    **dict.fromkeys(("openai", "gpt-oss"), "harmony"),
+    **dict.fromkeys(("qwen", "qwen25"), "hermes"),
+    "llama3": "llama3_json",
+    "glm": "glm45",
+    "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek_v31",
+    "deepseekv32": "deepseek_v32",
+    "minimax-m2": "minimax_m2",
 }
-"""Other names under which servers know a format."""
+"""Names under which other servers know a format, and what it is called here."""
 
 _READ: Final = {**_OF_FAMILIES, **_JSON_FAMILIES, **_TAGGED_FAMILIES, **_SHARED}
 TOOL_PARSERS: Final[Mapping[str, str]] = {
