@@ -51,7 +51,7 @@ def test_the_page_has_todays_table() -> None:
 
 @pytest.mark.parametrize(
     ("engine", "absent"),
-    [("torch", set()), ("sim", {"lora"}), ("instant", set())],
+    [("torch", {"classify"}), ("sim", {"lora"}), ("instant", set())],
 )
 def test_an_engine_has_what_it_declares(engine: str, absent: set[str]) -> None:
     spec = EngineSpec(engine=engine, model=str(BUNDLED), device="cpu", kv_memory=8 << 20)
