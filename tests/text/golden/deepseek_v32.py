@@ -87,6 +87,26 @@ def dsml_samples(tags: Tags, space: str = "") -> list[Sample]:
             [("get_weather", Cut('{"arguments": {"city": "P'))],
         ),
         Sample(
+            "all arguments as Python's object in a string",
+            tags.call("get_weather", input="{'city': 'Paris'}"),
+            "",
+            [PARIS],
+        ),
+        Sample(
+            "a tag that ends itself",
+            f"A {tags.begin('now').rstrip()[:-1]}/>\n{tags.end.splitlines()[-1]}B",
+            "A B",
+            [("now", {})],
+        ),
+        Sample(
+            "a tag that ends itself, and a call",
+            tags.begin("now").rstrip()[:-1]
+            + "/>\n"
+            + tags.call("get_weather", city="Paris").partition("\n")[2],
+            "",
+            [("now", {}), PARIS],
+        ),
+        Sample(
             "a number that is too large",
             tags.call("plan", steps=Data("[1e999]")),
             "",

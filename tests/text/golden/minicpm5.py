@@ -60,6 +60,7 @@ SAMPLES = [
     Sample(
         "the whole in one", TAGS.call("get_weather", arguments='{"city": "Paris"}'), "", [PARIS]
     ),
+    Sample("a tag that ends itself", 'A <function name="now"/> B', "A B", [("now", {})]),
     Sample("a call that is talked about", 'Write <function name="x"> here.', "Write x here."),
 ]
 PIECES = [

@@ -92,6 +92,7 @@ class TaggedFormat:
 class TagReader(ToolCallReader):
     __slots__ = (
         "_all",
+        "_alone",
         "_call",
         "_held",
         "_junk",
@@ -128,6 +129,8 @@ class TagReader(ToolCallReader):
         """The start of a block stands before the call."""
         self._name = ""
         """The function that may be called."""
+        self._alone = False
+        """Its tag also ends the call."""
         self._call: ParameterTypes | None = None
         """Parameters of the function that is called."""
         self._parameters = 0
@@ -246,7 +249,10 @@ class TagReader(ToolCallReader):
             return None if waits else _NO_MATCH
         if found["end"] is None:
             return _NO_MATCH
-        head = tag.head.fullmatch(self.text, self.at, found.start())
+        end = found.start()
+        # A tag that also ends its element: of a call without arguments.
+        self._alone = tag is self._syntax.call and self.text[self.at : found.end()].endswith("/>")
+        head = tag.head.fullmatch(self.text, self.at, end - self._alone)
         if head is None or not _name_in(head):
             return _NO_MATCH
         self.at = found.end()
@@ -261,7 +267,7 @@ class TagReader(ToolCallReader):
         if not self._name:
             return self._no_call("" if self._tagged else syntax.call.begin)
         if not self._tagged and self._name not in self._known:
-            whole = self.text[head.start() : head.end()]
+            whole = f"{self.text[head.start() : head.end()]}{'/' * self._alone}"
             return self._no_call(f"{syntax.call.begin}{whole}{syntax.call.end}")
         if syntax.call.begin or (syntax.call.end and self._name in self._known):
             return self._begins()
@@ -303,6 +309,8 @@ class TagReader(ToolCallReader):
             self._schemas[self._name] = ParameterTypes(self._known.get(self._name))
         self._call = self._schemas[self._name]
         self._parameters = 0
+        if self._alone:
+            return self._close()
         return self.turn(self._between)
 
     def _between(self) -> bool:
@@ -414,7 +422,7 @@ class TagReader(ToolCallReader):
         assert self._call is not None
         text = self._wrapped
         if text.startswith('"'):
-            text = str(json.loads(text)).strip()
+            text = value_as_json(str(json.loads(text)), ("object",))
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
