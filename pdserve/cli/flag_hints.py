@@ -48,7 +48,7 @@ FLAGS: Final = {
     "--enable-expert-parallel": f"{_ENGINE}enable_expert_parallel=true",
     "--kv-cache-dtype": f"{_ENGINE}kv_cache_dtype=NAME",
     "--hf-overrides": f"{_ENGINE}hf_overrides='{{…}}'",
-    "--limit-mm-per-prompt": "use --max-images; for fewer --engine-option limit_mm_per_prompt='{…}'",
+    "--limit-mm-per-prompt": "use --max-images, fewer by --engine-option limit_mm_per_prompt='{…}'",
     "--allowed-local-media-path": "pdserve reads no local files for clients, leave it out",
     "--ssl-certfile": _HTTPS,
     "--ssl-keyfile": _HTTPS,
