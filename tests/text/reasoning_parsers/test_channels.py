@@ -9,6 +9,7 @@ import pytest
 from pdserve.text.reasoning_parsers import detect_reasoning_format, reasoning_format
 from pdserve.text.reasoning_parsers.channels import GEMMA4, HARMONY
 from pdserve.text.tool_parsers import tool_format
+from pdserve.text.tool_parsers.channels.gemma4 import Gemma4Reader
 from tests.text.golden.samples import TOOLS, Sample
 from tests.text.tool_parsers.reading import calls, content, cut, decoded, read, reasoning
 
@@ -145,6 +146,45 @@ def test_without_tools_there_are_no_calls(name: str, sample: Sample):
     assert reasoning(found).startswith(sample.reasoning)
     shown = content(found) + reasoning(found)
     assert not any(marker in shown for marker in reasoning_format(name).markers)
+
+
+@pytest.mark.parametrize("behind", ["x<|end|>y", "<|message|>y", "<|channel|>final<|message|>y"])
+@pytest.mark.parametrize("inside", ["word ", " ", "to=f ", "<|constrain|>"])
+def test_a_header_that_is_too_long_is_read_however_cut(inside: str, behind: str):
+    text = "<|channel|>" + inside * (150 // len(inside)) + behind
+
+    def make():
+        return HARMONY.parser(False)
+
+    whole = read(make, [text])
+    assert content(whole).endswith("y")
+    for step in (1, 2, 3, 5, 7, 50, 127, 128, 129, 140):
+        assert read(make, cut(text, range(step, len(text), step))) == whole
+
+
+def test_blanks_in_a_header_are_looked_at_once():
+    """Each run of them may belong to several places of a header; trying all takes minutes."""
+    text = "<|channel|>" + " " * 5000 + "to=" + " " * 5000 + "!!<|end|>"
+    assert content(read(lambda: HARMONY.parser(False), [text])).endswith("!!")
+    text = "<|channel|>" + " " * 110 + "!<|end|>"
+    assert content(read(lambda: HARMONY.parser(False), [text] * 300)).count("!") == 300
+
+
+@pytest.mark.parametrize("blanks", [64, 65, 66, 1000])
+def test_blanks_at_the_beginning_wait_for_a_label_only_while_they_are_few(blanks: int):
+    text = " " * blanks + "thought\nx<channel|>y"
+
+    def make():
+        return GEMMA4.parser(False)
+
+    whole = read(make, [text])
+    assert (reasoning(whole) == "x") == (blanks == 64)
+    for step in (1, 7, 63, 64, 65):
+        assert read(make, cut(text, range(step, len(text), step))) == whole
+    parser = make()
+    parser.feed(" " * blanks)
+    assert isinstance(parser, Gemma4Reader)
+    assert (parser.at == 0) == (blanks == 64), "more are not looked at again"
 
 
 def test_it_is_known_token_by_token_whether_it_reasons():

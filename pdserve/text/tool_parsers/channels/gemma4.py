@@ -46,6 +46,8 @@ _LABEL: Final = "thought"
 _NAME: Final = re.compile(r"[^{(<\s]*")
 _LONGEST_NAME: Final = 256
 _LONGEST_BARE: Final = 4096
+_LONGEST_BLANK: Final = 64
+"""Blanks before a label without a marker; behind more of them, it is content."""
 _KEY: Final = re.compile(r"[^:<{}\[\],]*")
 _BARE: Final = re.compile(r"[^,{}\[\]<]*")
 _NUMBER: Final = re.compile(r"(-?(?:0|[1-9]\d*))(?:(\.\d+)?([eE][+-]?\d+)?|\.)", re.ASCII)
@@ -133,6 +135,9 @@ class Gemma4Reader(ToolCallReader):
         """State at the beginning. Some models leave the channel's marker out, not its label."""
         begin = self.at
         found = self.skip_blank()
+        if self.at - begin > _LONGEST_BLANK:
+            self.at = begin
+            return self.turn(self._content)
         label = self.meets((f"{_LABEL}\n",)) if found else ""
         if label is None or (not found and not self.last):
             self.at = begin

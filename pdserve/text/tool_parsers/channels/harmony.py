@@ -50,9 +50,10 @@ _RECIPIENT: Final = re.compile(r"\bto=([^\s<]+)")
 _WORDS: Final = ("assistant", "commentary", "analysis", "final")
 """Words that may stand between two messages without a marker."""
 _HEADER: Final = re.compile(
-    r"\s*(?:assistant)?\s*(?:to=\S*\s*)?(?:\w*\s*(?:to=\S*)?\s*(?:json)?)?\s*", re.ASCII
+    r" ?(?:assistant)? ?(?:to=\S*+ ?)?(?:\w* ?(?:to=\S*+)? ?(?:json)?)? ?", re.ASCII
 )
-"""What stands in a header, markers left out."""
+"""What stands in a header, markers left out and each run of blanks one space."""
+_BLANKS: Final = re.compile(r"\s+", re.ASCII)
 
 
 class Harmony(SchemaFree):
@@ -160,8 +161,13 @@ class HarmonyReader(ToolCallReader):
         """State in a header, up to the message."""
         text, marker = self.seek(_ANY, MARKERS)
         self._header += text
-        if len(self._header) > _LONGEST_HEADER:
-            return self._no_header(marker)
+        over = len(self._header) - _LONGEST_HEADER
+        if over > 0:
+            over = min(over, len(text))
+            # The rest is read again as content, so that it does not matter where the text is cut.
+            self.at -= over + len(marker)
+            self._header = self._header[: len(self._header) - over]
+            return self._no_header("")
         if not marker:
             if self.last:
                 self._no_header("")
@@ -176,7 +182,7 @@ class HarmonyReader(ToolCallReader):
     def _no_header(self, marker: str) -> bool:
         """The text was no header, or one without a message: words that no header has are shown."""
         bare = _ANY.sub("", self._header)
-        if not _HEADER.fullmatch(bare):
+        if not _HEADER.fullmatch(_BLANKS.sub(" ", bare)):
             self._part()
             self.say(bare)
         self._header = ""
