@@ -198,7 +198,7 @@ class ModelRegistry:
         if card is None and name in cards:
             raise Forbidden(f"this API key may not use the model '{shorten(name)}'", param="model")
         if card is None:
-            known = ", ".join(sorted(usable)[:8])
+            known = ", ".join(sorted(usable)[:8]) or "nothing that this API key may use"
             raise ModelNotFound(
                 f"the model '{shorten(name)}' is not served here{_guess(name, usable)}; "
                 f"served: {known}",

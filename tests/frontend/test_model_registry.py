@@ -160,6 +160,8 @@ async def test_a_key_sees_its_models_only_by_any_of_their_names(pool):
     assert "secret" not in caught.value.message
     nothing = ApiKey(digest=b"", tenant="t", models=frozenset({"elsewhere"}))
     assert models.listing(nothing) == []
+    with pytest.raises(ModelNotFound, match="served: nothing that this API key may use"):
+        models.card("x", nothing)
     with pytest.raises(Forbidden, match="none of the models"):
         models.card(None, nothing)
 
