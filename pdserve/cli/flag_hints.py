@@ -1,7 +1,7 @@
 """Maps flags and sub-commands of other servers to pdserve's.
 
-Users come from vLLM, SGLang, llama.cpp and Ollama, and the nearest name by spelling would mislead
-them. A table only.
+Users come from vLLM, SGLang, TensorRT-LLM, llama.cpp and Ollama, and the nearest name by spelling
+would mislead them. A table only.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ FLAGS: Final = {
     "--tp": _TENSOR,
     "-tp": _TENSOR,
     "--tp-size": _TENSOR,
+    "--tp_size": _TENSOR,
     "--tensor-parallel-size": _TENSOR,
     "-pp": _PIPELINE,
     "--pp": _PIPELINE,
     "--pp-size": _PIPELINE,
+    "--pp_size": _PIPELINE,
     "--pipeline-parallel-size": _PIPELINE,
     "-dp": _DATA,
     "--dp": _DATA,
@@ -63,13 +65,21 @@ FLAGS: Final = {
     "-c": _CONTEXT,
     "--ctx-size": _CONTEXT,
     "--context-length": _CONTEXT,
+    "--max-seq-len": _CONTEXT,
+    "--max_seq_len": _CONTEXT,
     "--max-total-tokens": "use --kv-memory",
     "--kv-cache-memory-bytes": "use --kv-memory",
     "--mem-fraction-static": "use --gpu-memory-utilization",
+    "--kv_cache_free_gpu_memory_fraction": "use --gpu-memory-utilization",
     "--max-num-seqs": "use --max-sequences",
     "--max-running-requests": "use --max-sequences",
+    "--max_batch_size": "use --max-sequences",
     "--max-num-batched-tokens": "use --max-batch-tokens",
     "--chunked-prefill-size": "use --max-batch-tokens",
+    "--max_num_tokens": "use --max-batch-tokens",
+    "--enable-chunked-prefill": "prompts are computed in chunks anyway, leave it out",
+    "--runner": "vectors need no flag; see --pooling",
+    "--task": "vectors need no flag; see --pooling",
     "--page-size": "use --block-size",
     "--enable-prefix-caching": "use --prefix-cache, which is the default",
     "--no-enable-prefix-caching": "use --no-prefix-cache",
