@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from pdserve.errors import InvalidRequest
 from pdserve.frontend.plan import new_call_id
 from pdserve.protocols.completion_requests import NamedTool
-from pdserve.text.tool_parsers import TOOL_PARSERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,8 +47,8 @@ def callable_tools(request: ChatRequest, model: PreparedModel) -> tuple[Tool, ..
     if model.tools is None:
         raise InvalidRequest(
             f"'tools': how '{model.card.name}' writes calls is not known from its chat template; "
-            f"its worker can be told with --tool-parser ({', '.join(TOOL_PARSERS)}), and with "
-            "'tool_choice' \"none\" the request is answered without calls",
+            "its worker can be told with --tool-parser (pdserve --help lists the formats), and "
+            "with 'tool_choice' \"none\" the request is answered without calls",
             param="tools",
         )
     return tools
