@@ -38,7 +38,7 @@ from pdserve.text.tool_parsers.schema_budget import SchemaBudget
 from pdserve.text.tool_parsers.tool_call_grammar import resolve_reference
 from pdserve.text.tool_parsers.typed_values import ParameterTypes
 from tests.frontend.support import card, tokens
-from tests.fuzz.hostile import FORMATS, Case, draw
+from tests.fuzz.hostile import FORMATS, OTHER_FORMATS, Case, draw
 from tests.support.fake_backend import FakeBackend, Script
 
 STALL = 0.1
@@ -113,7 +113,7 @@ class Run:
         }
         models = {
             name: card(name=name, tool_parser=name, max_model_len=2_000_000, **common)
-            for name in FORMATS
+            for name in (*FORMATS, *OTHER_FORMATS)
         }
         models[SMALL] = card(name=SMALL, **common)
         self._backend = FakeBackend(models, self._script)

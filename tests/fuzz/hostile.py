@@ -11,16 +11,20 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pdserve.text.tool_parsers import ALIASES, TOOL_PARSERS
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from random import Random
 
-__all__ = ["FORMATS", "LARGEST", "Case", "draw"]
+__all__ = ["FORMATS", "LARGEST", "OTHER_FORMATS", "Case", "draw"]
 
 LARGEST = 4096
 """Bytes of one body, about."""
 FORMATS = ("hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral")
 """Of tool calls; each is also the name of a model that writes them so."""
+OTHER_FORMATS = tuple(sorted(set(TOOL_PARSERS) - set(ALIASES) - set(FORMATS)))
+"""They share most of their work with those above, so they are drawn less often."""
 PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -75,13 +79,17 @@ def draw(chance: Random) -> Case:
 
 def _case(chance: Random, path: str, scale: float) -> Case:
     make = _Bodies(chance, _Schemas(chance, scale))
-    body: dict[str, Any] = {"model": chance.choice(FORMATS)} | make.body(path)
+    body: dict[str, Any] = {"model": _format(chance)} | make.body(path)
     headers = {}
     if chance.random() < 0.03:
         headers["x-pdserve-slo-ttft-ms"] = "1" * chance.randrange(1, 4000) + "x"
     if chance.random() < 0.03:
         headers["x-pdserve-worker"] = ",".join(["!w"] * chance.randrange(1, 300))
     return Case(path, body, make.says(body["model"]), headers)
+
+
+def _format(chance: Random) -> str:
+    return chance.choice(FORMATS if chance.random() < 0.7 else OTHER_FORMATS)
 
 
 class _Schemas:
