@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     Resolve = Callable[[str, int], Awaitable[list[str]]]
     """The addresses of a name, as texts, for connections to a port."""
 
-__all__ = ["ImageFetcher"]
+__all__ = ["FetchesFull", "ImageFetcher"]
 
 _REDIRECTS: Final = 3
 _MOVED: Final = frozenset({301, 302, 303, 307, 308})
@@ -46,6 +46,10 @@ _LOOKUPS: Final = 4
 """Threads that look up names, which cannot be interrupted."""
 _WAITING: Final = 64
 """Most lookups that run or wait."""
+
+
+class FetchesFull(Overloaded):
+    """An image had no turn to be fetched within its time."""
 
 
 class ImageFetcher:
@@ -74,12 +78,21 @@ class ImageFetcher:
     async def fetch(self, text: str, reserve: Callable[[Bytes], None]) -> bytes:
         """The file at a URL. `reserve` is called with the bytes that are about to be held.
 
-        Errors: `ImageRefused`; what `reserve` raises. Cancellation ends the connection.
+        Errors: `ImageRefused`; `FetchesFull`; what `reserve` raises. Cancellation ends the
+        connection.
         """
+        turn = False
         try:
             async with asyncio.timeout(self._timeout), self._turns:
+                turn = True
                 return await self._follow(self._domains.check(text), reserve)
         except TimeoutError:
+            if not turn:
+                raise FetchesFull(
+                    f"{_FETCHES} images are fetched for other requests; try again, or send images "
+                    "as 'data:' URLs",
+                    retry_after=self._timeout,
+                ) from None
             raise ImageRefused(
                 "slow", f"did not arrive within {self._timeout:g} s (--image-fetch-timeout)"
             ) from None

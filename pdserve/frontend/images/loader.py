@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from pdserve.blocks.image_hashes import image_digest
 from pdserve.errors import InvalidRequest, Overloaded
-from pdserve.frontend.images.fetcher import ImageFetcher
+from pdserve.frontend.images.fetcher import FetchesFull, ImageFetcher
 from pdserve.frontend.images.formats import UnreadableImage, read_size
 from pdserve.frontend.images.image_tokens import ImageTokens, LoadedImage
 from pdserve.frontend.images.sources import (
@@ -161,7 +161,7 @@ class ImageIntake:
         """The images of `find_images`. The first failure ends all.
 
         Errors: `InvalidRequest` names the part, the cause and the remedy; `Overloaded` if the
-        images of all requests take too much memory, and those of the pool.
+        images of all requests take too much memory or fetches, and those of the pool.
         """
         self._check_count(found, card)
         try:
@@ -194,6 +194,9 @@ class ImageIntake:
         except ImageRefused as error:
             self._count(error.reason)
             raise image_error(where, f"'{where}' {error.message}") from None
+        except FetchesFull:
+            self._count("slow")
+            raise
         self.metrics.request_images.labels(source).inc()
         return image
 

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from pdserve.errors import Overloaded
 from pdserve.frontend.images.addresses import is_public
-from pdserve.frontend.images.fetcher import ImageFetcher
+from pdserve.frontend.images.fetcher import FetchesFull, ImageFetcher
 from pdserve.frontend.images.sources import ImageRefused, MediaDomains
 from tests.frontend.images.pictures import jpeg, png
 from tests.frontend.support import until
@@ -303,6 +303,26 @@ async def test_a_slow_server(hosts: Hosts) -> None:
     error = await refused(fetcher, hosts.url("/slow"))
     assert error.reason == "slow"
     assert "--image-fetch-timeout" in error.message
+    await fetcher.close()
+
+
+async def test_an_image_without_a_turn_is_not_the_clients_fault(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.frontend.images.fetcher._FETCHES", 2)
+    fetcher = make(hosts, timeout=20.0)
+    slow = [
+        asyncio.create_task(fetcher.fetch(hosts.url("/slow"), lambda size: None)) for _ in range(2)
+    ]
+    await until(lambda: len(hosts.asked) == 2)
+    fetcher._timeout = 0.05
+    with pytest.raises(FetchesFull, match="try again") as caught:
+        await fetcher.fetch(hosts.url("/picture"), lambda size: None)
+    assert (caught.value.http_status, caught.value.retry_after) == (429, 0.05)
+    assert len(hosts.asked) == 2
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
     await fetcher.close()
 
 

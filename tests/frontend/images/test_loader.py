@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import pytest
 from pdserve.blocks.image_hashes import image_digest
 from pdserve.errors import InvalidRequest, Overloaded
 from pdserve.frontend.config import FrontendConfig
+from pdserve.frontend.images.fetcher import FetchesFull
 from pdserve.frontend.images.image_tokens import LoadedImage
 from pdserve.frontend.images.loader import (
     ImageLoader,
@@ -202,6 +204,16 @@ async def test_memory_of_one_request_and_of_all(pool: TextPool) -> None:
     loading.intake.release()
     await other.load(find_images(messages(user(png(shows=bytes(12_000))))), card(), pool)
     other.release()
+    assert loading.loader.held == 0
+    await loading.loader.close()
+
+
+async def test_an_image_that_has_no_turn_is_counted(pool: TextPool) -> None:
+    loading = Loading(pool, allowed_media_domains=("*",), image_fetch_timeout=0.02)
+    loading.loader.fetcher._turns = asyncio.Semaphore(0)
+    with pytest.raises(FetchesFull):
+        await loading.load("url:https://a.example/1")
+    assert loading.counted("slow") == 1
     assert loading.loader.held == 0
     await loading.loader.close()
 
