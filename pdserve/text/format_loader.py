@@ -29,6 +29,8 @@ def load_format(
     """
     target = name if ":" in name else built_in.get(name) or _registered(what, name, built_in, group)
     module_name, _, attribute = target.partition(":")
+    if not all(map(str.isidentifier, module_name.split("."))):
+        raise ConfigError(f"{what} {name!r}: {module_name!r} names no module: write package.module")
     try:
         found: object = importlib.import_module(module_name)
     except ImportError as error:

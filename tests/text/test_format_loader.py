@@ -52,6 +52,8 @@ def test_an_entry_point_of_another_package_is_found(monkeypatch: pytest.MonkeyPa
     [
         ("knwon", "is unknown; did you mean 'known'.*or module:attribute"),
         ("no_such_module_here:X", "cannot be imported"),
+        (":X", "'' names no module"),
+        (".text:X", "'.text' names no module"),
         (f"{__name__}:Nothing", "has no 'Nothing'"),
         (f"{__name__}:Picky", "must be made without arguments"),
         ("json:dumps", "lacks start, end"),
