@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 N = TypeVar("N", int, float)
 
 _INT32_MAX = 2**31 - 1
+_LONGEST_TEMPLATE = 1 << 20
+"""Characters of an operator's chat template, so that a wrong file does not fill memory."""
 _MAX_TEMPLATES = 32
 """Most named chat templates beside the usual one; checkpoints have one to three."""
 
@@ -135,11 +137,17 @@ def shows_tools(card: ModelCard) -> bool:
 def read_template(file: str) -> str:
     """The chat template in a file of the operator's. Errors: `ConfigError`."""
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        with Path(file).open(encoding="utf-8") as opened:
+            text = opened.read(_LONGEST_TEMPLATE + 1)
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--chat-template={file}: the file cannot be read: {error}") from None
     if not text.strip():
         raise ConfigError(f"--chat-template={file}: the file is empty")
+    if len(text) > _LONGEST_TEMPLATE:
+        raise ConfigError(
+            f"--chat-template={file}: the file has more than {_LONGEST_TEMPLATE} characters: name "
+            "a chat template in Jinja"
+        )
     return text
 
 

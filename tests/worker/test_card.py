@@ -70,6 +70,8 @@ def test_the_operators_template_replaces_the_models(checkpoint, tmp_path):
     for name, words in ((file, "is empty"), (tmp_path / "gone", "cannot be read")):
         with pytest.raises(ConfigError, match=words):
             read_card(path, ("m",), CAPABILITIES, chat_template=str(name))
+    with pytest.raises(ConfigError, match="more than 1048576 characters"):
+        read_card(path, ("m",), CAPABILITIES, chat_template="/dev/zero")
     file.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_template(str(file))
