@@ -61,7 +61,8 @@ FLAGS: Final = {
     "-m": "use --model, or `pdserve serve MODEL`",
     "--model-path": "use --model, or `pdserve serve MODEL`",
     "--revision": "use --model organisation/name@revision",
-    "--trust-remote-code": "pdserve never runs a checkpoint's code, leave it out",
+    "--trust-remote-code": "pdserve itself never runs a checkpoint's code; with --engine=vllm or "
+    "sglang: --engine-option trust_remote_code=true",
     "-c": _CONTEXT,
     "--ctx-size": _CONTEXT,
     "--context-length": _CONTEXT,
