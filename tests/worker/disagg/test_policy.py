@@ -121,8 +121,10 @@ def test_a_line_finds_what_it_is_shown(base, slope, seed):
     for _ in range(400):
         x = draw.uniform(10, 8000)
         line.learn(x, (base + slope * x) * draw.uniform(0.95, 1.05))
+    largest = base + slope * 8000
     for x in (100, 2000, 8000):
-        assert line(x) == pytest.approx(base + slope * x, rel=0.15, abs=0.03)
+        # What is seen is off by up to 5 %, of the largest values, too.
+        assert line(x) == pytest.approx(base + slope * x, rel=0.15, abs=0.03 + largest / 100)
 
 
 def test_a_line_that_sees_one_length_only_is_right_there():
