@@ -12,6 +12,7 @@ import pytest
 
 from tests.engines.vllm import real
 from tests.engines.vllm.vllm_pool import Router
+from tests.support.seeds import is_long
 
 if TYPE_CHECKING:
     from pdserve.engine_core.structured_output import GrammarError
@@ -20,7 +21,7 @@ real.require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(7200), pytest.mark.slow, pytest.mark.long]
 engines_of_this_file = real.keeps(real.MAIN)
 
-COUNT = int(os.environ.get("PDSERVE_VLLM_SOAK", "100000"))
+COUNT = int(os.environ.get("PDSERVE_VLLM_SOAK", "100000" if is_long() else "4000"))
 WAVE = 200
 MOST_GROWTH = 64 << 20
 """Bytes that all processes may grow between the first tenth and the end."""
