@@ -1,0 +1,1 @@
+"""Builds traces of requests from their phases, decides which are kept, and exports them."""
