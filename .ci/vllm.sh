@@ -13,6 +13,20 @@ flock -w 1800 9 || { echo "another process has been making $made for half an hou
 
 pip() { "$made/bin/python" -m pip -qq --disable-pip-version-check "$@"; }
 
+# torchvision's wheel for Linux has its operators in a library that needs CUDA's torch. Beside a torch for
+# CPUs the library does not load, and then the package does not import, because it describes two operators
+# that are not there. Processors of images call none of them: with the two declared, the rest works.
+declare_operators() {
+  cat >> "$("$made/bin/python" -c 'import sysconfig as s; print(s.get_path("purelib"))')/torchvision/extension.py" <<'END'
+
+if not _has_ops():
+    _declared = torch.library.Library("torchvision", "DEF")
+    for _name in ("nms", "qnms"):
+        _declared.define(_name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+END
+  "$made/bin/python" -c 'import torchvision.transforms.v2.functional'
+}
+
 if [ ! -e "$made/.complete" ]; then
   echo "==> installing vLLM into $made (3.5 GB)"
   rm -rf "$made"
@@ -20,6 +34,7 @@ if [ ! -e "$made/.complete" ]; then
   # torch first and alone: with it installed no other package asks for another build of it.
   pip install --no-deps "$(grep '^torch==' constraints-vllm.txt)"
   pip install --no-deps -r constraints-vllm.txt
+  declare_operators
   touch "$made/.complete"
 fi
 if [ -d .venv-vllm ] && [ ! -L .venv-vllm ]; then
