@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import tests
 from tests.e2e.agents.actor import ENGINE
+from tests.e2e.agents.scene import ROOT, Scene, ServerInside
 from tests.e2e.clients.snippets import MODEL, PORT
 from tests.e2e.model import MARKERS, THINKS, write_model
-from tests.e2e.server import PATIENCE, Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-ROOT = Path(tests.__path__[0]).parent
 AGENTS = Path(os.environ.get("PDSERVE_AGENTS", ROOT / ".venv" / "agents")) / "node_modules"
 """Where `.ci/agents.sh` has put the packages of `.ci/agents/package.json`."""
 PROGRAMS = {
@@ -71,53 +69,33 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @dataclass(frozen=True)
-class Stage:
+class Stage(Scene):
     """A running server whose model follows a script, and a folder for an agent."""
 
-    server: Server
     work: Path
-    inside: tuple[str, ...]
 
-    def run(self, *command: str, **environ: str) -> str:
-        """The agent's standard output. Its exit status is the caller's business."""
-        keep = {"PATH": os.environ["PATH"], "HOME": str(self.work), "TERM": "dumb"}
-        done = subprocess.run(
-            [*self.inside, *command],
-            env=keep | environ,
-            cwd=self.work,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-        )
-        return done.stdout
-
-
-class _Inside(Server):
-    """A server in the namespace."""
-
-    def __init__(self, inside: tuple[str, ...], model: Path, *flags: str) -> None:
-        super().__init__(model, *flags, PYTHONPATH=str(ROOT))
-        self._command = [*inside, *self._command]
+    def agent(self, *command: str, **environ: str) -> subprocess.Popen[str]:
+        """An agent at work in the folder. Its exit status is the caller's business."""
+        return self.start(command, self.work, environ)
 
 
 @pytest.fixture
 def stage(
     namespace: tuple[str, ...], checkpoint: Path, tmp_path: Path
 ) -> Iterator[Callable[..., Stage]]:
-    """Call it with the script and the context's length."""
+    """Call it with the script, the context's length, and what a step takes at least."""
     with contextlib.ExitStack() as stack:
 
-        def begin(script: list[dict[str, str]], context: int) -> Stage:
+        def begin(script: list[dict[str, str]], context: int, step_ms: int = 0) -> Stage:
             file = tmp_path / "script.json"
             file.write_text(json.dumps(script))
             flags = ("--engine", ENGINE, "--engine-option", f"script={file}", "--aggregated")
             names = ("--served-model-name", MODEL, "--max-model-len", str(context))
-            port = ("--port", str(PORT))
-            server = stack.enter_context(_Inside(namespace, checkpoint, *flags, *names, *port))
+            more = ("--engine-option", f"step_ms={step_ms}", "--port", str(PORT))
+            server = stack.enter_context(ServerInside(namespace, checkpoint, *flags, *names, *more))
             server.wait_for_line("ready: ")
             work = tmp_path / "work"
             work.mkdir()
-            return Stage(server, work, namespace)
+            return Stage(server, namespace, work)
 
         yield begin

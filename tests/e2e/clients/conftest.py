@@ -3,29 +3,24 @@ docs/clients.md."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import threading
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.e2e.agents.actor import ENGINE
-from tests.e2e.agents.conftest import AGENTS, ROOT, _Inside, checkpoint, namespace, unable
+from tests.e2e.agents.conftest import AGENTS, checkpoint, namespace, unable
+from tests.e2e.agents.scene import ROOT, Scene, ServerInside, kill
 from tests.e2e.clients.snippets import MODEL, PORT
 from tests.e2e.server import PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from tests.e2e.server import Server
 
 __all__ = ["checkpoint", "namespace", "play"]
 
@@ -35,7 +30,6 @@ PROGRAMS = Path(__file__).parent / "programs"
 CONTEXT = 32_000
 ANSWER = "The tool has answered."
 SUMMARY = "THE-SUMMARY"
-_READ_METRICS = f"import urllib.request as r; print(r.urlopen('http://127.0.0.1:{PORT}/metrics').read().decode())"
 
 
 def call(name: str, **arguments: str) -> str:
@@ -64,57 +58,6 @@ SCRIPT = [
 """What the model says; the first expression that is found wins."""
 
 
-@dataclass(frozen=True)
-class Scene:
-    """The server, and where clients run."""
-
-    server: Server
-    inside: tuple[str, ...]
-
-    def metric(self, name: str) -> float:
-        """A sample of `/metrics`, 0 if there is none yet. Only programs inside reach the server."""
-        command = [*self.inside, "python3", "-c", _READ_METRICS]
-        page = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
-        lines = (line.rpartition(" ") for line in page.stdout.splitlines())
-        return next((float(value) for found, _, value in lines if found == name), 0.0)
-
-    @property
-    def tokens(self) -> float:
-        """Tokens generated so far."""
-        return self.metric("pdserve_generation_tokens_total")
-
-    @property
-    def cancelled(self) -> float:
-        """Requests that ended because their clients hung up."""
-        return self.metric('pdserve_requests_total{outcome="cancelled"}')
-
-    def wait_until_free(self, cancelled: float) -> None:
-        """Until at least so many requests were cancelled, and none is in flight."""
-        end = time.monotonic() + PATIENCE
-        while self.cancelled < cancelled or self.metric("pdserve_http_requests_in_flight"):
-            assert time.monotonic() < end, f"{self.cancelled} cancelled, of {cancelled}"
-
-    def start(
-        self,
-        command: list[str],
-        work: Path,
-        environ: dict[str, str],
-        stdin: int = subprocess.DEVNULL,
-    ) -> subprocess.Popen[str]:
-        """A client's program, whose output is a pipe."""
-        keep = {"PATH": os.environ["PATH"], "HOME": str(work), "TERM": "dumb"}
-        return subprocess.Popen(
-            [*self.inside, *command],
-            env=keep | environ,
-            cwd=work,
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-
-
 @pytest.fixture(scope="session")
 def scene(
     namespace: tuple[str, ...], checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
@@ -125,7 +68,7 @@ def scene(
     flags = ("--engine", ENGINE, "--engine-option", f"script={file}", "--aggregated")
     pace = ("--engine-option", "step_ms=2")
     names = ("--served-model-name", MODEL, "--max-model-len", str(CONTEXT), "--port", str(PORT))
-    with _Inside(namespace, checkpoint, *flags, *pace, *names) as server:
+    with ServerInside(namespace, checkpoint, *flags, *pace, *names) as server:
         server.wait_for_line("ready: ")
         yield Scene(server, namespace)
 
@@ -144,7 +87,7 @@ def play(scene: Scene, tmp_path: Path) -> Callable[..., dict[str, Any]]:
         # Its caches are those of its environment: it is compiled once.
         playing = scene.start([*command, program], tmp_path, {}, subprocess.PIPE)
         told: dict[str, Any] = {}
-        late = threading.Timer(PATIENCE, _kill, [playing])
+        late = threading.Timer(PATIENCE, kill, [playing])
         late.start()
         try:
             rest = _read(playing, told)
@@ -178,15 +121,9 @@ def _end(playing: subprocess.Popen[str]) -> None:
     try:
         playing.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
-        _kill(playing)
+        kill(playing)
         playing.communicate()
         raise
-
-
-def _kill(playing: subprocess.Popen[str]) -> None:
-    """Ends a program that takes too long, which ends its output."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(playing.pid, signal.SIGKILL)
 
 
 def _interpreter(environment: str, work: Path) -> list[str]:

@@ -7,23 +7,19 @@ because they take seconds to start; without a time budget all are played.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.e2e.agents.conftest import AGENTS, unable
-from tests.e2e.clients.conftest import ANSWER, ENVIRONMENTS, Scene
+from tests.e2e.agents.scene import Scene, finished
+from tests.e2e.clients.conftest import ANSWER, ENVIRONMENTS
 from tests.e2e.clients.draw import scene_of
 from tests.e2e.clients.snippets import environ, snippet
-from tests.e2e.server import PATIENCE
 
 if TYPE_CHECKING:
+    import subprocess
     from pathlib import Path
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -84,7 +80,7 @@ def opencode_sums_up_when_the_context_is_full(scene: Scene, work: Path) -> None:
 
 def opencode_is_interrupted(scene: Scene, work: Path) -> None:
     before = scene.cancelled
-    interrupt_in_the_answer(scene, opencode(scene, work, "STORY, please"))
+    scene.interrupt_in_the_answer(opencode(scene, work, "STORY, please"))
     # It asks for a title at the same time, which may be cut off as well.
     scene.wait_until_free(before + 1)
 
@@ -136,7 +132,7 @@ def aider_knows_that_a_context_is_full(scene: Scene, work: Path) -> None:
 
 def aider_is_interrupted(scene: Scene, work: Path) -> None:
     before = scene.cancelled
-    interrupt_in_the_answer(scene, aider(scene, work, "STORY, please"))
+    scene.interrupt_in_the_answer(aider(scene, work, "STORY, please"))
     scene.wait_until_free(before + 1)
 
 
@@ -150,31 +146,3 @@ AIDER = {
 @pytest.mark.parametrize("what", scene_of("Aider", AIDER))
 def test_aider(scene: Scene, tmp_path: Path, what: str) -> None:
     AIDER[what](scene, tmp_path)
-
-
-# ---------------------------------------------------------------------- both
-
-
-def interrupt_in_the_answer(scene: Scene, running: subprocess.Popen[str]) -> None:
-    """Interrupts a program, as a terminal would, when its answer has begun."""
-    end = time.monotonic() + PATIENCE
-    begun = scene.tokens
-    try:
-        while scene.tokens < begun + 100:
-            assert time.monotonic() < end, "there is no answer"
-            assert running.poll() is None, "the program has ended"
-        os.killpg(running.pid, signal.SIGINT)
-    finally:
-        finished(running)
-
-
-def finished(running: subprocess.Popen[str]) -> str:
-    """What a program said until its end. One that does not end is killed."""
-    try:
-        said, _ = running.communicate(timeout=PATIENCE)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(running.pid, signal.SIGKILL)
-        said, _ = running.communicate()
-        pytest.fail(f"it did not end, and said:\n{said}")
-    return said
