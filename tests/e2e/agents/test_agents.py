@@ -1,9 +1,9 @@
 """Coding agents that people use, unchanged, against a real server: Claude Code and Codex.
 
 Each goes through a whole tool loop, and through a conversation that outgrows the model's context:
-it must understand the error, and go on where it can. Each is interrupted in the middle of an answer,
-which must free all that its request holds. The model is a script; frontend, templates, parsers and
-streams are the product's.
+it must understand the error, and go on where it can. Each is interrupted in the middle of an
+answer, which must free all that its request holds. The model is a script; frontend, templates,
+parsers and streams are the product's.
 """
 
 from __future__ import annotations
