@@ -60,3 +60,66 @@ class Trace(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Why it was kept: `parent`, `head`, `watch`, or a tail rule such as `error` or `slo_ttft`."""
     spans: tuple[Span, ...]
     """The root first; a parent before its children."""
+
+
+class TraceSummary(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One line of a list of traces."""
+
+    number: int
+    """Counts the traces of one frontend process in the order in which they ended, from 1."""
+    trace_id: bytes
+    request_id: str
+    began: int
+    """As `Trace.began`."""
+    duration: Seconds
+    ttft: Seconds | None = None
+    """Time to the first token; None: there was none."""
+    model: str = ""
+    kept: tuple[str, ...] = ()
+    status: int = 0
+    """HTTP status of the answer; 0: unknown."""
+    error: str = ""
+    """Why the request failed; empty: it did not."""
+    node: str = ""
+    """The frontend that has the trace."""
+
+
+class TraceQuery(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Asks for traces: of one request, or for a list of the last ones.
+
+    A node that is asked with `everywhere` asks all frontends of the cluster, each without it.
+    """
+
+    everywhere: bool = False
+    id: str = ""
+    """A request id, a trace id in hex, or the beginning of one of them; empty: list the last."""
+    limit: int = 20
+    """Most summaries in the reply."""
+    model: str = ""
+    """Only of this model; empty: of all."""
+    errors: bool = False
+    """Only of requests that failed."""
+    slow: bool = False
+    """Only of requests that missed an SLO."""
+    longer_than: Seconds = 0.0
+    """Only of requests that took longer."""
+    after: dict[str, int] = {}
+    """By node: only traces with a greater `TraceSummary.number`; a node that is not named here
+    answers with all. The order is then the oldest first."""
+    watch: str = ""
+    """Begin to trace, and keep, all requests of this model; empty: do not."""
+    watch_seconds: Seconds = 0.0
+    """For how long."""
+
+
+class TraceReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Traces that fit a query."""
+
+    summaries: tuple[TraceSummary, ...] = ()
+    """The newest first, unless the query says otherwise."""
+    trace: Trace | None = None
+    """The trace of the first summary, if an id was asked for."""
+    silent: dict[str, str] = {}
+    """Frontends that did not answer, and why."""
+    frontends: tuple[str, ...] = ()
+    """Frontends that answered."""

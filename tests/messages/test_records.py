@@ -19,6 +19,7 @@ from pdserve.messages import (
     request,
     routing,
     status,
+    trace,
     transfer,
     worker_stream,
 )
@@ -36,6 +37,7 @@ MODULES: list[ModuleType] = [
     request,
     routing,
     status,
+    trace,
     transfer,
 ]
 RECORDS: list[type[msgspec.Struct]] = sorted(
