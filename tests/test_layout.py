@@ -64,7 +64,7 @@ ASYNCIO = {
     "pdserve/frontend/api/metrics_group.py": "asks siblings under one deadline",
     "pdserve/frontend/model_registry.py": "loads tokenizers off the loop, once per card",
     "pdserve/frontend/service.py": "owns the frontend's tasks and sockets",
-    "pdserve/frontend/http/fair_lock.py": "tenants that wait for their turn",
+    "pdserve/frontend/fair_semaphore.py": "tenants that wait for their turn",
     "pdserve/frontend/dispatch/poison_isolation.py": "requests that wait for their turn",
     "pdserve/frontend/dispatch/kv_prewarm.py": "waits until a worker has computed something",
     "pdserve/gossip/service.py": "the timer, dials and messages of membership",

@@ -1,10 +1,14 @@
-"""Shares worker threads fairly among tenants: chooses the next job.
+"""Shares worker threads, or other places, fairly among tenants: chooses the next job.
 
 The tenant with the fewest running jobs is next; among equals the one with the least time used. An
 idle tenant collects no credit: it returns level with the tenant served last. Jobs of one tenant run
 by arrival, those marked `first` before the others. A full queue drops the newest job of the tenant
 with the most jobs, or refuses the new job if that is its own tenant: no tenant fills the queue for
-others, and one tenant alone may use all of it. Pure: no threads, no clock.
+others, and one tenant alone may use all of it.
+
+Jobs that cannot be ended for others may also have a share (`has_place`): a tenant begins a job only
+while it runs fewer than there are free places. Alone it gets half of them, a second one half of the
+rest, and so on: one tenant, or a few, never hold all places. Pure: no threads, no clock.
 """
 
 from __future__ import annotations
@@ -62,6 +66,8 @@ class FairQueue(Generic[T]):
         self._floor: Seconds = 0.0
         """Time used by the tenant that began a job last."""
         self._length = 0
+        self.running = 0
+        """Number of all tenants' running jobs."""
 
     def __len__(self) -> int:
         """Return the number of waiting jobs."""
@@ -98,10 +104,24 @@ class FairQueue(Generic[T]):
                 return job
         return None
 
+    def running_of(self, tenant: str) -> int:
+        """Return the number of a tenant's running jobs."""
+        entry = self._tenants.get(tenant)
+        return 0 if entry is None else entry.running
+
+    def has_place(self, running: int, places: int) -> bool:
+        """Return True if a tenant with `running` jobs may begin one more in one of `places`."""
+        return running < places - self.running
+
+    def next_in(self, places: int) -> T | None:
+        """Return the next job that may begin within its tenant's share of `places`."""
+        return self.next(lambda _, running: self.has_place(running, places))
+
     def begin(self, tenant: str, job: T) -> None:
         """Count `job`, which waited, as running."""
         entry = self._tenants[tenant]
         entry.running += 1
+        self.running += 1
         self.remove(tenant, job)
         self._floor = max(self._floor, entry.served)
 
@@ -109,6 +129,7 @@ class FairQueue(Generic[T]):
         """Count a running job as finished or abandoned; `took` is its time."""
         entry = self._tenants[tenant]
         entry.running -= 1
+        self.running -= 1
         entry.served += took
         self._forget(entry)
 

@@ -109,6 +109,68 @@ def test_nobody_makes_room_for_one_that_would_have_as_many():
     assert queue.make_room("b") is None
 
 
+def begin_in(queue: FairQueue[str], places: int) -> list[str]:
+    """Begin all jobs that may begin, named `tenant number`; their names."""
+    begun = []
+    while (job := queue.next_in(places)) is not None:
+        queue.begin(job.split()[0], job)
+        begun.append(job)
+    return begun
+
+
+def test_a_tenant_alone_gets_half_of_the_places():
+    queue = filled(flood=50)
+    assert len(begin_in(queue, 32)) == queue.running == queue.running_of("flood") == 16
+
+
+def test_further_tenants_get_half_of_the_rest():
+    queue: FairQueue[str] = FairQueue()
+    begun = []
+    for tenant in "abcdefg":
+        for number in range(50):
+            queue.push(tenant, f"{tenant} {number}")
+        begun.append(len(begin_in(queue, 32)))
+    assert begun == [16, 8, 4, 2, 1, 1, 0]
+
+
+def test_a_freed_place_is_of_a_tenant_that_has_none():
+    queue = filled(a=50)
+    begin_in(queue, 4)
+    for tenant in "bcd":
+        queue.push(tenant, f"{tenant} 0")
+        begin_in(queue, 4)
+    assert [queue.running_of(tenant) for tenant in "abcd"] == [2, 1, 1, 0]
+    queue.end("a", 1.0)
+    assert begin_in(queue, 4) == ["d 0"]
+
+
+def test_tenants_that_come_together_get_as_many_places():
+    queue = filled(a=50, b=50, c=50)
+    begin_in(queue, 32)
+    assert [queue.running_of(tenant) for tenant in "abc"] == [8, 8, 8]
+
+
+@given(
+    st.integers(1, 9),
+    st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from(["push", "end"]))),
+)
+def test_whatever_runs_a_waiting_job_begins_in_the_end(places, steps):
+    queue: FairQueue[str] = FairQueue()
+    running: list[str] = []
+    for number, (tenant, step) in enumerate(steps):
+        if step == "push":
+            queue.push(tenant, f"{tenant} {number}")
+        elif running:
+            queue.end(running.pop(0), 1.0)
+        running += [job.split()[0] for job in begin_in(queue, places)]
+        assert queue.running == len(running) <= places
+        assert max(map(running.count, running), default=0) <= (places + 1) // 2
+    while running:
+        queue.end(running.pop(0), 1.0)
+        running += [job.split()[0] for job in begin_in(queue, places)]
+    assert len(queue) == queue.running == 0
+
+
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["push", "begin", "end", "room"])))
 )

@@ -18,8 +18,8 @@ from aiohttp.http_exceptions import PayloadEncodingError
 from aiohttp.web_protocol import RequestPayloadError
 
 from pdserve.errors import InvalidRequest, Overloaded, PayloadTooLarge, RequestTimeout
+from pdserve.frontend.fair_semaphore import FairSemaphore
 from pdserve.frontend.http.decompress import ENCODINGS, BadCompression, Decompressor
-from pdserve.frontend.http.fair_lock import FairLock
 from pdserve.frontend.http.http_response import connection_of
 from pdserve.frontend.http.memory_trim import MemoryTrimmer, malloc_trim
 from pdserve.protocols.request_decoder import MAX_VALUES
@@ -145,7 +145,8 @@ class BodyReader:
 
     def __init__(self, config: FrontendConfig) -> None:
         self._config = config
-        self._turns = FairLock(
+        self._turns = FairSemaphore(
+            1,
             _MOST_WAITING,
             lambda: self._crowded("too many large request bodies wait to be decoded"),
             time.monotonic,

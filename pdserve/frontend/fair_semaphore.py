@@ -1,6 +1,7 @@
-"""A lock that tenants take in turn, so that one tenant's queue for it does not delay another's.
+"""A semaphore whose places tenants take in turn, so that one tenant does not delay the others.
 
-`text/fair_queue.py` says whose turn it is. Used on the event loop's thread.
+`text/fair_queue.py` says whose turn it is, and how many places a tenant may hold. With one place it
+is a lock. Used on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from pdserve.errors import PdserveError
     from pdserve.ids import Seconds
 
-__all__ = ["FairLock"]
+__all__ = ["FairSemaphore"]
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +30,7 @@ class _Waiter:
     )
 
     def was_granted(self) -> bool:
-        """True if the waiter holds the lock; a refused waiter never does."""
+        """True if the waiter holds a place; a refused waiter never does."""
         return (
             self.granted.done()
             and not self.granted.cancelled()
@@ -37,30 +38,48 @@ class _Waiter:
         )
 
 
-class FairLock:
-    """The lock. Waiters of different tenants get it in turns."""
+class FairSemaphore:
+    """The places. Waiters of different tenants get them in turns."""
 
     def __init__(
-        self, most: int, refusal: Callable[[], PdserveError], time: Callable[[], Seconds]
+        self,
+        places: int,
+        most: int,
+        refusal: Callable[[], PdserveError],
+        time: Callable[[], Seconds],
     ) -> None:
         """At most `most` waiters; beyond it, the newest waiter of the tenant with the most gets
         `refusal`."""
+        self._places = places
         self._most = most
         self._refusal = refusal
         self._time = time
         self._queue: FairQueue[_Waiter] = FairQueue()
-        self._taken = False
+
+    @property
+    def running(self) -> int:
+        """Number of places that are held."""
+        return self._queue.running
+
+    @property
+    def waiting(self) -> int:
+        """Number of waiters."""
+        return len(self._queue)
+
+    def running_of(self, tenant: str) -> int:
+        """Number of places that a tenant holds."""
+        return self._queue.running_of(tenant)
 
     @contextlib.asynccontextmanager
     async def of(self, tenant: str) -> AsyncIterator[None]:
-        """Holds the lock. Errors: `refusal`, while waiting."""
+        """Holds a place. Errors: `refusal`, while waiting."""
         waiter = _Waiter(tenant)
         self._enter(waiter)
         try:
             await waiter.granted
         except asyncio.CancelledError:
             if waiter.was_granted():
-                # The lock was granted in the same turn as the cancellation.
+                # The place was granted in the same turn as the cancellation.
                 self._leave(tenant, 0.0)
             else:
                 self._queue.remove(tenant, waiter)
@@ -72,7 +91,9 @@ class FairLock:
             self._leave(tenant, self._time() - began)
 
     def _enter(self, waiter: _Waiter) -> None:
-        if self._taken and len(self._queue) >= self._most:
+        running = self._queue.running_of(waiter.tenant)
+        waits = not self._queue.has_place(running, self._places)
+        if waits and len(self._queue) >= self._most:
             victim = self._queue.make_room(waiter.tenant)
             if victim is None:
                 raise self._refusal()
@@ -83,16 +104,14 @@ class FairLock:
 
     def _leave(self, tenant: str, took: Seconds) -> None:
         self._queue.end(tenant, took)
-        self._taken = False
         self._grant()
 
     def _grant(self) -> None:
-        """Gives a free lock to the next waiter. A cancelled waiter stays in the queue until its
+        """Gives free places to the next waiters. A cancelled waiter stays in the queue until its
         task has run."""
-        while not self._taken and (waiter := self._queue.next(lambda *_: True)) is not None:
+        while (waiter := self._queue.next_in(self._places)) is not None:
             if waiter.granted.done():
                 self._queue.remove(waiter.tenant, waiter)
                 continue
             self._queue.begin(waiter.tenant, waiter)
-            self._taken = True
             waiter.granted.set_result(None)

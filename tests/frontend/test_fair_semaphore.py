@@ -1,4 +1,4 @@
-"""A lock that tenants take in turn."""
+"""A semaphore whose places tenants take in turn; with one place, a lock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from pdserve.errors import Overloaded
-from pdserve.frontend.http.fair_lock import FairLock
+from pdserve.frontend.fair_semaphore import FairSemaphore
 
 
 class Clock:
@@ -24,10 +24,10 @@ def log():
 
 
 class Taking:
-    """Tasks that hold the lock."""
+    """Tasks that hold places."""
 
-    def __init__(self, log: list[str]) -> None:
-        self.turns = FairLock(4, lambda: Overloaded("too many wait"), Clock())
+    def __init__(self, log: list[str], places: int = 1) -> None:
+        self.turns = FairSemaphore(places, 4, lambda: Overloaded("too many wait"), Clock())
         self.log = log
 
     def __call__(
@@ -46,7 +46,7 @@ class Taking:
 def take(log):
     taking = Taking(log)
     yield taking
-    assert not taking.turns._taken
+    assert not taking.turns.running
     assert not taking.turns._queue._tenants
 
 
@@ -138,7 +138,7 @@ async def test_who_is_refused_and_cancelled_at_once_gives_no_lock_back(take, log
     await asyncio.sleep(0)  # the newest of the flood is refused, and has not heard of it
     tasks[4].cancel()
     await asyncio.gather(tasks[4], return_exceptions=True)
-    assert take.turns._taken
+    assert take.turns.running
     assert log == ["flood 0"]
     done.set()
     await asyncio.gather(*tasks[:4], other)
@@ -150,3 +150,32 @@ async def test_what_fails_gives_the_lock_back(take):
             raise RuntimeError
     async with take.turns.of("b"):
         pass
+
+
+async def test_one_tenant_leaves_places_to_others(log):
+    taking = Taking(log, places=8)
+    done = asyncio.Event()
+    flood = [taking("flood", f"flood {number}", done) for number in range(6)]
+    await idle()
+    assert (taking.turns.running_of("flood"), taking.turns.waiting) == (4, 2)
+    others = [taking(f"other {number}", f"other {number}", done) for number in range(4)]
+    await idle()
+    assert (taking.turns.running, taking.turns.waiting) == (8, 2)
+    done.set()
+    await asyncio.gather(*flood, *others)
+    assert (taking.turns.running, taking.turns.waiting) == (0, 0)
+    assert not taking.turns._queue._tenants
+
+
+async def test_a_full_queue_keeps_no_one_from_a_free_place(log):
+    taking = Taking(log, places=2)
+    done = asyncio.Event()
+    flood = [taking("flood", f"flood {number}", done) for number in range(5)]
+    await idle()
+    assert (taking.turns.running, taking.turns.waiting) == (1, 4)
+    other = taking("other", "other", done)
+    await idle()
+    assert log == ["flood 0", "other"]
+    assert taking.turns.waiting == 4
+    done.set()
+    await asyncio.gather(*flood, other)
