@@ -158,7 +158,7 @@ class GenerationHandler:
     async def _serve(
         self, route: RequestKind[R], body: RequestBody, active: ActiveRequest
     ) -> web.StreamResponse:
-        images = self.images.intake()
+        images = self.images.intake(active.call.key)
         try:
             return await self._answer(await self.plan(route, body, active, images), body, active)
         finally:

@@ -476,9 +476,16 @@ class Instruments:
     images_refused: Family[Counter] = _counters(
         "images_refused_total",
         "Requests refused for an image, by reason: url (its form, scheme or host), address (not "
-        "public), fetch (it could not be had), slow, size, type, pixels, count, memory.",
+        "public), fetch (it could not be had), slow, size, type, pixels, count, memory (too many "
+        "are held), busy (too many are fetched).",
         "frontend",
         ("reason",),
+    )
+    image_fetches: Family[Gauge] = _gauges(
+        "image_fetches",
+        "Images that are fetched from their URLs, by state: running, or waiting for a turn.",
+        "frontend",
+        ("state",),
     )
     image_prompts_unnamed: Counter = _counter(
         "image_prompts_unnamed_total",

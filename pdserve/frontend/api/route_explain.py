@@ -58,7 +58,7 @@ class RouteExplainer:
         return await self._active_requests.run(call, self._explain)
 
     async def _explain(self, body: RequestBody, active: ActiveRequest) -> HttpResponse:
-        images = self._generations.images.intake()
+        images = self._generations.images.intake(active.call.key)
         try:
             kind = await body.look(_kind)
             plan = await self._generations.plan(kind, body, active, images)

@@ -4,12 +4,18 @@ A name is looked up once for each connection; all its addresses are checked, and
 to one of those. So a name cannot mean another address between check and connection (DNS rebinding).
 Redirects are followed here, each checked like the first URL. Nothing of the request or of earlier
 fetches is sent along: no cookies, keys or proxies. The caller says which hosts are allowed.
+
+Tenants share the places for fetches and the threads that look up names: pictures at a slow host
+delay other pictures of their own tenant, and do not keep other tenants' from being fetched.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import time
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
@@ -17,6 +23,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from pdserve import __version__
 from pdserve.errors import DeadlineExceeded, Draining, Overloaded
+from pdserve.frontend.fair_semaphore import FairSemaphore
 from pdserve.frontend.images.addresses import is_public
 from pdserve.frontend.images.formats import UnreadableImage, read_size
 from pdserve.frontend.images.sources import ImageRefused
@@ -40,16 +47,22 @@ _MOVED: Final = frozenset({301, 302, 303, 307, 308})
 _CHUNK: Final[Bytes] = 64 * 1024
 _HEAD: Final = 64
 """Bytes that tell a picture's type; a page of text ends the fetch here."""
-_FETCHES: Final = 32
-"""Most fetches at once; further ones wait for their turn, within their time."""
+_FETCHES: Final = 64
+"""Most fetches at once. A tenant alone has half of them: two requests with as many images as the
+default allows."""
+_WAITING: Final = 512
+"""Most images that wait for a place."""
 _LOOKUPS: Final = 4
-"""Threads that look up names, which cannot be interrupted."""
-_WAITING: Final = 64
+"""Threads that look up names, which cannot be interrupted; as many more are for tenants that have
+no lookup under way."""
+_LOOKUPS_WAITING: Final = 64
 """Most lookups that run or wait."""
+_tenant: ContextVar[str] = ContextVar("_tenant", default="")
+"""Whose fetch this is: the connector that asks for a name's addresses does not pass it on."""
 
 
 class FetchesFull(Overloaded):
-    """An image had no turn to be fetched within its time."""
+    """An image had no place to be fetched within its time, or too many wait for one."""
 
 
 class ImageFetcher:
@@ -64,40 +77,39 @@ class ImageFetcher:
         resolve: Resolve | None = None,
         public: Callable[[str], bool] = is_public,
     ) -> None:
-        """`most`: largest file. `timeout`: seconds for one image, redirects included. `resolve`
-        looks up names, and `public` judges addresses, for tests."""
+        """`most`: largest file. `timeout`: seconds for one image, redirects included, and as many
+        before for its turn. `resolve` looks up names, and `public` judges addresses, for tests."""
         self._domains = domains
         self._most = most
         self._timeout = timeout
         self._public = public
-        self._lookups = FairThreadPool("pdserve-lookup", _LOOKUPS, _WAITING, seconds=timeout)
+        self._lookups = FairThreadPool(
+            "pdserve-lookup", _LOOKUPS, _LOOKUPS_WAITING, spare=_LOOKUPS, seconds=timeout
+        )
         self._resolve = resolve or self._look_up
-        self._turns = asyncio.Semaphore(_FETCHES)
+        self.places = FairSemaphore(_FETCHES, _WAITING, self._crowded, time.monotonic)
+        """Places for fetches."""
         self._session: aiohttp.ClientSession | None = None
 
-    async def fetch(self, text: str, reserve: Callable[[Bytes], None]) -> bytes:
+    async def fetch(self, text: str, reserve: Callable[[Bytes], None], tenant: str = "") -> bytes:
         """The file at a URL. `reserve` is called with the bytes that are about to be held.
 
         Errors: `ImageRefused`; `FetchesFull`; what `reserve` raises. Cancellation ends the
-        connection.
+        connection, and the wait for a place.
         """
-        turn = False
-        try:
-            async with asyncio.timeout(self._timeout), self._turns:
-                turn = True
-                return await self._follow(self._domains.check(text), reserve)
-        except TimeoutError:
-            if not turn:
-                raise FetchesFull(
-                    f"{_FETCHES} images are fetched for other requests; try again, or send images "
-                    "as 'data:' URLs",
-                    retry_after=self._timeout,
+        url = self._domains.check(text)
+        async with contextlib.AsyncExitStack() as held:
+            await self._take_place(tenant, held)
+            _tenant.set(tenant)
+            try:
+                async with asyncio.timeout(self._timeout):
+                    return await self._follow(url, reserve)
+            except TimeoutError:
+                raise ImageRefused(
+                    "slow", f"did not arrive within {self._timeout:g} s (--image-fetch-timeout)"
                 ) from None
-            raise ImageRefused(
-                "slow", f"did not arrive within {self._timeout:g} s (--image-fetch-timeout)"
-            ) from None
-        except aiohttp.ClientError as error:
-            raise ImageRefused("fetch", f"cannot be fetched: {_words(error)}") from None
+            except aiohttp.ClientError as error:
+                raise ImageRefused("fetch", f"cannot be fetched: {_words(error)}") from None
 
     async def close(self) -> None:
         """End all fetches. Idempotent."""
@@ -106,6 +118,29 @@ class ImageFetcher:
             await session.close()
         self._lookups.stop()
         self._lookups.end()
+
+    # ------------------------------------------------------------------ places
+
+    async def _take_place(self, tenant: str, held: contextlib.AsyncExitStack) -> None:
+        """Hold a place until `held` is closed. Errors: `FetchesFull`."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                await held.enter_async_context(self.places.of(tenant))
+        except TimeoutError:
+            own, all = self.places.running_of(tenant), self.places.running
+            raise FetchesFull(
+                f"an image had no turn to be fetched within {self._timeout:g} s "
+                f"(--image-fetch-timeout): {all} are being fetched, {own} of them for this client; "
+                "try again, or send images as 'data:' URLs",
+                retry_after=self._timeout,
+            ) from None
+
+    def _crowded(self) -> FetchesFull:
+        return FetchesFull(
+            f"{_WAITING} images wait to be fetched, and this client's are the most; try again, or "
+            "send images as 'data:' URLs",
+            retry_after=self._timeout,
+        )
 
     # ------------------------------------------------------------------ one image
 
@@ -170,7 +205,8 @@ class ImageFetcher:
     async def _look_up(self, host: str, port: int) -> list[str]:
         try:
             found = await self._lookups.submit(
-                lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), tenant=""
+                lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM),
+                tenant=_tenant.get(),
             )
         except OSError as error:
             reason = error.strerror or str(error)

@@ -8,6 +8,7 @@ together have a bound. Work on files runs in the text pool's threads.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
@@ -30,6 +31,7 @@ from pdserve.protocols.completion_requests import ContentPart, ImageUrl, Message
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdserve.frontend.access.api_keys import ApiKey
     from pdserve.frontend.config import FrontendConfig
     from pdserve.frontend.images.fetcher import Resolve
     from pdserve.ids import Bytes
@@ -123,10 +125,17 @@ class ImageLoader:
             config.image_fetch_timeout,
             resolve=resolve,
         )
+        self._numbers = itertools.count()
+        places = self.fetcher.places
+        metrics.image_fetches.labels("running").read_from(lambda: places.running)
+        metrics.image_fetches.labels("waiting").read_from(lambda: places.waiting)
 
-    def intake(self) -> ImageIntake:
-        """The images of one request; its owner calls `release`."""
-        return ImageIntake(self)
+    def intake(self, key: ApiKey | None = None) -> ImageIntake:
+        """The images of one request; its owner calls `release`. The key's tenant shares the fetches
+        with other tenants; a request without a key shares them as if it were a tenant."""
+        # No tenant's name begins with a control character. Among equals a name decides: the first
+        # request is the first.
+        return ImageIntake(self, f"\0{next(self._numbers):016x}" if key is None else key.tenant)
 
     async def close(self) -> None:
         """End all fetches."""
@@ -136,8 +145,9 @@ class ImageLoader:
 class ImageIntake:
     """The images of one request."""
 
-    def __init__(self, loader: ImageLoader) -> None:
+    def __init__(self, loader: ImageLoader, tenant: str) -> None:
         self._loader = loader
+        self._tenant = tenant
         self._held: Bytes = 0
 
     @property
@@ -189,13 +199,13 @@ class ImageIntake:
                 self._check_data(url)
                 data = await pool.run(len(url) // _BYTES_PER_CHAR, decode_data, url)
             else:
-                data = await self._loader.fetcher.fetch(url, self._reserve)
+                data = await self._loader.fetcher.fetch(url, self._reserve, self._tenant)
             image = await pool.run(len(data) // _BYTES_PER_CHAR, self._examine, data)
         except ImageRefused as error:
             self._count(error.reason)
             raise image_error(where, f"'{where}' {error.message}") from None
         except FetchesFull:
-            self._count("slow")
+            self._count("busy")
             raise
         self.metrics.request_images.labels(source).inc()
         return image

@@ -11,6 +11,7 @@ import contextlib
 import gzip
 import random
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -306,24 +307,114 @@ async def test_a_slow_server(hosts: Hosts) -> None:
     await fetcher.close()
 
 
+class Slow:
+    """Fetches of tenants whose host does not answer."""
+
+    def __init__(self, fetcher: ImageFetcher, url: str) -> None:
+        self._fetcher = fetcher
+        self._url = url
+        self.tasks: list[asyncio.Task[bytes]] = []
+
+    async def begin(self, tenant: str, number: int) -> None:
+        """Until they run or wait."""
+        places = self._fetcher.places
+        entered = places.running + places.waiting + number
+        for _ in range(number):
+            fetch = self._fetcher.fetch(self._url, lambda size: None, tenant)
+            self.tasks.append(asyncio.create_task(fetch))
+        await until(lambda: places.running + places.waiting == entered)
+
+    async def end(self) -> list[Any]:
+        for task in self.tasks:
+            task.cancel()
+        return await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+async def test_one_tenants_slow_images_leave_places_to_others(hosts: Hosts) -> None:
+    fetcher = make(hosts)
+    slow = Slow(fetcher, hosts.url("/slow"))
+    await slow.begin("slow", 100)
+    assert (fetcher.places.running, fetcher.places.waiting) == (32, 68)
+    for tenant in ("a", "b"):
+        assert await fetcher.fetch(hosts.url("/picture"), lambda size: None, tenant) == FILE
+    await slow.end()
+    assert (fetcher.places.running, fetcher.places.waiting) == (0, 0)
+    await fetcher.close()
+
+
 async def test_an_image_without_a_turn_is_not_the_clients_fault(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdserve.frontend.images.fetcher._FETCHES", 2)
-    fetcher = make(hosts, timeout=20.0)
-    slow = [
-        asyncio.create_task(fetcher.fetch(hosts.url("/slow"), lambda size: None)) for _ in range(2)
-    ]
+    fetcher = make(hosts)
+    slow = Slow(fetcher, hosts.url("/slow"))
+    await slow.begin("a", 1)
+    await slow.begin("b", 1)
     await until(lambda: len(hosts.asked) == 2)
     fetcher._timeout = 0.05
-    with pytest.raises(FetchesFull, match="try again") as caught:
-        await fetcher.fetch(hosts.url("/picture"), lambda size: None)
+    with pytest.raises(FetchesFull, match="2 are being fetched, 0 of them for this cl") as caught:
+        await fetcher.fetch(hosts.url("/picture"), lambda size: None, "c")
     assert (caught.value.http_status, caught.value.retry_after) == (429, 0.05)
     assert len(hosts.asked) == 2
-    for task in slow:
-        task.cancel()
-    await asyncio.gather(*slow, return_exceptions=True)
+    await slow.end()
     await fetcher.close()
+
+
+async def test_a_fetch_has_its_time_from_its_turn_on(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it waited before does not count: its time is what is set when its turn comes."""
+    monkeypatch.setattr("pdserve.frontend.images.fetcher._FETCHES", 1)
+    fetcher = make(hosts, timeout=600.0)
+    slow = Slow(fetcher, hosts.url("/slow"))
+    await slow.begin("a", 1)
+    waiting = asyncio.create_task(fetcher.fetch(hosts.url("/slow"), lambda size: None, "b"))
+    await until(lambda: fetcher.places.waiting)
+    fetcher._timeout = 0.05
+    await slow.end()
+    with pytest.raises(ImageRefused, match=r"within 0\.05 s"):
+        await waiting
+    await fetcher.close()
+
+
+async def test_too_many_images_that_wait(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tenant with the most of them is told so, and no other one."""
+    monkeypatch.setattr("pdserve.frontend.images.fetcher._FETCHES", 1)
+    monkeypatch.setattr("pdserve.frontend.images.fetcher._WAITING", 4)
+    fetcher = make(hosts)
+    slow = Slow(fetcher, hosts.url("/slow"))
+    await slow.begin("flood", 5)
+    with pytest.raises(FetchesFull, match="this client's are the most") as caught:
+        await fetcher.fetch(hosts.url("/picture"), lambda size: None, "flood")
+    assert caught.value.http_status == 429
+    other = asyncio.create_task(fetcher.fetch(hosts.url("/picture"), lambda size: None, "other"))
+    await until(lambda: any(task.done() for task in slow.tasks))
+    refused = [each for each in await slow.end() if isinstance(each, FetchesFull)]
+    assert len(refused) == 1
+    assert await other == FILE
+    await fetcher.close()
+
+
+async def test_one_tenants_slow_names_leave_threads_to_others(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = threading.Event()
+
+    def look_up(host: str, port: int, **_: object) -> list[Any]:
+        if host == "slow.example":
+            answered.wait(30.0)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (PUBLIC, port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    fetcher = make(hosts, resolve=None)
+    slow = Slow(fetcher, hosts.url("/slow", "slow.example"))
+    await slow.begin("slow", 20)
+    try:
+        assert await fetcher.fetch(hosts.url("/picture"), lambda size: None, "other") == FILE
+    finally:
+        answered.set()
+        await slow.end()
+        await fetcher.close()
 
 
 async def test_a_slow_name(hosts: Hosts) -> None:

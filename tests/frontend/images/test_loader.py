@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
+import itertools
+import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,7 +13,9 @@ import pytest
 
 from pdserve.blocks.image_hashes import image_digest
 from pdserve.errors import InvalidRequest, Overloaded
+from pdserve.frontend.access.api_keys import ApiKey
 from pdserve.frontend.config import FrontendConfig
+from pdserve.frontend.fair_semaphore import FairSemaphore
 from pdserve.frontend.images.fetcher import FetchesFull
 from pdserve.frontend.images.image_tokens import LoadedImage
 from pdserve.frontend.images.loader import (
@@ -30,6 +34,7 @@ from tests.frontend.support import card
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+KEY = ApiKey(digest=b"", tenant="acme")
 SEES = ImagePlaceholder(token=5, text="<image>", most=4)
 
 
@@ -210,11 +215,35 @@ async def test_memory_of_one_request_and_of_all(pool: TextPool) -> None:
 
 async def test_an_image_that_has_no_turn_is_counted(pool: TextPool) -> None:
     loading = Loading(pool, allowed_media_domains=("*",), image_fetch_timeout=0.02)
-    loading.loader.fetcher._turns = asyncio.Semaphore(0)
-    with pytest.raises(FetchesFull):
+    refusal = loading.loader.fetcher._crowded
+    loading.loader.fetcher.places = FairSemaphore(0, 1, refusal, time.monotonic)
+    with pytest.raises(FetchesFull, match=r"no turn to be fetched within 0\.02 s"):
         await loading.load("url:https://a.example/1")
-    assert loading.counted("slow") == 1
+    assert loading.counted("busy") == 1
     assert loading.loader.held == 0
+    await loading.loader.close()
+
+
+async def test_requests_share_fetches_by_their_keys_tenants(pool: TextPool) -> None:
+    """Two requests of one tenant are fetched for it alone; without keys each is for itself."""
+    loading = Loading(pool, allowed_media_domains=("*",))
+    for key, expected in (
+        (KEY, {"acme": 4}),
+        (None, {"\0" + "1".zfill(16): 2, "\0" + "2".zfill(16): 2}),
+    ):
+        fetched: list[str] = []
+
+        async def fetch(url: str, reserve: object, tenant: str, told: list[str] = fetched) -> bytes:
+            told.append(tenant)
+            return png()
+
+        loading.loader.fetcher.fetch = fetch  # type: ignore[method-assign,assignment]
+        loading.loader._numbers = itertools.count(1)
+        for _ in range(2):
+            intake = loading.loader.intake(key)
+            await intake.load([("a", "http://a.example"), ("b", "http://b.example")], card(), pool)
+            intake.release()
+        assert Counter(fetched) == expected
     await loading.loader.close()
 
 
