@@ -63,6 +63,9 @@ _LONGEST: Final[Seconds] = 60.0
 _SLOWEST: Final = 10.0
 """The limit without progress is this many times the predicted time, if that is longer; beyond it
 the prefill worker's engine counts as stuck."""
+_STUCK: Final[Seconds] = 120.0
+"""Seconds without progress from which on it counts as stuck whatever was predicted: an attempt that
+hung teaches the prediction its own length, so each further one would wait ten times longer."""
 
 
 class _Word(NamedTuple):
@@ -437,7 +440,7 @@ class RemotePrefillRequest:
             self._phase("queue")
         self._claimed = node.now()
         self._queue.opened(self.handle)
-        most = max(_LONGEST, _SLOWEST * self._decision.there)
+        most = min(_STUCK, max(_LONGEST, _SLOWEST * self._decision.there))
         holder = self.fence.open(word.by, word.claim, node.now(), most)
         self._callers.append(word.call)
         self._watch_lease()

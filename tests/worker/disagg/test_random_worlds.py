@@ -303,6 +303,15 @@ def test_random_worlds(seed: int, long: bool, watched: Counter[tuple[Any, Any]])
         play(world, prefills=source.randint(1, 3), seed=number)
 
 
+def test_an_attempt_that_hung_does_not_make_the_next_wait_ten_times_longer() -> None:
+    """In this world an attempt hangs, which teaches the prediction 60 s, and so does the next."""
+
+    async def world(site: DisaggCluster) -> None:
+        await World(site, 436453548).run()
+
+    play(world, prefills=3, seed=436453548)
+
+
 # ---------------------------------------------------------------- do these worlds see anything?
 
 
