@@ -35,6 +35,8 @@ ASYNCIO = {
     "pdserve/cli/bench/command.py": "a run on a loop of its own",
     "pdserve/cli/bench/runner.py": "sends requests by a schedule, and takes times",
     "pdserve/cli/chat.py": "one HTTP conversation, on a loop of its own",
+    "pdserve/launch/cluster/admin_door.py": "visitors, and the nodes that they are led to",
+    "pdserve/launch/cluster/door_network.py": "a Unix socket, under a deadline",
     "pdserve/cli/disagg.py": "a question and some answers, on a loop of its own",
     "pdserve/cli/drain.py": "asks again until nodes have gone",
     "pdserve/cli/status.py": "one question to the cluster, on a loop of its own",

@@ -8,18 +8,18 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final, cast
 
+from pdserve.cli.console.reach import add_reach, reach_of
 from pdserve.cli.outputs import printable
-from pdserve.cli.parser import Parser, add_options, given_flags
-from pdserve.cli.status import OPTIONS
+from pdserve.cli.parser import Parser
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.launch import exit_codes
-from pdserve.launch.config.resolve import closest_match, resolve
+from pdserve.launch.config.resolve import closest_match
 from pdserve.worker.config import DISAGG
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pdserve.launch.cluster.addresses import ClusterConfig
+    from pdserve.cli.console.reach import Reach
     from pdserve.launch.cluster.admin_client import AdminClient
     from pdserve.messages.handoff import Disagg
     from pdserve.messages.status import ClusterStatus, MemberStatus
@@ -48,10 +48,10 @@ def run(arguments: list[str]) -> int:
         default=[],
         help="Only this worker; may be repeated.",
     )
-    add_options(parser, OPTIONS)
+    add_reach(parser)
     parsed = parser.parse(arguments)
     how = _checked(parsed.how)
-    return asyncio.run(_tell(resolve(given_flags(parsed)).cluster, how, parsed.worker))
+    return asyncio.run(_tell(reach_of(parsed), how, parsed.worker))
 
 
 def _checked(how: str) -> Disagg:
@@ -62,10 +62,8 @@ def _checked(how: str) -> Disagg:
     return cast("Disagg", how)
 
 
-async def _tell(config: ClusterConfig, how: Disagg, only: list[str]) -> int:
-    from pdserve.launch.cluster.admin_client import AdminClient
-
-    visitor = AdminClient(config)
+async def _tell(reach: Reach, how: Disagg, only: list[str]) -> int:
+    visitor = reach.client()
     try:
         workers = list(decode_workers(await visitor.status(), only))
         heard = [await _tell_one(visitor, worker, how) for worker in workers]

@@ -11,23 +11,23 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from pdserve.cli.console.reach import add_reach, reach_of
 from pdserve.cli.outputs import printable
-from pdserve.cli.parser import Parser, add_options, given_flags
-from pdserve.cli.status import OPTIONS
+from pdserve.cli.parser import Parser
 from pdserve.errors import ConfigError, HandshakeRefused, PdserveError
 from pdserve.launch import exit_codes
-from pdserve.launch.config.resolve import closest_match, resolve
+from pdserve.launch.config.resolve import closest_match
 from pdserve.launch.drain import describe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdserve.cli.console.reach import Reach
     from pdserve.ids import NodeId, Seconds
-    from pdserve.launch.cluster.addresses import ClusterConfig
     from pdserve.launch.cluster.admin_client import AdminClient
     from pdserve.messages.status import ClusterStatus, MemberStatus
 
-__all__ = ["DrainProgress", "members_named", "run"]
+__all__ = ["DrainProgress", "ending", "members_named", "run"]
 
 _POLL: Final[Seconds] = 0.5
 _MARGIN: Final[Seconds] = 15.0
@@ -36,7 +36,8 @@ _DESCRIPTION: Final = """\
 Take nodes away without losing a request: each takes nothing new from now on and has what it is
 doing served elsewhere, or finishes it; then it leaves the cluster and its process ends with exit
 status 0, as it does after SIGTERM. What is left after its --drain-timeout is sent on by the
-frontends, computed anew. A node in a process with others drains them all.
+frontends, computed anew. A node in a process with others drains them all. Instead of
+a node, --port names a server on this machine that has no cluster.
 
 Routers, workers and frontends drain alike; a frontend finishes its own streams. A service manager
 that starts ended processes again does so here, too: that is a rolling restart."""
@@ -45,7 +46,12 @@ that starts ended processes again does so here, too: that is a rolling restart."
 def run(arguments: list[str]) -> int:
     """Sends the drains; the exit status is 0 if all nodes confirmed and, with waiting, are done."""
     parser = Parser("pdserve drain", _DESCRIPTION)
-    parser.own.add_argument("nodes", metavar="NODE[,NODE]", nargs="+", help="Names, as in status.")
+    parser.own.add_argument(
+        "nodes",
+        metavar="NODE[,NODE]",
+        nargs="*",
+        help="Names, as in status; not needed for the server that --port or --admin-socket names.",
+    )
     parser.own.add_argument(
         "--wait",
         action="store_true",
@@ -56,29 +62,41 @@ def run(arguments: list[str]) -> int:
         action="store_true",
         help="Stay in the cluster, drained, until a signal or another drain.",
     )
-    add_options(parser, OPTIONS)
+    add_reach(parser)
     parsed = parser.parse(arguments)
     names = [name for word in parsed.nodes for name in word.split(",")]
     if "" in names:
         raise ConfigError("a name of a node is empty: give names as `pdserve status` shows them")
-    config = resolve(given_flags(parsed)).cluster
-    return asyncio.run(_drain(config, names, stay=parsed.stay, wait=parsed.wait))
+    reach = reach_of(parsed)
+    if not names and not reach.server:
+        raise ConfigError(
+            "name the nodes to drain as `pdserve status` shows them or, for a server without a "
+            "cluster, give its --port"
+        )
+    return asyncio.run(_drain(reach, names, stay=parsed.stay, wait=parsed.wait))
 
 
-async def _drain(config: ClusterConfig, names: list[str], *, stay: bool, wait: bool) -> int:
-    from pdserve.launch.cluster.admin_client import AdminClient
-
-    visitor = AdminClient(config)
+async def _drain(reach: Reach, names: list[str], *, stay: bool, wait: bool) -> int:
+    visitor = reach.client()
     try:
-        members = members_named(await visitor.status(), names)
+        status = await visitor.status()
+        members = members_named(status, names or [status.asked])
         patience = [await _tell(visitor, member, stay=stay) for member in members]
         heard = {m.node: m.epoch for m, left in zip(members, patience, strict=True) if left >= 0}
         fine = len(heard) == len(members)
         if wait and heard:
-            fine &= await _wait(visitor, DrainProgress(heard, stay), max(patience) + _MARGIN)
+            progress = DrainProgress(heard, stay, status.asked, ending(status, members))
+            fine &= await _wait(visitor, progress, max(patience) + _MARGIN)
     finally:
         await visitor.close()
     return exit_codes.OK if fine else exit_codes.FAILED
+
+
+def ending(status: ClusterStatus, members: Sequence[MemberStatus]) -> frozenset[NodeId]:
+    """The nodes that end with these: those of the same processes."""
+    processes = {(member.host, member.pid) for member in members if member.pid}
+    beside = [one.node for one in status.members if (one.host, one.pid) in processes]
+    return frozenset((*(member.node for member in members), *beside))
 
 
 def members_named(status: ClusterStatus, names: Sequence[str]) -> list[MemberStatus]:
@@ -139,13 +157,14 @@ class DrainProgress:
     stay: bool
     asked: NodeId | None = None
     """The node whose view was seen last."""
+    ending: frozenset[NodeId] = frozenset()
+    """All nodes whose processes end."""
     _said: dict[NodeId, str] = field(default_factory=dict)
 
     @property
     def asked_is_going(self) -> bool:
-        """True if that node is one of those that drain, so it may be gone when it does not
-        answer."""
-        return not self.stay and self.asked in self.waiting
+        """True if that node's process drains, so it may be gone when it does not answer."""
+        return not self.stay and (self.asked in self.waiting or self.asked in self.ending)
 
     def look(self, status: ClusterStatus | None) -> list[tuple[NodeId, str]]:
         """Returns the news in a status. `status` None: the node that was asked is gone, and no

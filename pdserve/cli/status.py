@@ -13,24 +13,19 @@ import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Any, Final
 
-from pdserve.cli.parser import Parser, add_options, given_flags
+from pdserve.cli.console.reach import OPTIONS, add_reach, reach_of
+from pdserve.cli.parser import Parser
 from pdserve.cli.status_tables import age, as_json, render
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.launch import exit_codes
-from pdserve.launch.config.resolve import resolve
 
 if TYPE_CHECKING:
+    from pdserve.cli.console.reach import Reach
     from pdserve.ids import Seconds
-    from pdserve.launch.cluster.addresses import ClusterConfig
     from pdserve.messages.status import ClusterStatus
 
 __all__ = ["OPTIONS", "fetch", "health_of", "run"]
 
-OPTIONS: Final = (
-    *("join", "cluster", "cluster-key-file", "tls-cert", "tls-key", "tls-ca"),
-    *("config", "log-level"),
-)
-"""The serving options that say how to reach a cluster."""
 _HTTP_TIMEOUT: Final[Seconds] = 5.0
 
 
@@ -38,27 +33,26 @@ def run(arguments: list[str]) -> int:
     """Prints the status; the exit status is 0 if there was one."""
     parser = Parser(
         "pdserve status",
-        "Show a cluster as one of its nodes sees it: members, models, load, what is degraded.\n"
-        "Without --join the router of this machine is asked, at 127.0.0.1:7700.",
+        "Show a server, or a cluster as one of its nodes sees it: members, models, load, what is\n"
+        "degraded. If nothing says which, it takes the only one that runs on this machine: a\n"
+        "server of this user, or the cluster whose router is at 127.0.0.1:7700.",
     )
     parser.own.add_argument("--json", action="store_true", help="As a JSON object.")
-    url = "Ask a server over HTTP instead: one without a cluster, such as plain `pdserve`."
+    url = "Ask a server over HTTP instead, such as one of another user or in a container."
     parser.own.add_argument("--url", metavar="URL", default="", help=url)
-    add_options(parser, OPTIONS)
+    add_reach(parser)
     parsed = parser.parse(arguments)
     if parsed.url:
         health = health_of(parsed.url)
         print(json.dumps(health, indent=2) if parsed.json else _health_text(parsed.url, health))
         return exit_codes.OK
-    status = asyncio.run(_ask(resolve(given_flags(parsed)).cluster))
+    status = asyncio.run(_ask(reach_of(parsed)))
     print(json.dumps(as_json(status), indent=2) if parsed.json else render(status))
     return exit_codes.OK
 
 
-async def _ask(config: ClusterConfig) -> ClusterStatus:
-    from pdserve.launch.cluster.admin_client import AdminClient
-
-    visitor = AdminClient(config)
+async def _ask(reach: Reach) -> ClusterStatus:
+    visitor = reach.client()
     try:
         return await visitor.status()
     finally:

@@ -17,19 +17,19 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from pdserve.cli.console.reach import add_reach, reach_of
 from pdserve.cli.dashboard import MetricsPage, dashboard
-from pdserve.cli.parser import Parser, add_options, given_flags
-from pdserve.cli.status import OPTIONS, fetch, health_of
+from pdserve.cli.parser import Parser
+from pdserve.cli.status import fetch, health_of
 from pdserve.cli.status_tables import render
 from pdserve.errors import ConfigError, DialFailed, HandshakeRefused, PdserveError, Unavailable
 from pdserve.launch import exit_codes
-from pdserve.launch.config.resolve import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pdserve.cli.console.reach import Reach
     from pdserve.ids import Seconds
-    from pdserve.launch.cluster.addresses import ClusterConfig
     from pdserve.messages.status import ClusterStatus
 
 __all__ = ["Viewport", "frame", "run"]
@@ -63,26 +63,27 @@ def run(arguments: list[str]) -> int:
     """Redraws until it is stopped."""
     parser = Parser(
         "pdserve top",
-        "Watch a cluster, or one server by --url, in the terminal; q or Ctrl-C ends. Without\n"
-        "--join and --url it takes this machine's router, else a plain `pdserve` on port 8000.",
+        "Watch a server or a cluster in the terminal; q or Ctrl-C ends. If nothing says which, it\n"
+        "takes the only one that runs on this machine: a server of this user, the cluster whose\n"
+        "router is at 127.0.0.1:7700, else what answers over HTTP on port 8000.",
     )
     parser.own.add_argument("--url", metavar="URL", default="", help="A server, over HTTP.")
-    add_options(parser, OPTIONS)
+    add_reach(parser)
     parsed = parser.parse(arguments)
     with contextlib.suppress(KeyboardInterrupt):
         if parsed.url:
             asyncio.run(_Top(_Server(parsed.url)).run())
         else:
-            asyncio.run(_watch(resolve(given_flags(parsed)).cluster))
+            asyncio.run(_watch(reach_of(parsed)))
     return exit_codes.OK
 
 
-async def _watch(config: ClusterConfig) -> None:
+async def _watch(reach: Reach) -> None:
     """Watches the cluster, or this machine's server if no cluster was named."""
     try:
-        await _Top(_Cluster(config)).run()
+        await _Top(_Cluster(reach)).run()
     except DialFailed:
-        if config.join:
+        if reach.named:
             raise
         server = _Server(_SERVER)
         if not await _answers(server):
@@ -153,10 +154,8 @@ class _Source(Protocol):
 class _Cluster:
     """A cluster, as one of its nodes sees it."""
 
-    def __init__(self, config: ClusterConfig) -> None:
-        from pdserve.launch.cluster.admin_client import AdminClient
-
-        self._visitor: AdminClient = AdminClient(config)
+    def __init__(self, reach: Reach) -> None:
+        self._visitor = reach.client()
         self._before: ClusterStatus | None = None
 
     async def look(self) -> str:

@@ -18,12 +18,14 @@ import resource
 import signal
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdserve import __version__, accel
 from pdserve.clock import SystemClock
 from pdserve.errors import ConfigError, EngineDied, HandshakeRefused, PdserveError
 from pdserve.launch import exit_codes
+from pdserve.launch.cluster import admin_socket
 from pdserve.launch.cluster.advertise_check import watch_advertised_name
 from pdserve.launch.cluster.membership_log import log_member_event
 from pdserve.launch.cluster.node_factory import NodeFactory
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from pdserve.ids import Seconds
+    from pdserve.launch.cluster.admin_door import AdminDoor
     from pdserve.launch.config.resolve import Config
     from pdserve.launch.roles.base import Role
     from pdserve.launch.roles.frontend import FrontendRole
@@ -156,6 +159,7 @@ class ServerProcess:
     ) -> None:
         """`said`: fields of every log line of this process."""
         _refuse_idle_tls(config)
+        self._alone = config.process.role == "all-in-one" and config.cluster.alone
         config = with_shared_port(config)
         self._config = config
         self._screen = screen
@@ -183,6 +187,7 @@ class ServerProcess:
         self._workers: list[WorkerRole] = []
         self._tasks = Tasks("process")
         self._probes: ProbeServer | None = None
+        self._door: AdminDoor | None = None
         self._lag = LoopLagMonitor(metrics)
         self._signalled: Seconds | None = None
         """Time of the first signal to end; None before it."""
@@ -303,6 +308,7 @@ class ServerProcess:
             await part.join(tuple(p.node.address for p in self._parts if p.node.lives))
             if not self._all_in_one or not self._config.cluster.alone:
                 _log.info("%s %s at %s", part.node.config.role, part.node.id, part.node.address)
+        await self._open_door()
         warn_about_config(self._config, self._parts[0].node.address)
         await _load_all(self._workers)
         if self._frontend is None:
@@ -312,6 +318,26 @@ class ServerProcess:
             return
         self._screen.finish()
         self._frontend.announce_engine(self._worker.worker.service)
+
+    async def _open_door(self) -> None:
+        """Lets this user's commands reach a server that has no cluster. It serves without, too."""
+        given = self._config.cluster.admin_socket
+        if not self._alone or self._frontend is None or given == "none":
+            return
+        try:
+            port = self._frontend.service.port
+            path = Path(given) if given else admin_socket.default_path(port, os.environ)
+            door = self._membership.admin_door(path, self._frontend.node)
+            await door.open()
+        except ConfigError as error:
+            self._context.degradations.add(
+                "no_admin_socket",
+                f"`pdserve status`, `top` and `drain` do not find this server: {error.message}; "
+                "give another path with --admin-socket, or none to do without",
+            )
+        else:
+            self._door = door
+            _log.debug("admin socket at %s", path)
 
     def _make_probes(self) -> ProbeServer | None:
         port = self._config.process.metrics_port
@@ -420,6 +446,8 @@ class ServerProcess:
                 _log.error("the %s did not close in order", part.node.config.role, exc_info=error)
         if self._probes is not None:
             await self._probes.stop()
+        if self._door is not None:
+            await self._door.close()
         self._lag.stop()
         await self._drain.close()
         _log.info("closed")

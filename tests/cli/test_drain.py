@@ -1,6 +1,6 @@
 import pytest
 
-from pdserve.cli.drain import DrainProgress, members_named
+from pdserve.cli.drain import DrainProgress, ending, members_named
 from pdserve.cli.status_tables import render
 from pdserve.errors import ConfigError
 from pdserve.ids import NodeId
@@ -34,6 +34,17 @@ def test_what_is_left_is_told_when_it_changes_and_the_end_is_that_it_is_gone():
     assert progress.waiting
     assert progress.look(status()) == [("w1", "gone")]
     assert not progress.waiting
+
+
+def test_the_node_that_is_asked_may_share_the_process_of_one_that_goes():
+    router, frontend = member("r1", "router", pid=7), member("f1", "frontend", pid=7)
+    away = member("w1", "worker", pid=8)
+    there = status(router, frontend, away)
+    assert ending(there, [router]) == {"r1", "f1"}
+    assert ending(status(member("a", "router"), member("b", "router")), [router]) == {"r1"}
+    asked = NodeId("f1")
+    assert DrainProgress({router.node: 1}, False, asked, ending(there, [router])).asked_is_going
+    assert not DrainProgress({router.node: 1}, True, asked, ending(there, [router])).asked_is_going
 
 
 def test_another_life_of_its_name_is_not_the_one_that_drains():

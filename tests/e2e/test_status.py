@@ -9,6 +9,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,8 @@ class Trio:
 
 def environ(home: str) -> dict[str, str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PDSERVE_")}
-    return clean | {"PDSERVE_CONFIG": "none", "XDG_CONFIG_HOME": home}
+    own = {"XDG_CONFIG_HOME": home, "XDG_RUNTIME_DIR": home}
+    return clean | {"PDSERVE_CONFIG": "none"} | own
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +143,9 @@ def test_another_key_another_name_and_nobody_are_one_line_each(trio, tmp_path):
 class Terminal:
     """`pdserve top` on a terminal of its own."""
 
-    def __init__(self, trio: Trio) -> None:
+    def __init__(self, trio: Trio, *whom: str) -> None:
         self.ours, theirs = pty.openpty()
-        command = [sys.executable, "-m", "pdserve", "top", "--join", trio.seed]
+        command = [sys.executable, "-m", "pdserve", "top", *whom]
         self.process = subprocess.Popen(
             command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ(trio.home)
         )
@@ -170,7 +172,7 @@ class Terminal:
 
 @pytest.mark.parametrize("end", ["q", "Ctrl-C"])
 def test_top_draws_again_and_again_and_gives_the_terminal_back(trio, end):
-    terminal = Terminal(trio)
+    terminal = Terminal(trio, "--join", trio.seed)
     try:
         terminal.until(lambda drawn: drawn.count("\x1b[H") >= 3)
         assert "PER SECOND" in terminal.drawn
@@ -178,6 +180,83 @@ def test_top_draws_again_and_again_and_gives_the_terminal_back(trio, end):
             os.write(terminal.ours, b"q")
         else:
             terminal.process.send_signal(signal.SIGINT)
+        terminal.until(lambda drawn: drawn.endswith("\x1b[?25h\x1b[?1049l"))
+    finally:
+        status = terminal.close()
+    assert status == exit_codes.OK
+
+
+# ---------------------------------------------------------------------- a server without a cluster
+
+
+class Alone(Trio):
+    """A server without a cluster, and commands that look for it."""
+
+    def __init__(self, server: Server, home: str) -> None:
+        self.server, self.home = server, home
+
+    def shown(self, *arguments: str) -> dict:
+        done = self.run("status", "--json", *arguments)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model: Path) -> Iterator[Alone]:
+    with tempfile.TemporaryDirectory(prefix="pdserve-") as home:
+        own = {"XDG_CONFIG_HOME": home, "XDG_RUNTIME_DIR": home}
+        with Server(tiny_model, "--engine", "instant", **own) as server:
+            server.wait_for_line("ready: ")
+            yield Alone(server, home)
+
+
+def test_a_server_without_a_cluster_is_found_without_flags(alone):
+    shown = alone.shown()
+    assert {m["role"] for m in shown["members"]} == {"router", "worker", "frontend"}
+    assert {m["pid"] for m in shown["members"]} == {alone.server.process.pid}
+    assert all(m["report"] and not m["report"]["degraded"] for m in shown["members"])
+    assert shown == alone.shown("--port", str(alone.server.port)) | {"now": shown["now"]}
+
+
+def test_one_of_several_servers_is_named(alone, tiny_model):
+    own = {"XDG_RUNTIME_DIR": alone.home}
+    with Server(tiny_model, "--engine", "instant", "--frontends", "2", **own) as second:
+        second.wait_for_line("ready: ")
+        done = alone.run("status")
+        assert done.returncode == exit_codes.USAGE
+        for server in (alone.server, second):
+            assert f"--port {server.port} " in done.stderr
+            assert f"pid {server.process.pid}" in done.stderr
+        frontends = [m for m in alone.shown("--port", str(second.port))["members"] if m["http"]]
+        assert all(m["http"].endswith(f":{second.port}") for m in frontends)
+        done = alone.run("drain", "--wait", "--port", str(second.port))
+        assert (done.returncode, done.stderr) == (exit_codes.OK, "")
+        assert second.process.wait(PATIENCE) == exit_codes.OK
+    assert alone.shown()
+
+
+def test_a_killed_servers_socket_is_removed_and_a_bad_path_only_degrades(alone, tiny_model):
+    own = {"XDG_RUNTIME_DIR": alone.home}
+    with Server(tiny_model, "--engine", "instant", **own) as second:
+        second.wait_for_line("ready: ")
+        sockets = set(os.listdir(f"{alone.home}/pdserve"))
+        assert len(sockets) == 2
+        second.end(signal.SIGKILL)
+    assert alone.shown()
+    assert len(os.listdir(f"{alone.home}/pdserve")) == 1
+    with Server(tiny_model, "--engine", "instant", "--admin-socket", "/no/s", **own) as third:
+        third.wait_for_line("ready: ")
+        degraded = third.get("/health")[1]["degraded"]
+        assert "--admin-socket" in degraded["no_admin_socket"]
+        assert "/no/s" in degraded["no_admin_socket"]
+
+
+def test_top_shows_a_server_without_a_cluster(alone):
+    terminal = Terminal(alone)
+    try:
+        terminal.until(lambda drawn: drawn.count("\x1b[H") >= 2)
+        assert f":{alone.server.port}" in terminal.drawn
+        os.write(terminal.ours, b"q")
         terminal.until(lambda drawn: drawn.endswith("\x1b[?25h\x1b[?1049l"))
     finally:
         status = terminal.close()

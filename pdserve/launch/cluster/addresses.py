@@ -53,6 +53,9 @@ class ClusterConfig:
     tls_key: Path | None = None
     tls_ca: Path | None = None
     """Certificate authority that must have signed every node's certificate."""
+    admin_socket: str = ""
+    """Path of the Unix socket at which a server without a cluster answers the commands of its user;
+    empty: one in the user's runtime directory; `none`: there is no such socket."""
 
     def validate(self) -> None:
         """Errors: `ConfigError` names the field and the remedy."""

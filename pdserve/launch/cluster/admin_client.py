@@ -1,18 +1,23 @@
-"""Asks a running cluster from outside, over an authenticated link to any one node.
+"""Asks running nodes from outside, over an authenticated link to any one of them.
 
-An admin client has no address of its own, so no node takes it for a member. It knows the requests
-and the remedy for each refusal, not how a response is displayed. The command that asks owns it.
+It reaches a cluster over TCP, and a server that has no cluster through its admin socket. If no
+setting says which, it takes the only one on this machine. An admin client has no address of its
+own, so no node takes it for a member. It knows the requests and the remedy for each refusal, not
+how a response is displayed. The command that asks owns it.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import socket
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pdserve import __version__
 from pdserve.errors import (
+    ConfigError,
     DialFailed,
     HandshakeRefused,
     LinkLost,
@@ -22,7 +27,10 @@ from pdserve.errors import (
     WrongClusterKey,
 )
 from pdserve.ids import NodeId
+from pdserve.launch.cluster import admin_socket
 from pdserve.launch.cluster.addresses import DEFAULT_ROUTER_PORT
+from pdserve.launch.cluster.admin_door import DoorAnswer
+from pdserve.launch.cluster.door_network import DoorNetwork
 from pdserve.messages.handoff import SetDisagg
 from pdserve.messages.status import DrainOrder, StatusQuery
 from pdserve.net.cluster_keys import cluster_key_file
@@ -34,18 +42,21 @@ from pdserve.runtime.rpc_methods import DISAGG, DRAIN, STATUS
 from pdserve.wire.handshake import Identity
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from pdserve.ids import Seconds
     from pdserve.launch.cluster.addresses import ClusterConfig
+    from pdserve.launch.cluster.admin_socket import AdminSocket
     from pdserve.messages.handoff import Disagg
     from pdserve.messages.status import ClusterStatus, DrainState
-    from pdserve.net.base import IncomingCall, IncomingStream, Link, LinkDownReason
+    from pdserve.net.base import ByteNetwork, IncomingCall, IncomingStream, Link, LinkDownReason
     from pdserve.wire.parser import Buffer
 
-__all__ = ["AdminClient", "with_remedy"]
+__all__ = ["AdminClient", "choose_socket", "with_remedy"]
 
 _DEFAULT: Final = f"127.0.0.1:{DEFAULT_ROUTER_PORT}"
+_KNOCK: Final[Seconds] = 0.5
+"""Seconds in which a router on this machine takes a connection, if there is one."""
 _TIMEOUT: Final[Seconds] = 3.0
 """Seconds for a request; the node that is asked waits one second for the others."""
 
@@ -53,25 +64,46 @@ _TIMEOUT: Final[Seconds] = 3.0
 class AdminClient:
     """Client for admin requests. Create it inside the running loop; `close` it when done."""
 
-    def __init__(self, config: ClusterConfig, environ: Mapping[str, str] = os.environ) -> None:
-        """Read keys and certificates. Errors: `ConfigError` if they cannot be used."""
-        self.addresses = config.join or (_DEFAULT,)
-        keys = cluster_key_file(config.cluster_key_file, self.addresses, environ)
-        config.check_tls()
-        tls = None
-        if config.tls_cert is not None and config.tls_key is not None:
-            tls = Tls.load(config.tls_cert, config.tls_key, config.tls_ca)
+    def __init__(
+        self,
+        config: ClusterConfig,
+        environ: Mapping[str, str] = os.environ,
+        *,
+        port: int | None = None,
+    ) -> None:
+        """Choose whom to ask; read keys and certificates. `port`: the HTTP port of the server on
+        this machine that is meant. Errors: `ConfigError` if a file cannot be used, or if several
+        servers run and no setting says which.
+        """
+        self.socket = choose_socket(config, environ, port=port)
+        self._answer = DoorAnswer()
         settings = NetSettings(dial_timeout=_TIMEOUT)
-        name = NodeId(f"visitor-{secrets.token_hex(6)}")
+        network: ByteNetwork
+        if self.socket is None:
+            self.addresses = config.join or (_DEFAULT,)
+            keys = cluster_key_file(config.cluster_key_file, self.addresses, environ).keys
+            network = TcpNetwork(settings, _tls(config))
+        else:
+            self.addresses = (str(self.socket),)
+            keys = self._told_key
+            network = DoorNetwork(self.socket, self._on_answer)
         self._endpoint = Endpoint(
-            Identity(config.cluster, name, int(time.time() * 1000), ""),
+            _visitor(config.cluster),
             _Deaf(),
-            TcpNetwork(settings, tls),
-            keys=keys.keys,
+            network,
+            keys=keys,
             entropy=os.urandom,
             settings=settings,
         )
         self._link: Link | None = None
+
+    def _on_answer(self, answer: DoorAnswer) -> None:
+        self._answer = answer
+        mine = self._endpoint.identity
+        self._endpoint.identity = Identity(answer.cluster, mine.node, mine.epoch, "")
+
+    def _told_key(self) -> tuple[bytes, ...]:
+        return (bytes.fromhex(self._answer.key),)
 
     async def status(self) -> ClusterStatus:
         """Return the cluster's status from the first node that answers.
@@ -100,6 +132,8 @@ class AdminClient:
                 failures.append(error.message)
             else:
                 return self._link
+        if self.socket is not None:
+            raise DialFailed(f"the server does not answer: {'; '.join(failures)}")
         raise DialFailed(_no_answer(self.addresses, failures))
 
     async def set_disagg(self, address: str, disagg: Disagg) -> Disagg:
@@ -129,11 +163,72 @@ class AdminClient:
         await self._endpoint.close()
 
 
+def choose_socket(
+    config: ClusterConfig, environ: Mapping[str, str], *, port: int | None = None
+) -> Path | None:
+    """The admin socket of the server that is meant; None: a cluster is asked over TCP. Errors:
+    `ConfigError` if there are several, or none at `port`.
+    """
+    if config.admin_socket not in ("", "none"):
+        return Path(config.admin_socket)
+    if config.join or config.admin_socket == "none":
+        return None
+    found = admin_socket.find(environ)
+    if port is not None:
+        return _at_port(found, port)
+    router = bool(found) and _listens(DEFAULT_ROUTER_PORT)
+    if len(found) + router > 1:
+        raise ConfigError(_several(found, router=router))
+    return found[0].path if found else None
+
+
+def _at_port(found: Sequence[AdminSocket], port: int) -> Path:
+    there = [one for one in found if one.port == port]
+    if len(there) == 1:
+        return there[0].path
+    if there:
+        paths = " or ".join(f"--admin-socket {one.path}" for one in there)
+        raise ConfigError(f"several servers say that they listen on port {port}: choose {paths}")
+    others = ", ".join(str(one.port) for one in found)
+    hint = f"there are servers on {others}" if others else "none of this user's servers is found"
+    raise ConfigError(
+        f"no server without a cluster listens on port {port}: {hint}; a server of another user or "
+        f"in a container is asked with --url http://127.0.0.1:{port}, a cluster with --join"
+    )
+
+
+def _several(found: Sequence[AdminSocket], *, router: bool) -> str:
+    lines = [f"  --port {one.port}    (pid {one.pid}, {one.path})" for one in found]
+    if router:
+        lines.append(f"  --join {_DEFAULT}    (a cluster's router)")
+    return "\n".join(["several servers run on this machine; say which with one of:", *lines])
+
+
+def _listens(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=_KNOCK):
+            return True
+    except OSError:
+        return False
+
+
+def _visitor(cluster: str) -> Identity:
+    name = NodeId(f"visitor-{secrets.token_hex(6)}")
+    return Identity(cluster, name, int(time.time() * 1000), "")
+
+
+def _tls(config: ClusterConfig) -> Tls | None:
+    config.check_tls()
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    return Tls.load(config.tls_cert, config.tls_key, config.tls_ca)
+
+
 def _no_answer(addresses: tuple[str, ...], failures: list[str]) -> str:
     return (
-        f"no node answers at {', '.join(addresses)} ({'; '.join(failures)}): name one that runs "
-        "with --join HOST:PORT. A pdserve that serves alone, without --listen, is no cluster: "
-        "look at it with `pdserve status --url http://127.0.0.1:8000`"
+        f"no node answers at {', '.join(addresses)} ({'; '.join(failures)}), and no server of this "
+        "user is found: start one with `pdserve`, name a cluster's node with --join HOST:PORT, "
+        "or ask a server in a container or of another user with --url http://127.0.0.1:8000"
     )
 
 

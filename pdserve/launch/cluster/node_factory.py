@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from pdserve import __version__
 from pdserve.ids import NodeId
 from pdserve.launch.cluster.addresses import advertise, listen_address, route_from
+from pdserve.launch.cluster.admin_door import AdminDoor
 from pdserve.messages.engine import TransferSpec
 from pdserve.messages.node import NodeCard
 from pdserve.net.address import join, split, without_port
@@ -28,6 +29,7 @@ from pdserve.runtime.node import Node, NodeConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from pdserve.launch.cluster.addresses import ClusterConfig
     from pdserve.net.base import ByteNetwork
@@ -92,6 +94,23 @@ class NodeFactory:
         node = self._make(config, TcpNetwork(self._settings, self._tls), keys.keys)
         keys.on_change(node.keys_changed)
         return node
+
+    def admin_door(self, path: Path, node: Node) -> AdminDoor:
+        """Creates the door to this process's nodes, not open; visitors who name no node reach
+        `node`. Call it inside the running loop."""
+        network: ByteNetwork = TcpNetwork(self._settings, self._tls)
+        if self._world is not None:
+            network = self._world.network("admin")
+        return AdminDoor(
+            path,
+            network,
+            cluster=node.config.cluster,
+            key=self._current_key,
+            address=lambda: node.address,
+        )
+
+    def _current_key(self) -> bytes:
+        return self._private_key if self.keys is None else self.keys.keys()[0]
 
     def reload_certificates(self) -> bool:
         """Reload certificates; True if they changed. On `ConfigError` the old ones stay."""

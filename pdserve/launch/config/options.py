@@ -763,6 +763,14 @@ OPTIONS: tuple[Option, ...] = (
         "role, host and a random word",
     ),
     _text(
+        "admin-socket",
+        "cluster.admin_socket",
+        "cluster",
+        "Unix socket of a server without a cluster, for status, top and drain; none: without.",
+        "PATH",
+        "in the user's runtime directory",
+    ),
+    _text(
         "policy",
         "router.policy",
         "cluster",

@@ -1,0 +1,1 @@
+"""What `pdserve status`, `top`, `drain` and `disagg` share: whom they ask, and what they show."""
