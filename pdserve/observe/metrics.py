@@ -410,6 +410,25 @@ class Instruments:
         "frontend",
     )
 
+    trace_spans_exported: Counter = _counter(
+        "trace_spans_exported_total",
+        "Spans that a collector has taken.",
+        "frontend",
+    )
+    trace_spans_dropped: Family[Counter] = _counters(
+        "trace_spans_dropped_total",
+        "Spans that were not exported, by the reason: queue_full, undelivered (the collector gave "
+        "no answer, or asked for another time, for 30 s), refused (it answered with an error), "
+        "rejected (it took others of the same request), invalid (a defect), shutdown.",
+        "frontend",
+        ("reason",),
+    )
+    trace_spans_waiting: Gauge = _gauge(
+        "trace_spans_waiting",
+        "Spans that wait for their export, those under way included; at most 4,608.",
+        "frontend",
+    )
+
     router_failures: Family[Counter] = _counters(
         "router_failures_total",
         "Routing requests that went from one router to another, by the reason: unreachable (its "

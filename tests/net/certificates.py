@@ -21,7 +21,7 @@ keyUsage = critical, keyCertSign
 [leaf]
 basicConstraints = critical, CA:FALSE
 keyUsage = critical, digitalSignature
-subjectAltName = DNS:node
+subjectAltName = DNS:node, IP:127.0.0.1
 """
 
 

@@ -1,0 +1,117 @@
+"""Posts encoded spans to a collector over HTTP, under a deadline.
+
+It knows no OTLP and never tries again. The exporter owns it.
+"""
+
+from __future__ import annotations
+
+import ssl
+from typing import TYPE_CHECKING, Final, Protocol
+
+import aiohttp
+
+from pdserve import __version__
+from pdserve.errors import ConfigError
+from pdserve.tracing.delivery import CollectorAnswer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.ids import Bytes, Seconds
+    from pdserve.tracing.otel_env import OtelSettings
+
+__all__ = ["Collector", "HttpCollector"]
+
+_MOST_ANSWER: Final[Bytes] = 64 << 10
+"""Bytes of an answer that are read: a partial success is shorter."""
+_HEADERS: Final = {
+    "Content-Type": "application/json",
+    "User-Agent": f"pdserve/{__version__}",
+    "Accept-Encoding": "identity",
+}
+
+
+class Collector(Protocol):
+    """Takes request bodies."""
+
+    async def post(self, body: bytes, *, gzip: bool, timeout: Seconds) -> CollectorAnswer:
+        """Send one body. It does not raise, except when cancelled."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class HttpCollector:
+    """A collector at a URL. Use it on one event loop."""
+
+    def __init__(self, url: str, settings: OtelSettings) -> None:
+        """Errors: `ConfigError` if certificates cannot be used."""
+        self._url = url
+        self._headers: Mapping[str, str] = {**settings.headers, **_HEADERS}
+        self._tls = _tls_of(settings) if url.startswith("https:") else True
+        self._session: aiohttp.ClientSession | None = None
+
+    async def post(self, body: bytes, *, gzip: bool, timeout: Seconds) -> CollectorAnswer:
+        headers = {**self._headers, "Content-Encoding": "gzip"} if gzip else self._headers
+        try:
+            async with self._opened().post(
+                self._url,
+                data=body,
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=timeout),
+                allow_redirects=False,
+            ) as reply:
+                return CollectorAnswer(
+                    reply.status,
+                    reply.headers.get("Retry-After", ""),
+                    await _beginning(reply.content),
+                )
+        except TimeoutError:
+            return CollectorAnswer(failure=f"it does not answer within {timeout:g} s")
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return CollectorAnswer(failure=_in_words(error))
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=1, ssl=self._tls),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+            )
+        return self._session
+
+    async def close(self) -> None:
+        """Close the connection."""
+        if self._session is not None:
+            await self._session.close()
+
+
+async def _beginning(content: aiohttp.StreamReader) -> bytes:
+    read = b""
+    while len(read) < _MOST_ANSWER and (part := await content.read(_MOST_ANSWER - len(read))):
+        read += part
+    return read
+
+
+def _in_words(error: Exception) -> str:
+    """One line without the URL, which may hold a password."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"it cannot be reached: {error.os_error.strerror or error.os_error}"
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "it closes the connection without an answer"
+    if isinstance(error, aiohttp.InvalidURL):
+        return "its URL cannot be used"
+    return f"{type(error).__name__}: {error}"[:200]
+
+
+def _tls_of(settings: OtelSettings) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=settings.certificate)
+        if settings.client_certificate is not None:
+            context.load_cert_chain(settings.client_certificate, settings.client_key)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "the certificates of OTEL_EXPORTER_OTLP_CERTIFICATE, …_CLIENT_CERTIFICATE and "
+            f"…_CLIENT_KEY cannot be used: {error}"
+        ) from None
+    return context
