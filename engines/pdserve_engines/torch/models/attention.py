@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 from pdserve_engines.torch.models.attention_sinks import with_sink_key, with_sinks
 from pdserve_engines.torch.models.capped_attention import attend_capped
@@ -139,6 +138,9 @@ class PagedAttention:
     ) -> torch.Tensor:
         heads, length = queries.transpose(0, 1).unsqueeze(0), keys.shape[2]
         square = group.count == length
+        # Only GPUs come here, and the import brings torch's compiler: a second at each start.
+        from torch.nn.attention.bias import causal_lower_right
+
         out = functional.scaled_dot_product_attention(
             heads,
             keys,
