@@ -63,8 +63,9 @@ def test_weights_are_in_memory_once_while_loading_and_after(directory: Path, ker
     assert after < weights * 1.3 + 20e6
 
 
-def test_no_transformers_are_needed_to_serve(directory: Path) -> None:
-    """The oracle of these tests is no dependency: importing and loading must not pull it in."""
+def test_no_transformers_and_no_compiler_are_needed_to_serve(directory: Path) -> None:
+    """The oracle of these tests is no dependency: importing and loading must not pull it in. Nor
+    torch's compiler, which would double the time that the import takes."""
     assert transformers is not None
     program = f"""
         import sys
@@ -77,5 +78,6 @@ def test_no_transformers_are_needed_to_serve(directory: Path) -> None:
         executor.close()
         loaded = {{name.partition(".")[0] for name in sys.modules}}
         assert not loaded & {{"transformers", "safetensors", "huggingface_hub"}}, loaded
+        assert "torch._dynamo" not in sys.modules
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=50)
