@@ -1,23 +1,35 @@
 """Reads JSON while a model writes it: one value, or one tool call as an object.
 
-Nothing is parsed twice: a value's text is scanned once to find its end. Strings are repaired where
-models make errors that have only one reading: raw line breaks, and backslashes that escape nothing.
+Nothing is parsed twice: a value's text is scanned once to find its end. What is output for a
+complete value is valid JSON whatever the model wrote: strings are repaired here (raw line breaks,
+backslashes that escape nothing), the rest by `json_repair.py`. Valid JSON is output as it is.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from pdserve.text.incremental_reader import IncrementalReader
+from pdserve.text.tool_parsers.json_repair import JsonRepair
 
 if TYPE_CHECKING:
     from collections.abc import Container
 
-    from pdserve.text.incremental_reader import IncrementalReader
     from pdserve.text.tool_parsers.base import ToolCallReader
 
-_IN_STRING: Final = re.compile(r'[^"\\\x00-\x1f]+')
-_OUTSIDE: Final = re.compile(r'[^"{}\[\]<]+')
+_IN_STRING: Final = {
+    '"': re.compile(r'[^"\\\x00-\x1f]+'),
+    "'": re.compile(r"[^'\"\\\x00-\x1f]+"),
+}
+_BLANKS: Final = " \t\n\r"
+_BLANK: Final = re.compile(r"[ \t\n\r]+")
+_TOKENS: Final = '"{}[],'
+_BEGIN: Final = '"{}[]'
+"""What begins a value that is more than a number or a word, or ends what is around it."""
+_WORD: Final = re.compile(r'[^,{}\[\]"<]+')
+_KEY: Final = re.compile(r'[^,:{}\[\]"<]+')
 _SCALAR: Final = re.compile(r'[^,:{}\[\]"<\s]+')
 _HEX: Final = re.compile(r"[0-9a-fA-F]{0,4}")
 _BRACE: Final = re.compile(r"\{\s*")
@@ -27,21 +39,36 @@ ARGUMENTS: Final = ("arguments", "parameters")
 
 
 class JsonValue:
-    """Finds the end of one value that begins at the reader's position.
+    """Finds the end of one value that begins at the reader's position, and repairs it.
 
-    `closings`: markup that ends the call even if the value is not complete. It counts anywhere
-    outside of strings; in a string only at the beginning of a line, where JSON allows none.
+    The value ends with the bracket or the quote that completes it, or as a number or a word before
+    what follows it. `closings`: markup that ends the call even if the value is not complete; the
+    value is completed then. It counts anywhere outside of strings; in a string only at the
+    beginning of a line, where JSON allows none. If the text ends within the value, nothing is
+    added.
     """
 
-    __slots__ = ("_closings", "_depth", "_line_closings", "_scalar", "_string", "broken", "done")
+    __slots__ = (
+        "_bare",
+        "_closings",
+        "_json",
+        "_line_closings",
+        "_quote",
+        "_scalar",
+        "broken",
+        "done",
+    )
 
     def __init__(self, closings: tuple[str, ...] = ()) -> None:
         self._closings = closings
         self._line_closings = tuple(end + each for each in closings for end in ("\n", "\r\n"))
-        self._depth = 0
+        self._json = JsonRepair()
         self._scalar = False
         """The value is no string, object or array, and some of it was read."""
-        self._string = False
+        self._bare: list[str] = []
+        """Text without quotes inside of an object or array, as far as it has come."""
+        self._quote = ""
+        """The quote that ends the string that is read; empty outside of strings."""
         self.done = False
         self.broken = False
         """Markup was found inside the value."""
@@ -51,7 +78,11 @@ class JsonValue:
         taken: list[str] = []
         step = True
         while step and not self.done and not self.broken and reader.at < len(reader.text):
-            step = self._in_string(reader, taken) if self._string else self._outside(reader, taken)
+            step = self._in_string(reader, taken) if self._quote else self._outside(reader, taken)
+        if reader.last and reader.at == len(reader.text) and not self.done and not self.broken:
+            taken.append(self._json.pending())
+            taken += self._bare
+            self._bare.clear()
         return "".join(taken)
 
     def _outside(self, reader: IncrementalReader, taken: list[str]) -> bool:
@@ -61,52 +92,87 @@ class JsonValue:
             if marker is None:
                 return False
             reader.drop_half(self._closings)
-            self.broken = bool(marker)
-            if self.broken or reader.at == len(reader.text):
+            if marker:
+                self._break(taken)
                 return False
-        if char in '"{}[]':
+            if reader.at == len(reader.text):
+                return False
+        if not self._json.depth and char not in _BEGIN:
+            return self._top(reader, taken)
+        if char in _TOKENS or (char == ":" and (self._json.takes_key or not self._bare)):
             self.done = self._scalar
-            if self.done:
-                return False
-            self._turn(char)
-            if self.broken:
-                return False
-            taken.append(char)
-            reader.at += 1
-            return True
-        return self._run(reader, taken)
-
-    def _run(self, reader: IncrementalReader, taken: list[str]) -> bool:
-        """Read characters that neither open nor close anything."""
-        pattern = _OUTSIDE if self._depth else _SCALAR
-        found = pattern.match(reader.text, reader.at)
-        if found is None:
-            if self._depth:
-                # This is a `<` that begins no marker.
-                taken.append(reader.text[reader.at])
-                reader.at += 1
+            return not self.done and self._token(char, reader, taken)
+        if not self._bare:
+            blank = _BLANK.match(reader.text, reader.at)
+            if blank is not None:
+                taken.append(self._json.blank(blank[0]))
+                reader.at = blank.end()
                 return True
-            # A scalar ends before the character that follows it.
+            if char == "'" and self._json.takes_bare:
+                return self._token(char, reader, taken)
+        return self._word(reader)
+
+    def _top(self, reader: IncrementalReader, taken: list[str]) -> bool:
+        """Read a number or a word that is the whole value; it ends before what follows it."""
+        found = _SCALAR.match(reader.text, reader.at)
+        if found is None:
             self.done = True
             return False
         taken.append(found[0])
         reader.at = found.end()
-        self._scalar = not self._depth
+        self._scalar = True
         return True
 
-    def _turn(self, char: str) -> None:
-        if char == '"':
-            self._string = True
-        elif char in "{[":
-            self._depth += 1
-        elif self._depth:
-            self._depth -= 1
-            self.done = not self._depth
-        else:
-            self.broken = True
+    def _word(self, reader: IncrementalReader) -> bool:
+        """Read text without quotes, of which a `<` that begins no marker may be a part. Where none
+        may stand, blanks are no part of it."""
+        word = _WORD if self._json.takes_bare else _SCALAR
+        found = (_KEY if self._json.takes_key else word).match(reader.text, reader.at)
+        size = 1 if found is None else found.end() - reader.at
+        if self._json.takes_bare:
+            self._bare.append(reader.text[reader.at : reader.at + size])
+        reader.at += size
+        return True
+
+    def _token(self, char: str, reader: IncrementalReader, taken: list[str]) -> bool:
+        """Read a quote, a bracket, a comma or a colon."""
+        self._end_bare(taken)
+        match char:
+            case "," | ":":
+                taken.append(self._json.comma() if char == "," else self._json.colon())
+            case '"' | "'":
+                taken.append(self._json.string() + '"')
+                self._quote = char
+            case "{" | "[":
+                taken.append(self._json.open(char))
+            case _ if not self._json.depth:
+                self.broken = True
+                return False
+            case _:
+                taken.append(self._json.close())
+                self.done = not self._json.depth
+        reader.at += 1
+        return True
+
+    def _end_bare(self, taken: list[str]) -> None:
+        """Output text without quotes, which is complete."""
+        if self._bare:
+            text = "".join(self._bare)
+            self._bare.clear()
+            word = text.rstrip(_BLANKS)
+            taken.append(self._json.bare(word))
+            taken.append(self._json.blank(text[len(word) :]))
+
+    def _break(self, taken: list[str]) -> None:
+        """End the value at markup."""
+        if self._quote:
+            taken.append('"')
+        self._end_bare(taken)
+        taken.append(self._json.end())
+        self.broken = True
 
     def _in_string(self, reader: IncrementalReader, taken: list[str]) -> bool:
-        found = _IN_STRING.match(reader.text, reader.at)
+        found = _IN_STRING[self._quote].match(reader.text, reader.at)
         if found is not None:
             taken.append(found[0])
             reader.at = found.end()
@@ -114,14 +180,15 @@ class JsonValue:
         char = reader.text[reader.at]
         if char == "\\":
             return self._escape(reader, taken)
-        if char == '"':
-            self._string = False
-            self.done = not self._depth
-            taken.append(char)
+        if char == self._quote:
+            self._quote = ""
+            self.done = not self._json.depth
+            taken.append('"')
         else:
             if char in "\r\n" and self._line_closings:
                 marker = reader.meets(self._line_closings)
-                self.broken = bool(marker)
+                if marker:
+                    self._break(taken)
                 if marker != "":
                     return False
             taken.append(json.dumps(char)[1:-1])
@@ -152,8 +219,12 @@ class JsonValue:
             taken.append(json.dumps(char)[2:-1])
             reader.at += 2
             return True
+        elif char == "'":
+            taken.append(char)
+            reader.at += 2
+            return True
         elif char not in _ESCAPES:
-            taken.append("" if char == "'" else "\\\\")
+            taken.append("\\\\")
             reader.at += 1
             return True
         taken.append(text[at : at + size])
@@ -302,7 +373,11 @@ class CallObject:
         return value.done
 
     def _broken(self, reader: ToolCallReader) -> bool:
+        """What follows is not of the call."""
+        begun = self.begun
         self._cut_short(reader)
+        if self.begun and not begun:
+            reader.argue("{}")
         return True
 
     def _close(self, reader: ToolCallReader) -> None:
@@ -359,15 +434,29 @@ def _looks_like_object(reader: ToolCallReader) -> bool | None:
     return reader.text[found.end()] in '"}'
 
 
+def refuse_constant(constant: str) -> NoReturn:
+    """Errors: `ValueError`. NaN and infinity are constants of Python's JSON alone."""
+    raise ValueError(f"{constant} is no JSON")
+
+
 def json_or_none(text: str) -> Any:
     """The parsed JSON; None if it is no JSON or cannot be written as UTF-8."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=refuse_constant)
         if isinstance(value, str):
             value.encode()
     except (ValueError, RecursionError):
         return None
     return value
+
+
+def repaired_string(text: str) -> str | None:
+    """A text between quotes as a JSON string; None if it does not end with its quote."""
+    reader = IncrementalReader(lambda: False)
+    reader.text, reader.last = text, True
+    value = JsonValue()
+    found = value.take(reader)
+    return found if value.done and reader.at == len(text) else None
 
 
 def _object_text(text: str) -> str | None:
@@ -376,6 +465,6 @@ def _object_text(text: str) -> str | None:
         return text
     value = json_or_none(text)
     if isinstance(value, str):
-        text = value.strip()
-        return (text or "{}") if isinstance(json_or_none(text or "{}"), dict) else None
+        text = value.strip() or "{}"
+        return text if isinstance(json_or_none(text), dict) else None
     return "{}" if text == "null" else None

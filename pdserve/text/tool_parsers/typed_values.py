@@ -7,9 +7,10 @@ import json
 import math
 import re
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.errors import InvalidRequest
+from pdserve.text.tool_parsers.partial_json import json_or_none, refuse_constant, repaired_string
 from pdserve.text.tool_parsers.python_literals import MAX_STRUCTURE, structure_size
 from pdserve.text.tool_parsers.schema_budget import SchemaBudget
 from pdserve.text.tool_parsers.tool_call_grammar import (
@@ -182,11 +183,13 @@ def value_as_json(text: str, types: tuple[str, ...]) -> str:
 
 
 def json_or_text(text: str) -> str:
-    """`text` if it is JSON; else as a string."""
+    """`text` if it is JSON; a text between quotes as a JSON string; else as a string."""
     try:
-        json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        json.loads(text, parse_constant=refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
+        bare = text.strip()
+        repaired = repaired_string(bare) if bare.startswith('"') else None
+        return repaired or json.dumps(text, ensure_ascii=False)
     return text.strip()
 
 
@@ -233,7 +236,7 @@ def _array(text: str) -> str | None:
 def _literal(text: str, kind: type) -> str | None:
     """JSON as it stands, or a Python literal of limited size."""
     try:
-        return text if isinstance(json.loads(text, parse_constant=_refuse), kind) else None
+        return text if isinstance(json.loads(text, parse_constant=refuse_constant), kind) else None
     except (ValueError, RecursionError):
         pass
     if structure_size(text) > MAX_STRUCTURE:
@@ -243,21 +246,18 @@ def _literal(text: str, kind: type) -> str | None:
         return _literal(_unescaped(text), kind)
     try:
         value = ast.literal_eval(text)
-        return (
-            json.dumps(value, ensure_ascii=False, allow_nan=False)
-            if isinstance(value, kind)
-            else None
-        )
+        if not isinstance(value, kind):
+            return None
+        found = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        found.encode()  # half of a surrogate pair cannot be sent
+        return found
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
 
 
 def _unescaped(text: str) -> str:
-    try:
-        found = json.loads(f'"{text}"')
-    except ValueError:
-        return ""
-    return str(found)
+    found = json_or_none(f'"{text}"')
+    return found if isinstance(found, str) else ""
 
 
 def _finite(text: str) -> float:
@@ -265,10 +265,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text} is too large")
     return number
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
 
 
 _READERS: Final[Mapping[str, Callable[[str], str | None]]] = {

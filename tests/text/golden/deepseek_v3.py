@@ -76,7 +76,7 @@ SAMPLES = [
         "a bracket too few",
         f"{BEGIN}" + call("get_weather", '{"city": "Paris"') + END,
         "",
-        [("get_weather", Cut('{"city": "Paris"\n```'))],
+        [PARIS],
     ),
     Sample("a bracket too many", BEGIN + call("now", "{}}") + END, "", [NOW]),
     Sample(

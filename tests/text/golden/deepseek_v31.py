@@ -68,7 +68,7 @@ SAMPLES = [
         "a bracket too few",
         BEGIN + call("now", '{"a": {"b": 1}'),
         "",
-        [("now", Cut('{"a": {"b": 1}'))],
+        [("now", {"a": {"b": 1}})],
     ),
     Sample("a bracket too many", BEGIN + call("now", "{}}"), "", [NOW]),
     Sample("no separator", f"{BEGIN}{CALL}now{{}}{CALL_END}{END}", "now{}"),

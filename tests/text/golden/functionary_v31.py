@@ -41,7 +41,7 @@ SAMPLES = [
         "a bracket too few",
         '<function=now>{"a": [1</function> ok',
         "ok",
-        [("now", Cut('{"a": [1'))],
+        [("now", {"a": [1]})],
     ),
     Sample("words for arguments", "<function=now>or so</function>", "now>or so"),
     Sample("no name", "<function=>{}</function>", ">{}"),

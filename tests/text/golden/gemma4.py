@@ -74,6 +74,11 @@ SAMPLES = [
         calls=[("write_file", {"path": "a", "content": '{["x", \\n\n}]'})],
     ),
     Sample(
+        "a string with JSON's quotes, and backslashes that escape nothing",
+        call("get_weather", 'city:"a\\n\\u00e9\\u12 \\q\n\\""'),
+        calls=[("get_weather", {"city": 'a\né\\u12 \\q\n"'})],
+    ),
+    Sample(
         "markers in a string",
         call("get_weather", f"city:{quoted('<tool_call|> <|tool_call>')}"),
         calls=[("get_weather", {"city": "<tool_call|> <|tool_call>"})],

@@ -94,7 +94,12 @@ SAMPLES = [
     Sample(
         "arguments that are code",
         "<|channel|>commentary to=python code<|message|>print(1)<|call|>",
-        calls=[("python", Cut("print(1)"))],
+        calls=[("python", Cut('"print(1)"'))],
+    ),
+    Sample(
+        "code for the only parameter",
+        '<|channel|>commentary to=functions.tool_call code<|message|>print("a")\n<|call|>',
+        calls=[("tool_call", {"q": 'print("a")\n'})],
     ),
     Sample(
         "cut in the arguments",

@@ -56,7 +56,7 @@ SAMPLES = [
         "a bracket too few",
         f"{BEGIN}{call('now', '{1: {}')}{END}",
         "",
-        [("now", Cut("{1: {}\n```"))],
+        [("now", {"1": {}})],
     ),
     Sample("words for a call", f"{BEGIN}{CALL}what now?{CALL_END}{END}", "what now?"),
     Sample("an empty section", f"a{BEGIN}{END}b", "ab"),

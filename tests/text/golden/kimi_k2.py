@@ -82,7 +82,7 @@ SAMPLES = [
         "a bracket too few",
         f"{BEGIN}{call('functions.get_weather:0', '{1: 1')}{CLOCK}",
         "",
-        [("get_weather", Cut("{1: 1")), NOW],
+        [("get_weather", {"1": 1}), NOW],
     ),
     Sample(
         "unicode, escapes and markers in strings",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.text.golden import llama3_json
-from tests.text.golden.samples import Cut, Sample
+from tests.text.golden.samples import Sample
 
 PARIS = ("get_weather", {"city": "Paris"})
 CALL = '{"name": "get_weather", "parameters": {"city": "Paris"}}'
@@ -37,7 +37,7 @@ SAMPLES = [
         "cut short by the end",
         '<|python_start|>{"name": "plan", "parameters": {"steps": [<|python_end|>',
         "",
-        [("plan", Cut('{"steps": ['))],
+        [("plan", {"steps": []})],
     ),
 ]
 PIECES = [*llama3_json.PIECES, "<|python_start|>", "<|python_end|>"]

@@ -146,6 +146,13 @@ SAMPLES = [
         [("get_weather", {"city": "Paris", "opt_days": 3})],
     ),
     Sample(
+        "an end with another name is text, as it is for other servers",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter1>\n</function>\n"
+        "</tool_call>",
+        "",
+        [("get_weather", {"city": "Paris\n</parameter1>"})],
+    ),
+    Sample(
         "the function's end is missing",
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</tool_call>\n"
         + call("now"),

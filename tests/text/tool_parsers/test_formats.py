@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from functools import partial
 from itertools import combinations
@@ -12,6 +13,7 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from pdserve.text.incremental_reader import IncrementalReader
+from pdserve.text.output_parts import merge_parts
 from pdserve.text.reasoning_parsers import reasoning_format
 from pdserve.text.tool_parsers import ALIASES, TOOL_PARSERS, detect_tool_format, tool_format
 from tests.support.seeds import is_long, number_for, run_seed
@@ -191,6 +193,47 @@ def test_any_soup_of_markup_is_read_alike_however_cut(name: str, data: st.DataOb
     pieces = st.sampled_from([*CORPORA[name].PIECES, *COMMON])
     text = "".join(data.draw(st.lists(pieces, max_size=14)))
     check_soup(name, text, data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+
+
+SLIPS = (
+    *('"', "'", "\\", "{", "}", "[", "]", ",", ":", "\n", " ", "<", ">", "/", "=", "(", ")", "1"),
+    *("\\u12", "\\x41", "\\q", "\\ud800", "NaN", "None", "True", "tru", "1.", "01", "+1", "1e999"),
+    *(".5", "1_000", "-", "\t", "// c\n"),
+)
+"""What models write in place of something else, or besides."""
+CALLING = {
+    name: [sample.text for sample in CORPORA[name].SAMPLES if sample.calls] for name in FORMATS
+}
+
+
+def slipped(data: st.DataObject, text: str) -> str:
+    """The text with some of it left out, replaced or added."""
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(text)))
+        size = data.draw(st.integers(0, 5))
+        text = text[:at] + data.draw(st.sampled_from(("", *SLIPS))) + text[at + size :]
+    return text
+
+
+@seed(SEED)
+@settings(max_examples=EXAMPLES * 4, deadline=None, database=None)
+@given(st.data())
+@pytest.mark.parametrize("name", SLICE)
+def test_a_complete_call_has_valid_arguments_whatever_the_model_wrote(
+    name: str, data: st.DataObject
+):
+    """Content behind a call is shown only once it is complete."""
+    text = slipped(data, data.draw(st.sampled_from(CALLING[name])))
+    found = merge_parts(parser(name)().feed(f"{text}\nafter it"))
+    if "after it" in content(found):
+        for called, arguments in calls(found):
+            value = json.loads(arguments, parse_constant=no_json)
+            assert isinstance(value, dict) or (name == "harmony" and isinstance(value, str)), called
+            arguments.encode()
+
+
+def no_json(constant: str) -> None:
+    pytest.fail(f"{constant} is no JSON")
 
 
 @seed(SEED)

@@ -14,6 +14,7 @@ from pdserve.text.tool_parsers.typed_values import (
     MAX_PARAMETER_STEPS,
     ParameterTypes,
     check_parameters,
+    json_or_text,
     value_as_json,
 )
 
@@ -142,3 +143,28 @@ def test_what_is_not_described_is_a_string():
 )
 def test_a_value_is_of_the_narrowest_type_that_fits(text: str, types: list[str], value: Any):
     assert json.loads(value_as_json(text, tuple(types))) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('"a\\qb"', "a\\qb"),
+        (' "a\nb" ', "a\nb"),
+        ('"a\\u12"', "a\\u12"),
+        ('"a" b', '"a" b'),
+        ('"a', '"a'),
+        ('"a\\', '"a\\'),
+        ("a\\qb", "a\\qb"),
+        ('{"a": NaN}', '{"a": NaN}'),
+        ("1e999", "1e999"),
+    ],
+)
+def test_a_text_between_quotes_is_a_string_whatever_it_escapes(text: str, value: str):
+    assert json.loads(json_or_text(text)) == value
+
+
+def test_half_of_a_surrogate_pair_is_not_sent():
+    for text in (r"{'a': '\ud800'}", r"{\"a\": \"\ud800\"}"):
+        value = value_as_json(text, ("object",))
+        value.encode()
+        assert json.loads(value) == text

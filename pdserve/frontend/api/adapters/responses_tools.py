@@ -113,7 +113,7 @@ def custom_input(arguments: str) -> str:
         given = msgspec.json.decode(arguments)
     except (msgspec.MsgspecError, RecursionError):
         return arguments
-    text = given.get(INPUT) if isinstance(given, dict) else None
+    text = given.get(INPUT) if isinstance(given, dict) else given
     return text if isinstance(text, str) else arguments
 
 

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 from pdserve.text.incremental_reader import WhitespaceBuffer
 from pdserve.text.output_parts import ReasoningDelta
 from pdserve.text.tool_parsers.base import ToolCallReader
+from pdserve.text.tool_parsers.json_repair import bare_as_json
 from pdserve.text.tool_parsers.literal_grammar import Dialect, LiteralGrammar
+from pdserve.text.tool_parsers.partial_json import JsonValue
 from pdserve.text.tool_parsers.tool_call_grammar import call_id, lark_string, text_without
 from pdserve.text.tool_parsers.typed_values import ParameterTypes, check_parameters, value_as_json
 
@@ -50,13 +52,6 @@ _LONGEST_BLANK: Final = 64
 """Blanks before a label without a marker; behind more of them, it is content."""
 _KEY: Final = re.compile(r"[^:<{}\[\],]*")
 _BARE: Final = re.compile(r"[^,{}\[\]<]*")
-_NUMBER: Final = re.compile(r"(-?(?:0|[1-9]\d*))(?:(\.\d+)?([eE][+-]?\d+)?|\.)", re.ASCII)
-_WORDS: Final = {
-    "true": "true",
-    "false": "false",
-    **dict.fromkeys(("null", "none", "nil"), "null"),
-}
-"""Bare values by their lower-case spelling."""
 
 
 class Gemma4:
@@ -95,8 +90,8 @@ class Gemma4Reader(ToolCallReader):
         "_known",
         "_name",
         "_open",
-        "_quoted",
         "_schemas",
+        "_string_value",
         "_thought",
         "_types",
     )
@@ -116,8 +111,8 @@ class Gemma4Reader(ToolCallReader):
         """Closing brackets of the objects and arrays that are open."""
         self._types: tuple[str, ...] | None = None
         """Types of the value that is read; None: its schema is not known."""
-        self._quoted = ""
-        """Text that ends the string that is read."""
+        self._string_value = JsonValue()
+        """The string with JSON's quotes that is read."""
         self._joint = ""
         """What parts the next key from the one before."""
 
@@ -352,15 +347,16 @@ class Gemma4Reader(ToolCallReader):
             self._open.append("}" if char == "{" else "]")
             return self.turn(self._key if char == "{" else self._item)
         if char == '"':
-            self.at += 1
-            return self._begin_string('"')
+            self._string_value = JsonValue()
+            return self.turn(self._json_string)
         if char == "<":
             quote = self.meets((QUOTE,))
             if quote is None:
                 return False
             if quote:
                 self.at += len(QUOTE)
-                return self._begin_string(QUOTE)
+                self.argue('"')
+                return self.turn(self._string)
         self._held = ""
         return self.turn(self._bare)
 
@@ -372,11 +368,6 @@ class Gemma4Reader(ToolCallReader):
             return self._shut()
         self._types = None
         return self.turn(self._value)
-
-    def _begin_string(self, quote: str) -> bool:
-        self._quoted = quote
-        self.argue('"')
-        return self.turn(self._string if quote == QUOTE else self._json_string)
 
     def _string(self) -> bool:
         end = self.text.find(QUOTE, self.at)
@@ -403,25 +394,8 @@ class Gemma4Reader(ToolCallReader):
 
     def _json_string(self) -> bool:
         """State in a string with JSON's quotes, which some models write."""
-        found = _IN_JSON_STRING.match(self.text, self.at)
-        # The pattern matches an empty string too.
-        assert found is not None
-        self._quote_text(found[0])
-        self.at = found.end()
-        if self.at == len(self.text):
-            return False
-        char = self.text[self.at]
-        if char == '"':
-            self.at += 1
-            self.argue('"')
-            return self.turn(self._after)
-        if self.at + 1 == len(self.text) and not self.last:
-            return False
-        # A backslash: JSON's escapes of one character stand for themselves, others are text.
-        escaped = self.text[self.at + 1 : self.at + 2]
-        self.argue(char + escaped if escaped and escaped in '"\\/bfnrtu' else "\\\\")
-        self.at += 2 if escaped and escaped in '"\\/bfnrtu' else 1
-        return True
+        self.argue(self._string_value.take(self))
+        return self._string_value.done and self.turn(self._after)
 
     def _bare(self) -> bool:
         """State in a value without quotes."""
@@ -454,7 +428,7 @@ class Gemma4Reader(ToolCallReader):
         if self._types is not None:
             self.argue(value_as_json(text, self._types) if text else '""')
         else:
-            self.argue(_guessed(text))
+            self.argue(bare_as_json(text))
 
     def _after(self) -> bool:
         """State after a value: a comma, or the end of what holds it."""
@@ -499,17 +473,6 @@ class Gemma4Reader(ToolCallReader):
         self._joint = ", "
         self.argue("}" if closing == ")" else closing)
         return self.turn(self._after if self._open else self._content)
-
-
-_IN_JSON_STRING: Final = re.compile(r'[^"\\]*')
-
-
-def _guessed(text: str) -> str:
-    """A bare value as JSON, by its look."""
-    number = _NUMBER.fullmatch(text)
-    if number is not None:
-        return f"{text}0" if text.endswith(".") else text
-    return _WORDS.get(text.lower()) or json.dumps(text, ensure_ascii=False)
 
 
 def _bare_key(text: str) -> str:

@@ -6,12 +6,14 @@
 
 The recipient may also stand before the channel. `analysis` is reasoning; `commentary` without a
 recipient and `final` are content; a message to any recipient is a call, whose name has no prefix
-`functions.`; one to `assistant` is dropped. Messages of one kind are joined by a line break. A
-prompt ends after `<|start|>assistant`, so an answer begins within a header.
+`functions.`; one to `assistant` is dropped. Arguments that are no JSON object, such as code, are
+the text of the tool's only parameter, or a string. Messages of one kind are joined by a line break.
+A prompt ends after `<|start|>assistant`, so an answer begins within a header.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING, Final
 
@@ -64,7 +66,7 @@ class Harmony(SchemaFree):
         return CHANNEL in template and MESSAGE in template
 
     def parser(self, tools: Sequence[Tool]) -> HarmonyReader:
-        return HarmonyReader(calls=True)
+        return HarmonyReader(tools)
 
     def grammar(
         self,
@@ -116,20 +118,22 @@ class HarmonyReader(ToolCallReader):
         "_calls",
         "_header",
         "_name",
-        "_raw",
         "_said",
+        "_text_end",
         "_thought",
         "_thoughts",
+        "_tools",
     )
 
-    def __init__(self, *, calls: bool) -> None:
+    def __init__(self, tools: Sequence[Tool] = (), *, calls: bool = True) -> None:
         """`calls`: the request has tools; otherwise what is written to one is content."""
         super().__init__(self._first)
         self._calls = calls
         self._header = ""
         self._name = ""
-        self._raw = False
-        """The call's arguments are no JSON object and are passed on as they are."""
+        self._tools = {tool.function.name: tool for tool in tools}
+        self._text_end = ""
+        """What completes arguments that are text."""
         self._arguments = JsonValue()
         self._said = False
         """A message with content has ended: a line break parts it from the next."""
@@ -300,7 +304,20 @@ class HarmonyReader(ToolCallReader):
         self.begin(self._name)
         if marker:
             self.argue("{}")
-        return self.turn(self._rest if marker else self._words)
+            return self.turn(self._rest)
+        name = self._only_parameter()
+        self.argue('"' if name is None else f'{{{json.dumps(name, ensure_ascii=False)}: "')
+        self._text_end = '"' if name is None else '"}'
+        return self.turn(self._words)
+
+    def _only_parameter(self) -> str | None:
+        """The parameter of a tool that has no other; None if there is none such."""
+        tool = self._tools.get(self._name)
+        schema = None if tool is None else tool.function.parameters
+        properties = (schema or {}).get("properties")
+        if not isinstance(properties, dict) or len(properties) != 1:
+            return None
+        return str(next(iter(properties)))
 
     def _object(self) -> bool:
         self.argue(self._arguments.take(self))
@@ -310,8 +327,11 @@ class HarmonyReader(ToolCallReader):
     def _words(self) -> bool:
         """State in arguments that are no JSON object, such as code."""
         text, marker = self.seek(_ANY, MARKERS)
-        self.argue(text)
-        return bool(marker) and self._end_of_body(marker)
+        self.argue(json.dumps(text, ensure_ascii=False)[1:-1])
+        if not marker:
+            return False
+        self.argue(self._text_end)
+        return self._end_of_body(marker)
 
     def _rest(self) -> bool:
         """State after the arguments, up to the end of the message; a surplus bracket is ignored."""

@@ -154,6 +154,7 @@ class NamedObjectsReader(ToolCallReader):
         "_arguments",
         "_format",
         "_header",
+        "_held",
         "_ids",
         "_parameters",
         "_tools",
@@ -166,6 +167,8 @@ class NamedObjectsReader(ToolCallReader):
         self._tools = tools
         self._header: list[str] = []
         """Text since the call's start."""
+        self._held: list[str] = []
+        """Arguments that are held back."""
         self._arguments = JsonValue()
         self._unnamed: re.Match[str] | None = None
         """The header of a call whose arguments tell the tool."""
@@ -214,6 +217,7 @@ class NamedObjectsReader(ToolCallReader):
             if matched is None or found != "{" or not self._format.infers(matched):
                 return self._give_up()
             self._unnamed = matched
+            self._held.clear()
             self._arguments = JsonValue(self._format.closings)
             return self.turn(self._read_unnamed)
         self._start(name, matched)
@@ -238,13 +242,15 @@ class NamedObjectsReader(ToolCallReader):
 
     def _read_unnamed(self) -> bool:
         """State in arguments which tell the tool: they are held back until they are complete."""
-        self._header.append(self._arguments.take(self))
+        begin = self.at
+        self._held.append(self._arguments.take(self))
+        self._header.append(self.text[begin : self.at])
         ended = self._arguments.done or self._arguments.broken
         if not (ended or self.last):
             return False
         header = self._unnamed
         assert header is not None
-        arguments = "".join(self._header)[header.end() :]
+        arguments = "".join(self._held)
         name = self._tool_for(arguments) if self._arguments.done else ""
         if not name:
             return self._give_up()

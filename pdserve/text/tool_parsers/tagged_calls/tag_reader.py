@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from pdserve.text.tool_parsers.base import ToolCallReader
-from pdserve.text.tool_parsers.partial_json import CallObject, JsonValue
+from pdserve.text.tool_parsers.partial_json import CallObject, JsonValue, json_or_none
 from pdserve.text.tool_parsers.tagged_calls.tag_grammar import tagged_grammar
 from pdserve.text.tool_parsers.tagged_calls.tag_syntax import LONGEST_HEAD
 from pdserve.text.tool_parsers.tool_call_grammar import call_id
@@ -422,11 +422,8 @@ class TagReader(ToolCallReader):
         assert self._call is not None
         text = self._wrapped
         if text.startswith('"'):
-            text = value_as_json(str(json.loads(text)), ("object",))
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            return False
+            text = value_as_json(json_or_none(text) or "", ("object",))
+        value = json_or_none(text)
         if not isinstance(value, dict) or not all(each in self._call.names for each in value):
             return False
         self.argue(text)

@@ -13,6 +13,7 @@ from pdserve.frontend.api.adapters.responses_tools import (
     MAX_DESCRIPTIONS,
     MAX_FUNCTIONS,
     Toolset,
+    custom_input,
     toolset_of,
 )
 from pdserve.protocols.responses_api import RESPONSES
@@ -258,3 +259,17 @@ def test_each_allowed_tool_is_looked_up_once():
     allowed = [{"type": "function", "name": "f7"}, {"type": "namespace", "name": "agents"}] * 16_000
     found = toolset(tools, {"type": "allowed_tools", "tools": allowed})
     assert len(found.functions) == MAX_FUNCTIONS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "ls"}', "ls"),
+        ('"print(1)"', "print(1)"),
+        ('{"other": 1}', '{"other": 1}'),
+        ("[1]", "[1]"),
+        ('{"input": "l', '{"input": "l'),
+    ],
+)
+def test_the_text_of_a_custom_tool(arguments: str, text: str) -> None:
+    assert custom_input(arguments) == text
