@@ -1,4 +1,4 @@
-"""Reads text that arrives in pieces: the base of `reasoning_parser.py` and `tool_parsers/`.
+"""Reads text that arrives in pieces: the base of `reasoning_parsers/` and `tool_parsers/`.
 
 A reader keeps only text that it cannot judge yet, so the cost does not depend on where the text is
 cut. Its states are methods: each looks at the text from `at`, moves `at` past what it understood

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from pdserve.text.output_parts import OutputParser, OutputPart
 
 _LONGEST_TRY: Final = 4096
-"""Most characters behind a call's marker that are read to see whether a call follows it."""
+"""Most characters that are read after the start marker of a call, inside of reasoning, to decide
+whether a call follows."""
 
 __all__ = ["MarkedReasoning", "ReasoningFormat", "ReasoningParser"]
 
@@ -243,7 +244,7 @@ class ReasoningParser(IncrementalReader):
         return False
 
     def _attempt(self) -> bool:
-        """State behind a call's marker, until it is known whether a call follows."""
+        """State after the start marker of a call, until it is known whether a call follows."""
         while self.at < len(self.text):
             end = self.meets(self._format.ends)
             if end is None:
@@ -283,7 +284,7 @@ class ReasoningParser(IncrementalReader):
             self._reason(self._layout.add("".join(self._tried)))
 
     def _considered(self) -> bool:
-        """State in and behind calls of a block that has not ended."""
+        """State inside of calls and after them, while the block of reasoning is open."""
         found, end = self._first(self._format.ends)
         stop = found if end else len(self.text)
         if not end and not self.last:

@@ -263,7 +263,7 @@ class Gemma4Reader(ToolCallReader):
         return self.turn(self._content)
 
     def _at_end(self) -> bool | None:
-        """Whether a marker ends the call here; None: more text decides."""
+        """True if a marker that ends a call begins here; None if more text decides."""
         marker = self.meets(_ENDS)
         if marker is None:
             return None

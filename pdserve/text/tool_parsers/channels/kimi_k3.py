@@ -182,7 +182,7 @@ class KimiK3Reader(ToolCallReader):
         return self.turn(self._text)
 
     def _is_cut(self) -> bool:
-        """Whether the text has ended in what may be a tag."""
+        """True if the text has ended and its rest is the beginning of a tag."""
         word = self._tag.split(maxsplit=1)[0] if self._tag.strip() else ""
         return self.last and any(each.startswith(word) for each in _TAGS)
 
