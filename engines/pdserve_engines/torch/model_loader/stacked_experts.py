@@ -1,7 +1,8 @@
 """Reads experts that a checkpoint stores as one tensor for all of a layer: GPT-OSS and Qwen3-VL.
 
-The forward pass wants one matrix after the other, each with a row per output. Experts are read one
-at a time, since the weights of a layer may be a large part of the model.
+The forward pass wants each matrix by itself, as [out_features, in_features], the layout of
+`torch.nn.Linear`. Experts are read one at a time, since the weights of a layer may be a large part
+of the model.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class StackedExperts:
     """The tensor's name, or its beginning if the weights are quantised."""
     count: int
     rows: int
-    """Outputs of each expert."""
+    """out_features of each expert."""
     cols: int
-    """Inputs of each expert; 0: these are the biases."""
+    """in_features of each expert; 0: these are the biases."""
     quantised: bool = False
     """Whether the matrices are MXFP4."""
     paired: bool = False
@@ -37,7 +38,7 @@ class StackedExperts:
     interleaved: bool = False
     """Whether the rows of the two take turns; else the second matrix follows the first."""
     by_rows: bool = False
-    """Whether a stored matrix has a row per output; else it has one per input."""
+    """True if matrices are stored as [out_features, in_features]; else they are transposed."""
 
     @property
     def stored(self) -> dict[str, Shape]:

@@ -226,8 +226,8 @@ def resolve_lm_head(
 
 
 def resolve_experts(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> ModelConfig:
-    """Return the configuration with the order of stacked experts decided: published checkpoints of
-    Qwen3-VL have a row per input, tools may write a row per output."""
+    """Return the configuration with the layout of stacked experts decided. Published checkpoints of
+    Qwen3-VL store [in_features, out_features]; other tools may write the transposed matrices."""
     experts = config.experts
     if experts is None or experts.storage != "stacked":
         return config
