@@ -11,7 +11,7 @@ from pdserve.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-__all__ = ["field_of", "parse_value"]
+__all__ = ["field_of", "parse_value", "set_by_pdserve"]
 
 
 def parse_value(text: str) -> Any:
@@ -27,12 +27,12 @@ def field_of(
 ) -> str:
     """The engine's field that an option names; dashes are underscores.
 
-    `ours` maps the fields that pdserve sets to what to use instead; `what` says what the fields
+    `ours` maps the fields that pdserve sets to what sets them (`set_by_pdserve`); `what` says what the fields
     are, with examples. Raises `ConfigError` for these and for unknown names.
     """
     field = name.replace("-", "_")
     if field in ours:
-        raise ConfigError(f"the {engine} engine's option {name} is set by {ours[field]}")
+        raise set_by_pdserve(engine, name, ours[field])
     if field in fields and not field.startswith("_"):
         return field
     close = difflib.get_close_matches(field, [*fields, *ours], n=1)
@@ -40,3 +40,11 @@ def field_of(
     raise ConfigError(
         f"the {engine} engine has no option {name!r}{hint} Options are the fields of {what}"
     )
+
+
+def set_by_pdserve(engine: str, name: str, by: str) -> ConfigError:
+    """The error for an option whose field pdserve sets. `by` is what sets it, such as a flag, or
+    `nothing: ` and the reason."""
+    told = f"cannot be set: {by.removeprefix('nothing: ')}"
+    told = told if by.startswith("nothing: ") else f"is set by {by}"
+    return ConfigError(f"the {engine} engine's option {name} {told}")

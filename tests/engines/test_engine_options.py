@@ -7,7 +7,7 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve_engines.engine_options import field_of, parse_value
 
-OURS = {"model": "--model"}
+OURS = {"model": "--model", "port": "nothing: no server is started"}
 
 
 def field(name: str) -> str:
@@ -28,6 +28,7 @@ def test_dashes_are_underscores() -> None:
     ("name", "words"),
     [
         ("model", "the fast engine's option model is set by --model"),
+        ("port", "the fast engine's option port cannot be set: no server is started"),
         ("tp_siez", "no option 'tp_siez'; did you mean 'tp_size'.* fields of Fast's Args"),
         ("unlike", "no option 'unlike'[.] Options are the fields of Fast's Args, as tp_size"),
         ("_secret", "no option '_secret'"),

@@ -1,8 +1,9 @@
 """Turns an `EngineSpec` into the arguments of TensorRT-LLM's `LLM`. Imports no TensorRT-LLM.
 
-Its argument model refuses unknown names, and names come and go between releases. So the accepted
-set is that of the installed release: what pdserve wants and the release lacks is left out if it is
-optional, and refused if it is not. Every `--engine-option` is a field of `TorchLlmArgs`.
+`TorchLlmArgs`, which checks these arguments, refuses fields that it does not have, and releases
+differ in their fields. So the caller passes the fields of the installed release. A field that
+pdserve sets and the release lacks is left out if it is optional; otherwise it is an error. Every
+`--engine-option` is a field of `TorchLlmArgs`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import ConfigError
-from pdserve_engines.engine_options import parse_value
+from pdserve_engines.engine_options import parse_value, set_by_pdserve
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["MINIMUM", "OURS", "LlmArguments", "Schema", "llm_arguments"]
 
 Schema = Mapping[str, Any]
-"""Fields of an argument model. The value is a schema for a field that is a model itself, a
-`frozenset` of the values for an enum, and None for anything else."""
+"""The fields of an argument model by their names. The value is another `Schema` if the field is a
+model itself, the `frozenset` of its values if it is an enum, and None otherwise."""
 
 OURS = {
     "model": "--model",
@@ -44,7 +45,7 @@ OURS = {
     "kv_cache_config.max_gpu_total_bytes": "--kv-memory",
     "kv_cache_config.event_buffer_max_size": "nothing: KV events go to pdserve's routers",
 }
-"""Fields that pdserve sets -> what to use instead of the option."""
+"""Fields that pdserve sets, so that no option may: what sets each, or `nothing` and the reason."""
 
 MINIMUM = {
     "model": True,
@@ -65,21 +66,21 @@ MINIMUM = {
     "cache_transceiver_config": True,
     "cache_transceiver_config.backend": True,
 }
-"""Fields that pdserve sets -> True if it cannot work without; False: it loses something and says
-so."""
+"""The fields that pdserve sets. True: a release without the field is refused. False: the field is
+left out then, and the log says what is lost."""
 
 EVENT_BUFFER = 1 << 16
-"""KV events that TensorRT-LLM keeps until they are read. More than a full pool changes at once, so
-that nothing is lost while a step takes long; an entry is small."""
+"""Most KV events that TensorRT-LLM keeps until pdserve reads them. If all blocks of a pool change
+during one long step, that is fewer events, so none is lost. An entry is small."""
 
 
 @dataclass(frozen=True, slots=True)
 class LlmArguments:
-    """The arguments, and what the installed release does not take."""
+    """The arguments, and the fields that the installed release lacks."""
 
     values: dict[str, Any]
     missing: tuple[str, ...] = field(default=())
-    """Optional fields that were left out."""
+    """Optional fields that pdserve would set."""
 
     def has(self, path: str) -> bool:
         """Return whether a field, or a field of a nested model (`outer.inner`), is set."""
@@ -89,10 +90,10 @@ class LlmArguments:
 
 
 def llm_arguments(spec: EngineSpec, max_model_len: int, schema: Schema) -> LlmArguments:
-    """Arguments for `LLM`, whose model has the fields of `schema`.
+    """The arguments for `LLM`. `schema`: the fields of the installed release's `TorchLlmArgs`.
 
-    Raises `ConfigError` for an option that the release does not have or that a flag of pdserve
-    sets, and if the release lacks a field that pdserve cannot work without.
+    Raises `ConfigError` for an option that the release does not have or that pdserve sets itself,
+    and if the release lacks a field without which pdserve cannot work.
     """
     values: dict[str, Any] = {}
     missing = []
@@ -146,7 +147,7 @@ def _accepts(schema: Schema, path: str) -> bool:
 
 
 def _takes(schema: Schema, path: str, value: Any) -> bool:
-    """Whether the release has the field, and knows the value if the field is an enum."""
+    """True if the release has the field and, if the field is an enum, this value."""
     if not _accepts(schema, path):
         return False
     outer, _, inner = path.partition(".")
@@ -163,7 +164,7 @@ def _set(values: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _add_option(values: dict[str, Any], name: str, value: Any, schema: Schema) -> None:
-    """Add an option; one with an object adds to what pdserve sets in the same model."""
+    """Add an option. An object is merged into what pdserve sets in the same model."""
     field_name = name.replace("-", "_")
     if isinstance(value, dict) and isinstance(schema.get(field_name), Mapping):
         for key, inner in value.items():
@@ -174,7 +175,7 @@ def _add_option(values: dict[str, Any], name: str, value: Any, schema: Schema) -
 
 def _checked(path: str, schema: Schema) -> str:
     if path in OURS:
-        raise ConfigError(f"the tensorrt_llm engine's option {path} is set by {OURS[path]}")
+        raise set_by_pdserve("tensorrt_llm", path, OURS[path])
     if _accepts(schema, path):
         return path
     outer, _, inner = path.partition(".")
