@@ -123,7 +123,9 @@ class PreparedModel:
 def _known(
     card: ModelCard, option: str, name: str, known: Collection[str], modules: Collection[str]
 ) -> bool:
-    """Whether a format may be loaded. Code that only a worker names is not imported."""
+    """True if the card names a format, and it may be loaded: a `module:attribute` only if this
+    frontend's own options name it, since a worker's card must not decide which code is imported.
+    """
     if ":" not in name or name in known or name in modules:
         return bool(name)
     logger.warning(

@@ -150,7 +150,7 @@ class OllamaEndpoints:
         return _json(call, OllamaVersion(pdserve=__version__))
 
     async def root(self, call: HttpRequest) -> HttpResponse:
-        """`GET /`: Ollama's clients ask whether a server is there."""
+        """`GET /`: a text with status 200, by which Ollama's clients see that the server runs."""
         return HttpResponse(200, b"pdserve is running", b"text/plain", call.headers)
 
     async def unmanaged(self, call: HttpRequest) -> HttpResponse:
