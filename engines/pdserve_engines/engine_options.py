@@ -27,8 +27,8 @@ def field_of(
 ) -> str:
     """The engine's field that an option names; dashes are underscores.
 
-    `ours` maps the fields that pdserve sets to what sets them (`set_by_pdserve`); `what` says what the fields
-    are, with examples. Raises `ConfigError` for these and for unknown names.
+    `ours` maps the fields that pdserve sets to what sets them (`set_by_pdserve`); `what` says what
+    the fields are, with examples. Raises `ConfigError` for these and for unknown names.
     """
     field = name.replace("-", "_")
     if field in ours:

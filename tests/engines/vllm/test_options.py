@@ -86,7 +86,7 @@ def test_what_a_flag_sets_is_refused_with_the_flag(name: str) -> None:
     for spelled in (name, name.replace("_", "-")):
         with pytest.raises(ConfigError) as refusal:
             arguments(options={spelled: "1"})
-        assert OURS[name] in str(refusal.value)
+        assert OURS[name].removeprefix("nothing: ") in str(refusal.value)
 
 
 @pytest.mark.parametrize(
