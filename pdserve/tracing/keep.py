@@ -1,0 +1,103 @@
+"""Decides which traces are kept: by the caller's wish, by lot, or for what happened.
+
+`reasons` is the rule, a pure function of what is known at a request's end. `early_reasons` is its
+part that is known at the beginning. Two token buckets bound how many traces are kept: one for all,
+and one for those that only callers ask for.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+from pdserve.ids import Seconds
+
+__all__ = [
+    "FOREIGN_RATE",
+    "PARENT_MODES",
+    "Allowance",
+    "ParentMode",
+    "RequestFacts",
+    "TraceRules",
+    "tail_reasons",
+]
+
+ParentMode = Literal["trust", "limit", "ignore"]
+"""What the caller's sampled bit does: it always counts, it counts up to a rate, or it does not."""
+
+PARENT_MODES: Final[tuple[ParentMode, ...]] = ("trust", "limit", "ignore")
+
+FOREIGN_RATE: Final = 20.0
+"""Traces per second that are kept for callers' sampled bits with `limit`."""
+
+
+class TraceRules(msgspec.Struct, frozen=True, kw_only=True):
+    """Which requests are traced."""
+
+    sample: float = 0.01
+    """Share of requests whose traces are kept by lot."""
+    rate: float = 50.0
+    """Most traces that are kept per second; 0: nothing is recorded."""
+    parent: ParentMode = "limit"
+
+
+class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a request at its end, as far as the rule needs it."""
+
+    failed: bool = False
+    """It ended with a 5xx, or with an error in its stream. A client's mistakes, refusals for too
+    many requests, and clients that leave do not count."""
+    ttft: Seconds | None = None
+    itl: Seconds | None = None
+    """Mean seconds between two tokens; None: there were fewer than two."""
+    slo_ttft: Seconds | None = None
+    slo_itl: Seconds | None = None
+    moves: int = 0
+    preemptions: int = 0
+    attempts: int = 0
+    """The most attempts of one of its prompts."""
+    prefill_failed: bool = False
+    """Another worker was to prefill a prompt, and did not."""
+
+
+def tail_reasons(facts: RequestFacts) -> tuple[str, ...]:
+    """Why the trace of a request is worth keeping for what happened; empty: it is not."""
+    found = {
+        "error": facts.failed,
+        "slo_ttft": _over(facts.ttft, facts.slo_ttft),
+        "slo_itl": _over(facts.itl, facts.slo_itl),
+        "moved": facts.moves > 0,
+        "preempted": facts.preemptions > 0,
+        "retried": facts.attempts > 1,
+        "prefill_failed": facts.prefill_failed,
+    }
+    return tuple(name for name, holds in found.items() if holds)
+
+
+def _over(value: Seconds | None, limit: Seconds | None) -> bool:
+    return value is not None and limit is not None and value > limit
+
+
+class Allowance:
+    """A token bucket: so many per second, and as many at once as in one second, but at least 1."""
+
+    __slots__ = ("_at", "_left", "_most", "_rate", "refused")
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._most = max(1.0, rate) if rate > 0 else 0.0
+        self._left = self._most
+        self._at: Seconds | None = None
+        self.refused = 0
+
+    def take(self, now: Seconds) -> bool:
+        """Takes one; returns False if none is left."""
+        if self._at is not None and now > self._at:
+            self._left = min(self._most, self._left + (now - self._at) * self._rate)
+        self._at = now if self._at is None else max(self._at, now)
+        if self._left < 1.0:
+            self.refused += 1
+            return False
+        self._left -= 1.0
+        return True
