@@ -296,6 +296,7 @@ SCENARIOS = {
     "frontend/api/test_routing_headers.py": "headers of every API",
     "frontend/api/test_translations.py": "translations and wording of the other APIs",
     "frontend/dispatch/test_exact_answers.py": "answers while workers die and requests move",
+    "frontend/dispatch/test_recorded_phases.py": "what is recorded of requests that move",
     "frontend/http/test_slow_clients.py": "clients that do not read",
     "frontend/output/test_reasoning.py": "reasoning through all responses",
     "frontend/output/test_stream_equals_unary.py": "both kinds of responses beside each other",

@@ -17,6 +17,7 @@ from pdserve.frontend.access.admission import Admission, AdmissionTicket
 from pdserve.frontend.access.api_keys import cache_salt_of
 from pdserve.frontend.http.http_request import HttpRequest
 from pdserve.frontend.output.response_builder import ResponseBuilder
+from pdserve.frontend.plan import RequestPlan
 from pdserve.frontend.routing_hints import NO_HINTS, RoutingHints
 from pdserve.ids import Seconds
 
@@ -44,6 +45,10 @@ class ActiveRequest(msgspec.Struct, kw_only=True, eq=False):
     """The admission ticket; None until the body has arrived."""
     task: asyncio.Task[Any]
     stage: str = "reading the request"
+    model: str = ""
+    """The name of the model that serves it; empty until that is known."""
+    plan: RequestPlan | None = None
+    """None until the prompt is ready."""
     answer: ResponseBuilder | None = None
     composing: bool = False
     """True while a complete answer is built from all its tokens."""
@@ -140,6 +145,8 @@ class ActiveRequests:
     ) -> T:
         body = await self._bodies.read(active.call)
         now = self._time()
+        if active.call.phases is not None:
+            active.call.phases.body_read = now
         active.ticket = self.admission.admit(active.call.key, now)
         limit = self._config.request_timeout
         active.expires = now + limit

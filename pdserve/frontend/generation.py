@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.model_registry import ModelRegistry, PreparedModel
     from pdserve.frontend.output.response_builder import PromptSink, ResponseBuilder
     from pdserve.frontend.plan import RequestPlan
+    from pdserve.frontend.request_traces import RequestTraces
     from pdserve.ids import Seconds
     from pdserve.messages.request import GenerateRequest
     from pdserve.protocols.request_decoder import RequestDecoder
@@ -109,10 +110,13 @@ class GenerationHandler:
         metrics: Metrics,
         naming: PromptHasher = NO_HASHING,
         images: ImageLoader | None = None,
+        traces: RequestTraces | None = None,
     ) -> None:
+        """`traces` records and traces requests; None: nothing is recorded."""
         self.images = images or ImageLoader(config, metrics)
         self._config = config
         self._naming = naming
+        self._traces = traces
         self._backend = backend
         self._models = models
         self._pool = pool
@@ -131,6 +135,8 @@ class GenerationHandler:
         Errors: `PdserveError` if the answer has not begun; later errors end the stream.
         Cancellation (the client has disconnected): everything is freed.
         """
+        if self._traces is not None:
+            self._traces.begin(call)
         return await self._active_requests.run(
             call, lambda body, active: self._serve(route, body, active), self._count
         )
@@ -143,6 +149,8 @@ class GenerationHandler:
         async def serve(body: RequestBody, active: ActiveRequest) -> web.StreamResponse:
             return await self._serve(await body.look(kind_of), body, active)
 
+        if self._traces is not None:
+            self._traces.begin(call)
         return await self._active_requests.run(call, serve, self._count)
 
     async def count(self, route: RequestKind[R], call: HttpRequest) -> int:
@@ -192,6 +200,22 @@ class GenerationHandler:
 
         Errors: `InvalidRequest` and its subclasses, `NoWorker`, `Overloaded`.
         """
+        phases = active.call.phases
+        if phases is not None:
+            phases.planning = self._time()
+        plan = await self._plan(route, body, active, images)
+        active.plan = plan
+        if phases is not None:
+            phases.planned, phases.prompt_tokens = self._time(), plan.prompt_tokens
+        return plan
+
+    async def _plan(
+        self,
+        route: RequestKind[R],
+        body: RequestBody,
+        active: ActiveRequest,
+        images: ImageIntake | None,
+    ) -> RequestPlan:
         decoded = await body.decode(route.decoder, strict=self._config.strict_api)
         if decoded.unknown:
             self._unknown.report(decoded.unknown)
@@ -222,6 +246,9 @@ class GenerationHandler:
 
     async def _model(self, name: str | None, active: ActiveRequest) -> PreparedModel:
         card = self._models.card(name, active.call.key)
+        active.model = card.name
+        if self._traces is not None and active.call.phases is not None:
+            self._traces.tracer.watch(active.call.phases, card.name)
         refusal = self._backend.refusal(card, name)
         if refusal is not None:
             raise refusal
@@ -284,7 +311,10 @@ class GenerationHandler:
         left = active.expires - now
         if request.deadline is not None and request.deadline - left > _NOTICED:
             request = replace(request, deadline=max(0.001, left))
-        sink.opened(await self._backend.open(request, sink, hints, sink.on_placed))
+        if active.call.phases is not None:
+            sink.phases = active.call.phases.add_prompt()
+        opened = await self._backend.open(request, sink, hints, sink.on_placed, sink.phases)
+        sink.opened(opened)
 
     # ------------------------------------------------------------------ the answer
 
@@ -361,6 +391,8 @@ class GenerationHandler:
         answer, error = active.answer, active.error
         if answer is not None and error is not None:
             active.call.served_lines = answer.served_lines()
+        if self._traces is not None and active.call.phases is not None:
+            self._traces.note(active.call.phases, active)
         metrics = self._metrics
         metrics.requests.labels(outcome_of(error)).inc()
         if answer is not None and error is None:

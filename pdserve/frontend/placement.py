@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HEADER_NAMES",
+    "TRACE_ID_HEADER",
     "Placement",
     "PromptStats",
     "cached_tokens",
@@ -90,6 +91,8 @@ _HEADERS = (
 )
 HEADER_NAMES: Final = tuple(f"x-pdserve-{name.replace('_', '-')}".encode() for name in _HEADERS)
 """Names of all headers that may be sent."""
+TRACE_ID_HEADER: Final = b"x-pdserve-trace-id"
+"""Name of the header with a trace's id, if it was certain from the start that the trace is kept."""
 _LINES = tuple(f"{name.decode()}: %s\r\n" for name in HEADER_NAMES)
 _values = attrgetter(*_HEADERS)
 

@@ -15,6 +15,8 @@ import logging
 import os
 import socket
 import stat
+import time
+from random import Random
 from typing import TYPE_CHECKING
 
 from pdserve.clock import SystemClock
@@ -32,9 +34,12 @@ from pdserve.frontend.http.connection import ConnectionServer
 from pdserve.frontend.http.cors import Cors
 from pdserve.frontend.model_registry import ModelRegistry
 from pdserve.frontend.preprocess.prompt_hashes import NO_HASHING, PromptHasher
+from pdserve.frontend.request_traces import RequestTraces
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.page_cache import CachedPages
 from pdserve.text.text_pool import TextPool, TextPoolStats
+from pdserve.tracing.sink import NO_SINK
+from pdserve.tracing.tracer import Tracer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,6 +51,7 @@ if TYPE_CHECKING:
     from pdserve.messages.card import ModelCard
     from pdserve.observe.degraded import Degradations
     from pdserve.observe.metrics import ScrapeHandler
+    from pdserve.tracing.sink import TraceSink
 
 logger = logging.getLogger("pdserve.frontend")
 
@@ -71,10 +77,12 @@ class FrontendService:
         pages: ScrapeHandler | None = None,
         naming: PromptHasher = NO_HASHING,
         degradations: Degradations | None = None,
+        traces: TraceSink = NO_SINK,
     ) -> None:
         """Args: `degraded` is a live view of reasons, shown by `/health`; `pages` answers
         `/metrics`, by default with `metrics`; `naming` computes the block hashes of prompts;
-        `degradations` receives the degradations of this frontend.
+        `degradations` receives the degradations of this frontend; `traces` takes the traces that
+        are kept.
 
         Errors: `ConfigError` for settings that cannot work.
         """
@@ -86,6 +94,16 @@ class FrontendService:
         self._degradations = degradations
         self._degraded = degraded if degraded is not None else {}
         self._pages = pages if pages is not None else self.metrics
+        self.tracer = Tracer(
+            config.trace_rules,
+            traces,
+            time=SystemClock().now,
+            random=Random(),  # seeded by the system
+            wall=time.time_ns,
+            on_kept=lambda reason: self.metrics.traces_kept.labels(reason).inc(),
+            on_limited=lambda limit: self.metrics.traces_limited.labels(limit).inc(),
+        )
+        """Traces this frontend's requests."""
         self._port = config.port
         self._listener: asyncio.Server | None = None
         self._tasks: tuple[asyncio.Task[None], ...] = ()
@@ -124,8 +142,16 @@ class FrontendService:
         self._models = ModelRegistry(self._backend, self._pool, config.parser_modules)
         self._bodies = bodies = BodyReader(config)
         self._active_requests = active_requests = ActiveRequests(config, bodies, SystemClock().now)
+        traces = RequestTraces(self.tracer, loop.call_soon)
         self._generations = GenerationHandler(
-            config, self._backend, self._models, self._pool, active_requests, metrics, self._naming
+            config,
+            self._backend,
+            self._models,
+            self._pool,
+            active_requests,
+            metrics,
+            self._naming,
+            traces=traces,
         )
         small = UtilityEndpoints(
             config,
@@ -153,6 +179,7 @@ class FrontendService:
             OllamaEndpoints(
                 config, self._backend, self._models, active_requests, self._generations, metrics
             ),
+            traces,
         )
         self._server = ConnectionServer(self._api.handle, config, metrics)
         metrics.http_requests_in_flight.read_from(lambda: self.active_requests)

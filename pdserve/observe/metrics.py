@@ -428,6 +428,21 @@ class Instruments:
         "Spans that wait for their export, those under way included; at most 4,608.",
         "frontend",
     )
+    traces_kept: Family[Counter] = _counters(
+        "traces_kept_total",
+        "Traces of requests that were kept, by the reason; one may count for several: parent (the "
+        "caller's sampled bit), head (by lot), watch, error, slo_ttft, slo_itl, moved, preempted, "
+        "retried, prefill_failed.",
+        "frontend",
+        ("reason",),
+    )
+    traces_limited: Family[Counter] = _counters(
+        "traces_limited_total",
+        "Traces of requests that were not kept for a limit: rate (of all traces), parent (of those "
+        "that callers ask for).",
+        "frontend",
+        ("limit",),
+    )
 
     router_failures: Family[Counter] = _counters(
         "router_failures_total",

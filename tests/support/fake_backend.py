@@ -261,6 +261,7 @@ class FakeBackend:
         sink: TokenSink,
         hints: Any = None,
         on_placed: Callable[[Any], None] = lambda placement: None,
+        phases: Any = None,
     ) -> RequestHandle:
         if self.unready is not None:
             raise NotReady(self.unready, retry_after=1.0)

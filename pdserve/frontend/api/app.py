@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.api.utility_endpoints import UtilityEndpoints
     from pdserve.frontend.generation import GenerationHandler
     from pdserve.frontend.http.cors import Cors
+    from pdserve.frontend.request_traces import RequestTraces
     from pdserve.observe.metrics import Metrics
 
 logger = logging.getLogger("pdserve.frontend")
@@ -90,11 +91,13 @@ class Api:
         cors: Cors,
         visitors: TrustedHosts,
         ollama: OllamaEndpoints,
+        traces: RequestTraces,
     ) -> None:
         self.keys = keys
         """None: no authentication. Replaced when the file is read again."""
         self._generations = generations
         self._active_requests = active_requests
+        self._traces = traces
         self._metrics = metrics
         self._refusals = AuthFailures(metrics, time.monotonic())
         self._cors = cors
@@ -159,12 +162,13 @@ class Api:
         try:
             self._visitors.check(headers)
             target, call.rest = self._find(http.rel_url.path)
-            route = target.route
+            route = call.route = target.route
             reply = await self._call(target, call)
         except PdserveError as error:
             reply = self._refuse(error, call)
         except (asyncio.CancelledError, ConnectionError):
             self._count(route, 499)
+            self._traces.end(call, 499)
             raise
         except Exception:
             logger.exception("answering %s failed", route)
@@ -175,6 +179,8 @@ class Api:
             # This process refuses further requests, so the client should connect anew.
             reply.force_close()
         self._count(route, reply.status)
+        if call.phases is not None:
+            self._traces.end(call, reply.status)
         if access.isEnabledFor(logging.DEBUG):
             access.debug("%s %s: %d", http.method, route, reply.status)
         return reply
@@ -182,6 +188,8 @@ class Api:
     def _refuse(self, error: PdserveError, call: HttpRequest) -> HttpResponse:
         if isinstance(error, EngineError):
             logger.warning("request failed: %s", error)
+        if call.phases is not None:
+            call.phases.fail(error)
         lines = call.headers
         if isinstance(error, _NotAllowed):
             lines += b"Allow: %s\r\n" % error.allow.encode()

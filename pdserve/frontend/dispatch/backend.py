@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pdserve.messages.engine import EngineStats
     from pdserve.messages.request import GenerateRequest
     from pdserve.messages.routing import RoutingPreview
+    from pdserve.tracing.phases import PromptPhases
 
 
 class RequestHandle(Protocol):
@@ -58,11 +59,12 @@ class Backend(Protocol):
         sink: TokenSink,
         hints: RoutingHints,
         on_placed: Callable[[Placement], None],
+        phases: PromptPhases | None = None,
     ) -> RequestHandle:
         """Dispatches the request, which may have to wait for room; tokens arrive at `sink`.
 
         `on_placed` is called before the first token, once for each worker that is asked to take the
-        request.
+        request. `phases` records what the request goes through.
 
         Errors: `NotReady`, `Draining`, `NoWorker`, `NoRouter`, `WorkerLost`, `Overloaded`,
         `DeadlineExceeded`. Cancellation: nothing stays open.

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from pdserve.observe.degraded import Degradations
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import Member, MemberEvent
+    from pdserve.tracing.phases import PromptPhases
     from pdserve.wire.parser import Buffer
 
 __all__ = ["ClusterClient"]
@@ -181,10 +182,11 @@ class ClusterClient:
         sink: TokenSink,
         hints: RoutingHints = NO_HINTS,
         on_placed: Callable[[Placement], None] = lambda placement: None,
+        phases: PromptPhases | None = None,
     ) -> DispatchedRequest:
         """Dispatches the request; returns when a worker has accepted it. Errors and cancellation:
         as `Backend.open`."""
-        dispatched = DispatchedRequest(self, request, sink, hints, on_placed)
+        dispatched = DispatchedRequest(self, request, sink, hints, on_placed, phases)
         await dispatched.dispatch()
         return dispatched
 

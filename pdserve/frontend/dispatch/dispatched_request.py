@@ -40,6 +40,7 @@ from pdserve.frontend.dispatch.migration_state import (
 from pdserve.frontend.placement import Placement
 from pdserve.ids import NodeLife
 from pdserve.messages.routing import RouteRequest
+from pdserve.tracing.phases import AttemptPhase, MovePhase, RoutePhase, in_words
 
 if TYPE_CHECKING:
     import asyncio
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from pdserve.messages.routing import RouteDecision
     from pdserve.messages.worker_stream import MigrationHintReason
     from pdserve.observe.metrics import Metrics
+    from pdserve.tracing.phases import PromptPhases
 
 __all__ = ["Assignment", "ClusterPort", "DispatchedRequest", "no_worker_error"]
 
@@ -165,6 +167,7 @@ class Assignment:
         "dispatched",
         "life",
         "moving",
+        "phase",
         "plain",
         "sequence",
         "unwanted",
@@ -193,6 +196,8 @@ class Assignment:
         """The reason why another worker is searched while this one continues; None if none is."""
         self.unwanted: MigrationHintReason | None = None
         """The reason for a move, received before the worker's acceptance; None if none was."""
+        self.phase: AttemptPhase | None = None
+        """The record of this attempt; None: nothing is recorded."""
 
     def on_delta(self, delta: TokenDelta) -> None:
         if not self.plain or delta.finish is not None:
@@ -224,6 +229,8 @@ class _Migration:
     worker: NodeId
     words: str
     """What happened to the previous worker."""
+    began: Seconds
+    """`since` on the clock of the request's phases; 0: nothing is recorded."""
 
 
 class DispatchedRequest:
@@ -242,6 +249,7 @@ class DispatchedRequest:
         "_needs",
         "_on_placed",
         "_over",
+        "_phases",
         "_sink",
         "_start",
         "_task",
@@ -263,6 +271,7 @@ class DispatchedRequest:
         sink: TokenSink,
         hints: RoutingHints,
         on_placed: Callable[[Placement], None],
+        phases: PromptPhases | None = None,
     ) -> None:
         self.request = request
         self.hints = hints
@@ -274,6 +283,7 @@ class DispatchedRequest:
         self._ways = ways
         self._sink = sink
         self._on_placed = on_placed
+        self._phases = phases
         self._start = ways.now()
         self._names = short_hashes(request.block_names)
         self._needs = request.needs
@@ -357,6 +367,30 @@ class DispatchedRequest:
     def _spent(self) -> Seconds:
         return max(0.0, self._ways.now() - self._start)
 
+    async def route(self) -> tuple[NodeId, RouteDecision]:
+        """Asks routers for a worker. Errors: those of `ClusterPort.route`."""
+        phases = self._phases
+        if phases is None:
+            return await self._ways.route(self)
+        start, why = phases.time(), self._why
+        try:
+            router, routed = await self._ways.route(self)
+        except BaseException as error:
+            phases.add_route(RoutePhase(start, phases.time(), why, error=in_words(error)))
+            raise
+        overlap = routed.overlap_blocks * self._ways.block_size(self.request.model)
+        phases.add_route(RoutePhase(start, phases.time(), why, router, routed, overlap))
+        return router, routed
+
+    @property
+    def _why(self) -> str:
+        """Why another worker is wanted, in a word."""
+        if self.attempt is not None and self.attempt.moving is not None:
+            return self.attempt.moving
+        if self._migration is not None:
+            return self._migration.reason
+        return "refused" if self.attempts else "first"
+
     # ------------------------------------------------------------------ first worker
 
     async def dispatch(self) -> None:
@@ -365,7 +399,7 @@ class DispatchedRequest:
         stale_since: Seconds | None = None
         while self._tries < _ATTEMPTS:
             try:
-                router, routed = await ways.route(self)
+                router, routed = await self.route()
             except NoWorker:
                 if self._last is None:
                     raise
@@ -402,35 +436,60 @@ class DispatchedRequest:
         """Hands the request to the worker of the decision. `leave`: the worker that has it until
         then. Returns False if the router meant a life of the worker that is over. Errors: those of
         `ClusterPort.place`; if the worker was reached, no worker has the request afterwards."""
+        phase = self._note_attempt(routed)
         self.attempts += 1
         self._held += routed.held
         attempt = Assignment(self, self._sink, self.received, routed)
+        attempt.phase = phase
 
         def begin() -> GenerateRequest:
             if leave is not None:
                 self._leave(leave)
             self.attempt = attempt
             self._note(router, routed)
+            if phase is not None and self._phases is not None:
+                phase.sent = self._phases.time()
+                phase.tokens_before = self.received.longest if self._keep_on else 0
             return self._request_now()
 
         try:
             sequence = await self._ways.place(begin, attempt, router, routed)
-        except BaseException:
+        except BaseException as error:
             if self.attempt is attempt:
                 self.attempt = None
+            self._end_phase(attempt, _end_of(error, phase), error)
             raise
         if sequence is None:
+            self._end_phase(attempt, "restarted")
             return False
         attempt.sequence = sequence
         # The request may have ended, or lost this attempt, in the turn in which it was accepted.
         if self._over or self.attempt is not attempt:
             sequence.cancel()
+            self._end_phase(attempt, "cancelled")
             return True
+        if phase is not None and self._phases is not None:
+            phase.accepted = self._phases.time()
         if attempt.begun:
             self._shorten(attempt)
         if attempt.unwanted is not None:
             self.unwanted(attempt, attempt.unwanted)
         return True
+
+    def _note_attempt(self, routed: RouteDecision) -> AttemptPhase | None:
+        phases = self._phases
+        if phases is None:
+            return None
+        number = self.attempts + 1
+        return phases.add_attempt(
+            AttemptPhase(number, routed.worker, routed.epoch, self._why, phases.time())
+        )
+
+    def _end_phase(self, attempt: Assignment, how: str, error: BaseException | None = None) -> None:
+        """Closes the record of an attempt, unless it is closed."""
+        if attempt.phase is not None and self._phases is not None:
+            words = "" if error is None else in_words(error)
+            attempt.phase.close(self._phases.time(), how, words)
 
     def _note(self, router: NodeId, routed: RouteDecision) -> None:
         """Reports the placement. Called before the worker is asked, because its tokens may come at
@@ -483,6 +542,9 @@ class DispatchedRequest:
             return None
         if not attempt.begun and (delta.tokens or delta.finish is not None):
             attempt.begun = True
+            if attempt.phase is not None and self._phases is not None:
+                attempt.phase.first = self._phases.time()
+                attempt.phase.started = delta.started
             attempt.plain = self.request.sampling.prompt_logprobs is None
             self._end_trial()
             self._note_progress()
@@ -490,6 +552,8 @@ class DispatchedRequest:
         if delta.prompt_logprobs is not None:
             delta = self.received.scored_once(delta)
         if delta.finish is not None:
+            if attempt.phase is not None:
+                attempt.phase.finished(delta.finish)
             self.received.ended.add(delta.choice)
             if len(self.received.ended) == self.request.n:
                 self._finish()
@@ -503,7 +567,7 @@ class DispatchedRequest:
 
     def _note_progress(self) -> None:
         self._deaths.clear()
-        migration, self._migration = self._migration, None
+        migration = self._end_migration("completed")
         if migration is None:
             return
         self._migrated += 1
@@ -511,6 +575,27 @@ class DispatchedRequest:
         metrics.migrations.labels(migration.reason, "completed").inc()
         if self.received.any:
             metrics.migration_gap.observe(self._ways.now() - migration.since)
+
+    def _end_migration(self, outcome: MigrationOutcome) -> _Migration | None:
+        """Ends the migration in progress, if there is one, and returns it."""
+        migration, self._migration = self._migration, None
+        phases = self._phases
+        if migration is not None and phases is not None:
+            now = phases.time()
+            target = (
+                "" if outcome != "completed" or self.attempt is None else self.attempt.life.node
+            )
+            phases.add_move(
+                MovePhase(
+                    min(migration.began, now),
+                    now,
+                    migration.reason,
+                    migration.worker,
+                    target,
+                    outcome,
+                )
+            )
+        return migration
 
     def end_choice(self, choice: int) -> None:
         """Ends one choice; it does not move to another worker."""
@@ -526,6 +611,8 @@ class DispatchedRequest:
         if attempt.moving is not None and self._task is not None:
             self._task.cancel()
         reason = migration_reason(error)
+        refused = isinstance(error, Overloaded) and not attempt.begun
+        self._end_phase(attempt, "refused" if refused else reason or "failed", error)
         if isinstance(error, Overloaded) and not attempt.begun:
             self._refused(attempt, error)
         elif reason is not None and self._ways.config.migration:
@@ -556,8 +643,11 @@ class DispatchedRequest:
         if not self._keep_on:
             self._keep_on = True
             self._excluded.relax(now + _APART)
-        since = now if self._migration is None else self._migration.since
-        self._migration = _Migration(reason, since, attempt.life.node, words)
+        began = 0.0 if self._phases is None else self._phases.time()
+        since = now
+        if self._migration is not None:
+            since, began = self._migration.since, self._migration.began
+        self._migration = _Migration(reason, since, attempt.life.node, words, began)
 
     # ------------------------------------------------------------------ next worker
 
@@ -586,7 +676,7 @@ class DispatchedRequest:
         while True:
             await self._weigh_deaths()
             try:
-                router, routed = await ways.route(self)
+                router, routed = await self.route()
             except (Unavailable, Overloaded) as error:
                 if not self._is_left_out(error):
                     self._last = error
@@ -726,6 +816,7 @@ class DispatchedRequest:
     def _leave(self, attempt: Assignment) -> None:
         """Leaves the worker: no further output of it is used."""
         assert attempt.moving is not None
+        self._end_phase(attempt, "moved")
         self._end_trial()
         self._moves += attempt.moving != "drain"
         self.attempt = None
@@ -748,29 +839,48 @@ class DispatchedRequest:
             outcome = "no_worker"
         elif isinstance(error, Cancelled):
             outcome = "cancelled"
-        self._close(outcome)
+        self._close(outcome, error)
         self._sink.on_error(error)
 
     def cancel(self) -> None:
         """Cancels the request at its worker, and every search for another. Idempotent."""
         self._close("cancelled")
 
+    @property
+    def _has_ended(self) -> bool:
+        """True if the worker has sent all its tokens past this object, see `_shorten`."""
+        sequence = None if self.attempt is None else self.attempt.sequence
+        return sequence is not None and sequence.choices == 0
+
     def _finish(self) -> None:
         """Marks the request as ended: its last token has come."""
         self._over = True
+        if self._phases is not None:
+            self._phases.close("finished")
         if self._task is not None:
             self._task.cancel()
 
-    def _close(self, outcome: MigrationOutcome) -> None:
-        migration, self._migration = self._migration, None
+    def _close(self, outcome: MigrationOutcome, error: PdserveError | None = None) -> None:
+        migration = self._end_migration(outcome)
         if migration is not None:
             self._ways.metrics.migrations.labels(migration.reason, outcome).inc()
+        if self._phases is not None and not self._phases.over:
+            how = "cancelled" if outcome == "cancelled" else "failed"
+            words = "" if error is None or outcome == "cancelled" else in_words(error)
+            self._phases.close("finished" if self._has_ended else how, words)
         self._over = True
         self._end_trial()
         if self._task is not None:
             self._task.cancel()
         if self.attempt is not None and self.attempt.sequence is not None:
             self.attempt.sequence.cancel()
+
+
+def _end_of(error: BaseException, phase: AttemptPhase | None) -> str:
+    """How an attempt ended that the worker did not accept, in a word."""
+    if not isinstance(error, PdserveError):
+        return "cancelled"
+    return "refused" if phase is not None and phase.sent else "unreachable"
 
 
 def no_worker_error(model: str, last: PdserveError | None) -> PdserveError:

@@ -49,7 +49,7 @@ async def migrate_live(
     """
     while True:
         reason = attempt.moving
-        answer = await _ask(dispatched, ways)
+        answer = await _ask(dispatched)
         if answer is not None and await _go(dispatched, ways, attempt, *answer):
             return
         if dispatched.attempt is not attempt:
@@ -60,11 +60,9 @@ async def migrate_live(
             return
 
 
-async def _ask(
-    dispatched: DispatchedRequest, ways: ClusterPort
-) -> tuple[NodeId, RouteDecision] | None:
+async def _ask(dispatched: DispatchedRequest) -> tuple[NodeId, RouteDecision] | None:
     try:
-        return await ways.route(dispatched)
+        return await dispatched.route()
     except PdserveError as error:
         _log.debug("a request stays at its worker: %s", error)
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.frontend.placement import HEADER_NAMES
+from pdserve.frontend.placement import HEADER_NAMES, TRACE_ID_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,10 @@ _PREFLIGHT = (
 """Official clients add a dozen headers of their own. `*` does not cover Authorization, which is
 named besides (Fetch standard, "CORS non-wildcard request-header name")."""
 _EXPOSED = b", ".join(
-    (b"x-request-id", b"request-id", b"x-pdserve-seed", b"retry-after", *HEADER_NAMES)
+    (
+        *(b"x-request-id", b"request-id", b"x-pdserve-seed", b"retry-after"),
+        *(TRACE_ID_HEADER, *HEADER_NAMES),
+    )
 )
 
 

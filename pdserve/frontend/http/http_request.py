@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from pdserve.frontend.access.api_keys import ApiKey
     from pdserve.frontend.http.body_reader import RequestBody
+    from pdserve.tracing.phases import RequestPhases
 
 
 _OLLAMA = "/api/"
@@ -28,9 +29,12 @@ class HttpRequest:
         "http",
         "id_headers",
         "key",
+        "phases",
         "request_id",
         "rest",
+        "route",
         "served_lines",
+        "trace_line",
     )
 
     def __init__(self, http: web.BaseRequest, cors_lines: bytes) -> None:
@@ -48,6 +52,13 @@ class HttpRequest:
         """The rest of the path, for routes that end in a name."""
         self.served_lines = b""
         """Header lines added to an error: the worker that had the request, and other details."""
+
+        self.route = "other"
+        """Path of the endpoint, as metrics and traces name it."""
+        self.phases: RequestPhases | None = None
+        """What the request goes through; None: it is not recorded."""
+        self.trace_line = b""
+        """Header line with the trace's id, if it is certain that the trace is kept."""
 
     def name(self, request_id: str) -> None:
         """Sets the request id, for the answer and for every log line of the task."""
@@ -77,4 +88,4 @@ class HttpRequest:
     def headers(self) -> bytes:
         """Header lines of the answer, each with its CRLF."""
         ids = [request_id_line(self.request_id, name) for name in self.id_headers]
-        return b"".join((*ids, self._cors_lines, self.served_lines))
+        return b"".join((*ids, self._cors_lines, self.served_lines, self.trace_line))

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pdserve.messages.request import Finish, TokenDelta
     from pdserve.observe.metrics import Metrics
     from pdserve.protocols.completion_responses import Served
+    from pdserve.tracing.phases import PromptPhases
 
 logger = logging.getLogger("pdserve.frontend")
 
@@ -55,7 +56,7 @@ class PromptSink:
 
     __slots__ = (
         *("_answer", "_begun", "_choices", "_finished", "_left", "_stopped", "_stream"),
-        "course",
+        *("course", "phases", "reasons"),
     )
 
     def __init__(self, answer: ResponseBuilder, choices: list[ChoiceSink]) -> None:
@@ -69,6 +70,10 @@ class PromptSink:
         self._finished = False
         self.course = PromptStats()
         """The prompt's placement and times."""
+        self.phases: PromptPhases | None = None
+        """What the prompt goes through; None: it is not recorded."""
+        self.reasons: list[str] = []
+        """Why its choices ended, one for each that did."""
 
     def on_placed(self, placement: Placement) -> None:
         """Called for each worker that is asked to take the prompt."""
@@ -147,6 +152,8 @@ class PromptSink:
                 course.cached_tokens = finish.cached_tokens
                 course.queue, course.prefill = finish.queue_seconds, finish.prefill_seconds
             self._answer.on_first_finish(course)
+        if self.phases is not None:
+            self.phases.finished(finish)
         if finish.reason == "error" or finish.reason == "abort":
             raise EngineError(finish.message or "the engine gave the request up")
 
@@ -154,6 +161,9 @@ class PromptSink:
         """Handles a choice that is done. Without `finish` it was ended here, by a stop string, and
         the engine would continue it."""
         self._left -= 1
+        self.reasons.append("stop" if finish is None else finish.reason)
+        if finish is None:
+            self._answer.stop_string = self._answer.time()
         if self._left:
             if finish is None:
                 self._stop(choice)
@@ -184,6 +194,10 @@ class ResponseBuilder(ABC):
         self.time = time
         self.arrival = arrival
         self.first_token: Seconds | None = None
+        self.last_token: Seconds | None = None
+        """When the last choice ended."""
+        self.stop_string: Seconds | None = None
+        """When a stop string ended a choice."""
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Set when every choice has ended, or to the error that ended the request."""
         self.choices: list[ChoiceSink] = []
@@ -213,6 +227,8 @@ class ResponseBuilder(ABC):
     def on_prompt_done(self) -> None:
         """Called when all choices of one prompt have ended."""
         self._prompts_left -= 1
+        if self._prompts_left == 0:
+            self.last_token = self.time()
         if self._prompts_left == 0 and not self.finished.done():
             self.finished.set_result(None)
 

@@ -17,6 +17,7 @@ from pdserve.ids import MAX_CHOICES
 from pdserve.launch.config import units
 from pdserve.net import address
 from pdserve.observe.logs import LEVELS
+from pdserve.tracing.keep import PARENT_MODES
 from pdserve.worker.config import (
     DISAGG,
     MODES,
@@ -902,6 +903,34 @@ OPTIONS: tuple[Option, ...] = (
         "text for people, json for collectors.",
         "FORMAT",
         _choice("text", "json"),
+    ),
+    Option(
+        "trace-sample",
+        "frontend.trace_sample",
+        "logging",
+        "Share of requests whose traces are kept, drawn by lot. Requests that fail, move or miss "
+        "their SLO are kept besides.",
+        "SHARE",
+        functools.partial(units.parse_share, zero=True),
+        "{:g}".format,
+    ),
+    Option(
+        "trace-rate",
+        "frontend.trace_rate",
+        "logging",
+        "Most traces that are kept per second and frontend; 0: no traces.",
+        "N",
+        units.parse_rate,
+        "{:g}".format,
+    ),
+    Option(
+        "trace-parent",
+        "frontend.trace_parent",
+        "logging",
+        "What the sampled bit of a client's traceparent does: trust it, limit it to 20 traces per "
+        "second, or ignore it.",
+        "MODE",
+        _choice(*PARENT_MODES),
     ),
     Option(
         "log-level",

@@ -134,13 +134,22 @@ def parse_count(text: str, least: int = 0, most: int | None = None) -> int:
     return value
 
 
-def parse_share(text: str) -> float:
-    """`0.45` or `45%`: greater than 0 and at most 1."""
+def parse_share(text: str, *, zero: bool = False) -> float:
+    """`0.45` or `45%`: greater than 0, or with `zero` also 0, and at most 1."""
     number, unit = _quantity(text, "a share such as 0.45 or 45%")
     share = number / 100 if unit == "%" else number
-    if unit not in ("", "%") or not 0 < share <= 1:
-        raise ValueError(f"{text!r} is not a share: must be more than 0 and at most 1")
+    least = "at least 0" if zero else "more than 0"
+    if unit not in ("", "%") or not 0 <= share <= 1 or not (share or zero):
+        raise ValueError(f"{text!r} is not a share: must be {least} and at most 1")
     return share
+
+
+def parse_rate(text: str) -> float:
+    """`50` or `50/s`: a number per second, at least 0."""
+    number, unit = _quantity(text.removesuffix("/s"), "a number per second such as 50")
+    if unit:
+        raise ValueError(f"{text!r} is not a number per second such as 50")
+    return number
 
 
 def _quantity(text: str, wanted: str) -> tuple[float, str]:

@@ -1,0 +1,201 @@
+"""Traces HTTP requests: begins their records, decides at the end, and describes the root span.
+
+Only requests that generate, embed or score have a record. A trace is built after the answer, and
+only if it is kept. Names of attributes are those of OpenTelemetry's conventions for HTTP servers
+and for generative AI, written out here because the latter still change. Text of prompts and
+answers is never in a trace.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from pdserve.frontend.placement import TRACE_ID_HEADER, cached_tokens
+from pdserve.tracing.keep import RequestFacts
+from pdserve.tracing.tree import TraceRoot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.frontend.active_requests import ActiveRequest
+    from pdserve.frontend.http.http_request import HttpRequest
+    from pdserve.frontend.output.response_builder import ResponseBuilder
+    from pdserve.frontend.plan import RequestPlan
+    from pdserve.ids import Seconds
+    from pdserve.messages.trace import AttributeValue
+    from pdserve.tracing.phases import RequestPhases
+    from pdserve.tracing.tracer import Tracer
+
+__all__ = ["RequestTraces"]
+
+_PROVIDER: Final = "pdserve"
+
+Attributes = dict[str, "AttributeValue"]
+
+
+class RequestTraces:
+    """Traces the requests of one frontend."""
+
+    def __init__(self, tracer: Tracer, later: Callable[[Callable[[], None]], object]) -> None:
+        """`later` runs a callback in a later turn of the event loop."""
+        self.tracer = tracer
+        self._later = later
+
+    def begin(self, call: HttpRequest) -> None:
+        """Begins the record of a request that has arrived."""
+        headers = call.http.headers
+        parent = headers.get("traceparent")
+        state = None if parent is None else ",".join(headers.getall("tracestate", ()))
+        call.phases = phases = self.tracer.begin(parent, state)
+        if phases is not None and phases.trace_id:
+            call.trace_line = b"%s: %s\r\n" % (TRACE_ID_HEADER, phases.trace_id.hex().encode())
+
+    def note(self, phases: RequestPhases, active: ActiveRequest) -> None:
+        """Notes how an admitted request ended."""
+        if active.error is not None:
+            phases.fail(active.error)
+        phases.owner = active
+
+    def end(self, call: HttpRequest, status: int) -> None:
+        """Ends the record of a request that was answered with this status; 499: it was not."""
+        phases, call.phases = call.phases, None
+        if phases is None:
+            return
+        active, phases.owner = phases.owner, None
+        now = phases.time()
+        failed = status >= 500 or (status == 200 and phases.error_type not in ("", "Cancelled"))
+        answer = None if active is None else active.answer
+        facts = request_facts(phases, active, answer, failed=failed)
+        model = "" if active is None else active.model
+        if not self.tracer.end(phases, facts, model):
+            return
+        if answer is not None:
+            _copy_times(phases, answer)
+        root = TraceRoot(
+            end=now,
+            request_id=call.request_id,
+            model=model,
+            name=f"{call.http.method} {call.route}",
+            attributes=root_attributes(call, status, phases, active),
+            error=phases.error if failed else "",
+        )
+        self._later(lambda: self.tracer.emit(phases, root))
+
+
+def request_facts(
+    phases: RequestPhases,
+    active: ActiveRequest | None,
+    answer: ResponseBuilder | None,
+    *,
+    failed: bool,
+) -> RequestFacts:
+    """What decides whether the trace is kept."""
+    prompts = phases.prompts
+    return RequestFacts(
+        failed=failed,
+        ttft=_ttft(answer),
+        itl=_itl(answer),
+        slo_ttft=None if active is None else active.hints.slo_ttft,
+        moves=max([len(prompt.moves) for prompt in prompts], default=0),
+        preemptions=max([prompt.preemptions for prompt in prompts], default=0),
+        attempts=max([len(prompt.attempts) for prompt in prompts], default=0),
+        prefill_failed=any([prompt.prefill_failed for prompt in prompts]),
+    )
+
+
+def _ttft(answer: ResponseBuilder | None) -> Seconds | None:
+    if answer is None or answer.first_token is None:
+        return None
+    return answer.first_token - answer.arrival
+
+
+def _itl(answer: ResponseBuilder | None) -> Seconds | None:
+    if answer is None or answer.first_token is None or answer.last_token is None:
+        return None
+    tokens = max([choice.completion_tokens for choice in answer.choices], default=0)
+    return (answer.last_token - answer.first_token) / (tokens - 1) if tokens > 1 else None
+
+
+def _copy_times(phases: RequestPhases, answer: ResponseBuilder) -> None:
+    phases.first_token = answer.first_token or 0.0
+    phases.stop_string = answer.stop_string or 0.0
+
+
+def root_attributes(
+    call: HttpRequest, status: int, phases: RequestPhases, active: ActiveRequest | None
+) -> Attributes:
+    """Attributes of the root span."""
+    http = call.http
+    found: Attributes = {
+        "http.request.method": http.method,
+        "http.route": call.route,
+        "url.path": http.rel_url.path,
+        "http.response.status_code": status,
+    }
+    if host := http.headers.get("Host"):
+        found["server.address"] = host
+    if phases.error_type:
+        found["error.type"] = phases.error_type
+    if call.key is not None:
+        found["pdserve.tenant"] = call.key.tenant
+    if active is not None and active.plan is not None:
+        found |= _asked(active.plan)
+        if active.answer is not None:
+            found |= _answered(active.plan, active.answer, phases)
+    return found
+
+
+def _asked(plan: RequestPlan) -> Attributes:
+    found: Attributes = {
+        "gen_ai.operation.name": _operation(plan),
+        "gen_ai.provider.name": _PROVIDER,
+        "gen_ai.request.model": plan.model_name,
+    }
+    if plan.vectors is not None:
+        return found
+    found["gen_ai.request.stream"] = plan.stream
+    sampling = plan.requests[0].sampling
+    found["gen_ai.request.max_tokens"] = sampling.max_tokens
+    found["gen_ai.request.temperature"] = sampling.temperature
+    found["gen_ai.request.seed"] = sampling.seed
+    optional: dict[str, tuple[AttributeValue, AttributeValue]] = {
+        "top_p": (sampling.top_p, 1.0),
+        "top_k": (sampling.top_k, 0),
+        "frequency_penalty": (sampling.frequency_penalty, 0.0),
+        "presence_penalty": (sampling.presence_penalty, 0.0),
+        "choice.count": (plan.n, 1),
+    }
+    for name, (value, usual) in optional.items():
+        if value != usual:
+            found[f"gen_ai.request.{name}"] = value
+    return found
+
+
+def _operation(plan: RequestPlan) -> str:
+    if plan.scores is not None:
+        return "score"
+    if plan.vectors is not None:
+        return "embeddings"
+    return "chat" if plan.chat else "text_completion"
+
+
+def _answered(plan: RequestPlan, answer: ResponseBuilder, phases: RequestPhases) -> Attributes:
+    found: Attributes = {
+        "gen_ai.response.id": plan.answer_id,
+        "gen_ai.response.model": plan.model.card.name,
+        "gen_ai.usage.input_tokens": answer.prompt_tokens,
+        "gen_ai.usage.output_tokens": answer.completion_tokens,
+    }
+    cached = cached_tokens([sink.course for sink in answer.sinks])
+    if cached is not None:
+        found["gen_ai.usage.cache_read.input_tokens"] = cached
+    if plan.reasons:
+        thought = sum(choice.reasoning_tokens for choice in answer.choices)
+        found["gen_ai.usage.reasoning.output_tokens"] = thought
+    if answer.first_token is not None:
+        first = answer.first_token - phases.arrival
+        found["gen_ai.response.time_to_first_chunk"] = first
+    reasons = dict.fromkeys(reason for sink in answer.sinks for reason in sink.reasons)
+    if reasons:
+        found["gen_ai.response.finish_reasons"] = tuple(reasons)
+    return found

@@ -1,0 +1,223 @@
+"""Traces of HTTP requests: which have one, what the root says, and what a client hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from pdserve.errors import EngineError, NoWorker, Overloaded
+from pdserve.frontend.config import FrontendConfig
+from pdserve.frontend.service import FrontendService
+from pdserve.messages.trace import Trace
+from pdserve.observe.metrics import Metrics
+from tests.frontend.support import HELLO, MODEL, Client, card, tokens, until
+from tests.support.fake_backend import FakeBackend, Script
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+CHAT = "/v1/chat/completions"
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+class Kept(list[Trace]):
+    """A sink that keeps all."""
+
+    def add(self, trace: Trace) -> None:
+        self.append(trace)
+
+
+@asynccontextmanager
+async def traced(
+    script: Script | Any = None, **config: Any
+) -> AsyncIterator[tuple[Client, Kept, Metrics]]:
+    """A frontend whose traces are kept in a list."""
+    kept, metrics = Kept(), Metrics()
+    backend = FakeBackend({MODEL: card()}, script if script is not None else Script())
+    config = {"port": 0, "trace_sample": 1.0} | config
+    service = FrontendService(FrontendConfig(**config), backend, metrics, traces=kept)
+    await service.start()
+    await service._models.prepare()
+    try:
+        async with aiohttp.ClientSession() as http:
+            yield Client(service, backend, http), kept, metrics
+    finally:
+        await service.stop(0)
+
+
+async def test_a_whole_answer_has_a_trace():
+    async with traced(Script(tokens=tokens("hello"))) as (client, kept, metrics):
+        status, headers, answer = await client.post(CHAT, HELLO | {"seed": 7})
+        await until(lambda: kept)
+    (trace,) = kept
+    assert (status, trace.kept, trace.model) == (200, ("head",), MODEL)
+    assert headers["x-pdserve-trace-id"] == trace.trace_id.hex()
+    assert headers["x-request-id"] == trace.request_id
+    root, tokenize = trace.spans
+    assert (root.name, root.kind, root.error) == (f"POST {CHAT}", "server", "")
+    usage = answer["usage"]
+    about = {
+        "http.request.method": "POST",
+        "http.route": CHAT,
+        "url.path": CHAT,
+        "http.response.status_code": 200,
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "pdserve",
+        "gen_ai.request.model": MODEL,
+        "gen_ai.request.seed": 7,
+        "gen_ai.request.stream": False,
+        "gen_ai.response.id": answer["id"],
+        "gen_ai.response.model": MODEL,
+        "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+        "gen_ai.usage.output_tokens": usage["completion_tokens"],
+        "gen_ai.response.finish_reasons": (answer["choices"][0]["finish_reason"],),
+    }
+    assert about.items() <= root.attributes.items()
+    assert [event.name for event in root.events] == ["body_read", "first_token"]
+    assert tokenize.name == "pdserve.tokenize"
+    assert tokenize.attributes == {"pdserve.prompt_tokens": usage["prompt_tokens"]}
+    assert metrics.traces_kept.labels("head").value == 1
+
+
+async def test_a_stream_has_one_with_the_stop_string_that_ended_it():
+    async with traced(Script(tokens=tokens("one two three"))) as (client, kept, _):
+        await client.chunks(stop=["two"])
+        await until(lambda: kept)
+    names = [event.name for event in kept[0].spans[0].events]
+    assert names[:2] == ["body_read", "first_token"]
+    assert "stop_string" in names
+    assert kept[0].spans[0].attributes["gen_ai.response.finish_reasons"] == ("stop",)
+
+
+async def test_the_callers_trace_goes_on():
+    async with traced(trace_sample=0.0) as (client, kept, _):
+        headers = {"traceparent": PARENT, "tracestate": "a=1,b=2"}
+        async with client.http.post(client.url + CHAT, json=HELLO, headers=headers) as answer:
+            assert answer.headers["x-pdserve-trace-id"] == PARENT.split("-")[1]
+        await until(lambda: kept)
+    (trace,) = kept
+    assert (trace.kept, trace.tracestate) == (("parent",), "a=1,b=2")
+    assert trace.trace_id.hex() == PARENT.split("-")[1]
+    assert trace.spans[0].parent_id.hex() == PARENT.split("-")[2]
+
+
+async def test_a_malformed_parent_is_no_reason_to_refuse():
+    async with traced() as (client, kept, _):
+        headers = {"traceparent": "00-" + "0" * 32 + "-b7ad6b7169203331-01"}
+        async with client.http.post(client.url + CHAT, json=HELLO, headers=headers) as answer:
+            assert answer.status == 200
+        await until(lambda: kept)
+    assert kept[0].kept == ("head",)
+    assert any(kept[0].trace_id)
+    assert kept[0].spans[0].parent_id == b""
+
+
+async def test_without_a_reason_nothing_is_kept_or_said():
+    async with traced(trace_sample=0.0) as (client, kept, metrics):
+        _, headers, _ = await client.post(CHAT, HELLO)
+        assert "x-pdserve-trace-id" not in headers
+        await asyncio.sleep(0.01)
+    assert not kept
+    assert not list(metrics.traces_kept)
+
+
+async def test_an_error_of_the_server_is_kept_and_a_clients_is_not():
+    refused = Script(refuse=NoWorker("nobody is there", retry_after=1.0))
+    async with traced(refused, trace_sample=0.0) as (client, kept, metrics):
+        status, _, _ = await client.post(CHAT, HELLO)
+        assert status == 503
+        await client.post(CHAT, HELLO | {"temperature": "hot"})
+        await client.post("/v1/nothing", HELLO)
+        await until(lambda: kept)
+        await asyncio.sleep(0.01)
+    (trace,) = kept
+    root = trace.spans[0]
+    assert (trace.kept, root.error) == (("error",), "nobody is there")
+    assert root.attributes["http.response.status_code"] == 503
+    assert root.attributes["error.type"] == "NoWorker"
+    assert metrics.traces_kept.labels("error").value == 1
+
+
+async def test_refusals_have_a_root_if_they_are_kept():
+    refused = Script(refuse=Overloaded("full", retry_after=1.0))
+    async with traced(refused) as (client, kept, _):
+        await client.post(CHAT, HELLO)
+        await client.post(CHAT, HELLO | {"temperature": "hot"})
+        client.service._active_requests.draining = True
+        await client.post(CHAT, HELLO)
+        await until(lambda: len(kept) == 3)
+    found = [
+        (t.spans[0].attributes["http.response.status_code"], t.spans[0].attributes["error.type"])
+        for t in kept
+    ]
+    assert found == [(429, "Overloaded"), (400, "InvalidRequest"), (503, "Draining")]
+    assert [t.spans[0].error for t in kept] == ["", "", "the server is shutting down"]
+
+
+async def test_a_stream_that_breaks_off_is_an_error_with_status_200():
+    script = Script(tokens=tokens("one two three"), fail=EngineError("broken"), fail_after=2)
+    async with traced(script, trace_sample=0.0) as (client, kept, _):
+        await client.events(CHAT, HELLO)
+        await until(lambda: kept)
+    root = kept[0].spans[0]
+    assert root.attributes["http.response.status_code"] == 200
+    assert kept[0].kept == ("error",)
+    assert root.error
+
+
+async def test_a_slow_first_token_is_kept():
+    async with traced(Script(tokens=tokens("hello")), trace_sample=0.0) as (client, kept, _):
+        headers = {"x-pdserve-slo-ttft-ms": "0.001"}
+        async with client.http.post(client.url + CHAT, json=HELLO, headers=headers) as answer:
+            assert answer.status == 200
+        await until(lambda: kept)
+    assert kept[0].kept == ("slo_ttft",)
+
+
+async def test_a_client_that_leaves_is_no_error():
+    async with traced(Script(tokens=tokens("la "), interval=0.01)) as (client, kept, _):
+        asking = asyncio.ensure_future(client.post(CHAT, HELLO | {"max_tokens": 4000}))
+        await until(lambda: client.backend.streams and client.backend.streams[0]._outputs[0])
+        asking.cancel()
+        await until(lambda: kept)
+    root = kept[0].spans[0]
+    assert root.attributes["http.response.status_code"] == 499
+    assert root.attributes["error.type"] == "Cancelled"
+    assert root.error == ""
+
+
+async def test_with_a_rate_of_0_nothing_is_recorded():
+    async with traced(trace_rate=0.0) as (client, kept, _):
+        await client.post(CHAT, HELLO)
+        assert client.service.tracer.begin() is None
+    assert not kept
+
+
+async def test_endpoints_that_generate_nothing_have_no_trace():
+    async with traced() as (client, kept, _):
+        await client.post("/tokenize", {"prompt": "hello"})
+        async with client.http.get(client.url + "/v1/models") as answer:
+            assert answer.status == 200
+        await asyncio.sleep(0.01)
+    assert not kept
+
+
+async def test_several_prompts_have_a_record_each():
+    async with traced(Script(tokens=tokens("hello"))) as (client, kept, _):
+        await client.post("/v1/completions", {"prompt": ["a", "b", "c"]})
+        await until(lambda: kept)
+    names = [span.name for span in kept[0].spans]
+    assert names.count("pdserve.prompt") == 3
+    assert kept[0].spans[0].attributes["gen_ai.operation.name"] == "text_completion"
+
+
+async def test_a_watch_keeps_all_requests_of_a_model():
+    async with traced(trace_sample=0.0) as (client, kept, _):
+        tracer = client.service.tracer
+        tracer.watches.begin(MODEL, 60.0, tracer._time())
+        await client.post(CHAT, HELLO)
+        await until(lambda: kept)
+    assert kept[0].kept == ("watch",)
