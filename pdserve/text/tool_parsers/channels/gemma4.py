@@ -15,9 +15,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from pdserve.text.incremental_reader import WhitespaceBuffer
-from pdserve.text.output_parts import ReasoningDelta
-from pdserve.text.tool_parsers.base import ToolCallReader
+from pdserve.text.tool_parsers.channels.channel_reader import ChannelReader
 from pdserve.text.tool_parsers.json_repair import bare_as_json
 from pdserve.text.tool_parsers.literal_grammar import Dialect, LiteralGrammar
 from pdserve.text.tool_parsers.partial_json import JsonValue
@@ -80,30 +78,23 @@ class Gemma4:
         return call_id()
 
 
-class Gemma4Reader(ToolCallReader):
+class Gemma4Reader(ChannelReader):
     """Reads reasoning, content and calls."""
 
     __slots__ = (
-        "_calls",
         "_held",
         "_joint",
-        "_known",
         "_name",
         "_open",
         "_schemas",
         "_string_value",
-        "_thought",
         "_types",
     )
 
     def __init__(self, tools: Sequence[Tool] = (), *, calls: bool = True) -> None:
-        """`calls`: the request has tools; otherwise what looks like a call is content."""
-        super().__init__(self._first)
-        self._calls = calls
-        self._known = {tool.function.name: tool for tool in tools}
+        super().__init__(self._first, tools, calls=calls)
         self._schemas: dict[str, ParameterTypes] = {}
         """Schemas of the functions called so far."""
-        self._thought = WhitespaceBuffer(bare=True)
         self._name = ""
         self._held = ""
         """A bare value, as far as it has come."""
@@ -174,9 +165,7 @@ class Gemma4Reader(ToolCallReader):
 
     def _think(self) -> bool:
         text, marker = self.seek(_ANY, MARKERS)
-        shown = self._thought.add(text)
-        if shown:
-            self.parts.append(ReasoningDelta(shown))
+        self.reason(text)
         if marker in (CHANNEL_END, _TURN_END, _RESULT):
             return self.turn(self._content)
         return bool(marker) and self._calls_if(marker)

@@ -17,9 +17,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Final
 
-from pdserve.text.incremental_reader import WhitespaceBuffer
-from pdserve.text.output_parts import ReasoningDelta
-from pdserve.text.tool_parsers.base import SchemaFree, ToolCallReader
+from pdserve.text.tool_parsers.base import SchemaFree
+from pdserve.text.tool_parsers.channels.channel_reader import ChannelReader
 from pdserve.text.tool_parsers.partial_json import JsonValue
 from pdserve.text.tool_parsers.tool_call_grammar import (
     ToolCallGrammar,
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pdserve.protocols.completion_requests import Tool
-    from pdserve.text.output_parts import OutputPart
     from pdserve.text.tool_parsers.base import ToolChoiceMode
 
 START: Final = "<|start|>"
@@ -110,34 +108,27 @@ def before_answer(special: Mapping[str, int]) -> str:
     )
 
 
-class HarmonyReader(ToolCallReader):
+class HarmonyReader(ChannelReader):
     """Reads all channels: reasoning, content and calls."""
 
     __slots__ = (
         "_arguments",
-        "_calls",
         "_header",
         "_name",
         "_said",
         "_text_end",
-        "_thought",
         "_thoughts",
-        "_tools",
     )
 
     def __init__(self, tools: Sequence[Tool] = (), *, calls: bool = True) -> None:
-        """`calls`: the request has tools; otherwise what is written to one is content."""
-        super().__init__(self._first)
-        self._calls = calls
+        super().__init__(self._first, tools, calls=calls)
         self._header = ""
         self._name = ""
-        self._tools = {tool.function.name: tool for tool in tools}
         self._text_end = ""
         """What completes arguments that are text."""
         self._arguments = JsonValue()
         self._said = False
         """A message with content has ended: a line break parts it from the next."""
-        self._thought = WhitespaceBuffer(bare=True)
         self._thoughts = 0
 
     @property
@@ -219,7 +210,7 @@ class HarmonyReader(ToolCallReader):
 
     def _part_thoughts(self) -> None:
         if self._thoughts:
-            self._reason("\n")
+            self.reason("\n")
         self._thoughts += 1
 
     def _end_of_body(self, marker: str) -> bool:
@@ -272,15 +263,10 @@ class HarmonyReader(ToolCallReader):
     def _think(self) -> bool:
         text, marker = self.seek(_ANY, MARKERS)
         self._thoughts = self._thoughts or 1
-        self._reason(text)
+        self.reason(text)
         if not marker:
             return False
         return self._end_of_body(marker) if marker in _ENDS else True
-
-    def _reason(self, text: str) -> None:
-        shown = self._thought.add(text)
-        if shown:
-            self.parts.append(ReasoningDelta(shown))
 
     def _result(self) -> bool:
         """State in a message to the model itself: a tool's result that it made up, which is
@@ -312,7 +298,7 @@ class HarmonyReader(ToolCallReader):
 
     def _only_parameter(self) -> str | None:
         """The parameter of a tool that has no other; None if there is none such."""
-        tool = self._tools.get(self._name)
+        tool = self._known.get(self._name)
         schema = None if tool is None else tool.function.parameters
         properties = (schema or {}).get("properties")
         if not isinstance(properties, dict) or len(properties) != 1:
@@ -343,8 +329,3 @@ class HarmonyReader(ToolCallReader):
         if self.meets((*MARKERS, *_WORDS)) is None:
             return False
         return self.turn(self._between)
-
-    def finish(self) -> list[OutputPart]:
-        parts = super().finish()
-        self._thought.flush()
-        return parts

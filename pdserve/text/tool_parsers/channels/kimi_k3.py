@@ -16,9 +16,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Final
 
-from pdserve.text.incremental_reader import WhitespaceBuffer
-from pdserve.text.output_parts import ReasoningDelta
-from pdserve.text.tool_parsers.base import ToolCallReader
+from pdserve.text.tool_parsers.channels.channel_reader import ChannelReader
 from pdserve.text.tool_parsers.channels.kimi_k3_grammar import KimiK3Grammar
 from pdserve.text.tool_parsers.partial_json import JsonValue
 from pdserve.text.tool_parsers.tool_call_grammar import call_id
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pdserve.protocols.completion_requests import Tool
-    from pdserve.text.output_parts import OutputPart
     from pdserve.text.tool_parsers.base import ToolChoiceMode
 
 OPEN: Final = "<|open|>"
@@ -91,33 +88,26 @@ class KimiK3:
         return call_id()
 
 
-class KimiK3Reader(ToolCallReader):
+class KimiK3Reader(ChannelReader):
     """Reads reasoning, content and calls."""
 
     __slots__ = (
-        "_calls",
         "_closing",
         "_held",
         "_junk",
-        "_known",
         "_object",
         "_parameters",
         "_schemas",
         "_tag",
         "_thinking",
-        "_thought",
         "_types",
     )
 
     def __init__(self, tools: Sequence[Tool] = (), *, calls: bool = True) -> None:
-        """`calls`: the request has tools; otherwise what looks like a call is content."""
-        super().__init__(self._text)
-        self._calls = calls
-        self._known = {tool.function.name: tool for tool in tools}
+        super().__init__(self._text, tools, calls=calls)
         self._schemas: ParameterTypes | None = None
         """Parameters of the function that is called; None outside of calls."""
         self._thinking = False
-        self._thought = WhitespaceBuffer(bare=True)
         self._closing = False
         """The tag that is read is one that closes."""
         self._tag = ""
@@ -160,9 +150,7 @@ class KimiK3Reader(ToolCallReader):
         elif not self._thinking:
             self.say(text)
         else:
-            shown = self._thought.add(text)
-            if shown:
-                self.parts.append(ReasoningDelta(shown))
+            self.reason(text)
 
     def _head(self) -> bool:
         """State inside of a tag. What does not become one is text."""
@@ -288,8 +276,3 @@ class KimiK3Reader(ToolCallReader):
         else:
             self.argue(json_or_text("".join(self._held)))
         return self.turn(self._text)
-
-    def finish(self) -> list[OutputPart]:
-        parts = super().finish()
-        self._thought.flush()
-        return parts
