@@ -7,7 +7,7 @@ its `Dialect` and the grammar of a call around the values.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from pdserve.text.tool_parsers.tool_call_grammar import (
     ToolCallGrammar,
@@ -49,15 +49,16 @@ class Dialect:
 class LiteralGrammar:
     """Builds the values of one request's tools."""
 
+    dialect: ClassVar[Dialect]
+    """How the format's language writes values."""
+
     def __init__(
         self,
-        dialect: Dialect,
         tools: Sequence[Tool],
         choice: ToolChoiceMode,
         parallel: bool,
         special: Mapping[str, int] | None,
     ) -> None:
-        self._dialect = dialect
         self._grammar = ToolCallGrammar(tools, choice, parallel, special)
         self._root: dict[str, Any] = {}
         """The schema in which references are looked up."""
@@ -85,7 +86,7 @@ class LiteralGrammar:
 
     def _joined(self, pairs: Sequence[tuple[str, bool]]) -> str:
         """The pairs in their order with commas between them; optional ones may be left out."""
-        comma = lark_string(self._dialect.comma)
+        comma = lark_string(self.dialect.comma)
         first = rest = ""
         for pair, must in reversed(pairs):
             rule = self._rule("pair", pair)
@@ -104,7 +105,7 @@ class LiteralGrammar:
         """The name of a rule, or a term short enough to be repeated."""
         self._grammar.budget.step()
         if not isinstance(schema, dict):
-            return self._dialect.any
+            return self.dialect.any
         values = schema.get("enum")
         if isinstance(values, list):
             self._grammar.budget.step(len(values))
@@ -124,7 +125,7 @@ class LiteralGrammar:
         return self._typed(kinds, schema)
 
     def _constant(self, value: Any) -> str:
-        return lark_string(self._dialect.spell(value))
+        return lark_string(self.dialect.spell(value))
 
     def _rule(self, stem: str, body: str) -> str:
         if body not in self._rules:
@@ -132,7 +133,7 @@ class LiteralGrammar:
         return self._rules[body]
 
     def _union(self, terms: Sequence[str]) -> str:
-        different = list(dict.fromkeys(terms)) or [self._dialect.any]
+        different = list(dict.fromkeys(terms)) or [self.dialect.any]
         if len(different) == 1 and len(different[0]) <= _SHORT:
             return different[0]
         return self._rule("union", " | ".join(different))
@@ -140,21 +141,21 @@ class LiteralGrammar:
     def _typed(self, kind: Any, schema: dict[str, Any]) -> str:
         if kind == "array":
             item = self._value(schema.get("items"))
-            some = f"{item} ({lark_string(self._dialect.comma)} {item})*"
+            some = f"{item} ({lark_string(self.dialect.comma)} {item})*"
             return self._rule(
                 "array", f'"[" {some} "]"' if schema.get("minItems") else f'"[" ({some})? "]"'
             )
         if kind == "object":
             return self._object(schema)
-        return self._dialect.simple.get(str(kind), self._dialect.any)
+        return self.dialect.simple.get(str(kind), self.dialect.any)
 
     def _object(self, schema: dict[str, Any]) -> str:
         pairs = [
-            (f"{lark_string(self._dialect.key(name))} {self._value(each)}", must)
+            (f"{lark_string(self.dialect.key(name))} {self._value(each)}", must)
             for name, each, must in properties_of(schema)
         ]
         if not pairs:
-            return self._dialect.any_object
+            return self.dialect.any_object
         return self._rule("object", f'"{{" {self._joined(pairs)} "}}"')
 
     def _reference(self, reference: str) -> str:

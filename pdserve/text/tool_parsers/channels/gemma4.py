@@ -483,38 +483,6 @@ GEMMA_BOOLEAN: "true" | "false"
 _PLAIN_KEY: Final = re.compile(r"[^\s:,{}\[\]<\"][^:,{}\[\]<\"]*(?<!\s)")
 
 
-class _Grammar(LiteralGrammar):
-    def __init__(
-        self,
-        tools: Sequence[Tool],
-        choice: ToolChoiceMode,
-        parallel: bool,
-        special: Mapping[str, int] | None,
-    ) -> None:
-        super().__init__(_DIALECT, tools, choice, parallel, special)
-
-    def text(self) -> str:
-        grammar = self._grammar
-        calls = grammar.any_call(
-            f"{lark_string(f'call:{tool.function.name}{{')} {self.arguments(tool, _key)} "
-            f'"}}" {grammar.marker(CALL_END)}'
-            for tool in grammar.tools
-        )
-        grammar.terminal(_LITERALS)
-        quote = grammar.marker(QUOTE)
-        name = "gemma_string" if grammar.is_special(QUOTE) else "GEMMA_STRING"
-        if name == "GEMMA_STRING":
-            grammar.terminal("gemma_string: GEMMA_STRING")
-        grammar.terminal(f"{name}: {quote} GEMMA_TEXT {quote}")
-        banned = [] if grammar.is_special(QUOTE) else [QUOTE]
-        grammar.terminal(f"GEMMA_TEXT: {text_without(banned)}")
-        return grammar.tagged(CALL, calls)
-
-    def _constant(self, value: Any) -> str:
-        quote = self._grammar.marker(QUOTE)
-        return f" {quote} ".join(map(lark_string, _spelled(value).split(QUOTE)))
-
-
 def _key(name: str) -> str | None:
     return f"{name}:" if _PLAIN_KEY.fullmatch(name) else None
 
@@ -545,3 +513,28 @@ _DIALECT: Final = Dialect(
     key=lambda name: f"{name}:",
     comma=",",
 )
+
+
+class _Grammar(LiteralGrammar):
+    dialect = _DIALECT
+
+    def text(self) -> str:
+        grammar = self._grammar
+        calls = grammar.any_call(
+            f"{lark_string(f'call:{tool.function.name}{{')} {self.arguments(tool, _key)} "
+            f'"}}" {grammar.marker(CALL_END)}'
+            for tool in grammar.tools
+        )
+        grammar.terminal(_LITERALS)
+        quote = grammar.marker(QUOTE)
+        name = "gemma_string" if grammar.is_special(QUOTE) else "GEMMA_STRING"
+        if name == "GEMMA_STRING":
+            grammar.terminal("gemma_string: GEMMA_STRING")
+        grammar.terminal(f"{name}: {quote} GEMMA_TEXT {quote}")
+        banned = [] if grammar.is_special(QUOTE) else [QUOTE]
+        grammar.terminal(f"GEMMA_TEXT: {text_without(banned)}")
+        return grammar.tagged(CALL, calls)
+
+    def _constant(self, value: Any) -> str:
+        quote = self._grammar.marker(QUOTE)
+        return f" {quote} ".join(map(lark_string, _spelled(value).split(QUOTE)))

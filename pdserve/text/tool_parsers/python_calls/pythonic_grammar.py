@@ -13,10 +13,7 @@ from pdserve.text.tool_parsers.literal_grammar import Dialect, LiteralGrammar
 from pdserve.text.tool_parsers.tool_call_grammar import lark_string
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from pdserve.protocols.completion_requests import Tool
-    from pdserve.text.tool_parsers.base import ToolChoiceMode
 
 _NAME: Final = re.compile(r"[^\s=,()\[\]{}'\"<#\\]+")
 _LITERALS: Final = r"""
@@ -36,39 +33,6 @@ _SIMPLE: Final = {
     "boolean": "PY_BOOLEAN",
     "null": '"None"',
 }
-
-
-class PythonicGrammar(LiteralGrammar):
-    """Builds the grammar of one request's tools."""
-
-    def __init__(
-        self,
-        tools: Sequence[Tool],
-        choice: ToolChoiceMode,
-        parallel: bool,
-        special: Mapping[str, int] | None,
-    ) -> None:
-        super().__init__(_DIALECT, tools, choice, parallel, special)
-
-    def text(self) -> str:
-        grammar = self._grammar
-        calls = grammar.any_call(self.call(tool) for tool in grammar.tools)
-        grammar.terminal(_LITERALS)
-        body = f'"[" {grammar.sequence(calls, lark_string(", "))} "]"'
-        return grammar.whole("[", body, tag="<|python_start|>", closing="<|python_end|>")
-
-    def block(self, start: str, end: str, opening: str, between: str, closing: str) -> str:
-        """The grammar of calls between two markers."""
-        grammar = self._grammar
-        calls = grammar.any_call(self.call(tool) for tool in grammar.tools)
-        grammar.terminal(_LITERALS)
-        several = grammar.sequence(calls, lark_string(between))
-        body = f"{lark_string(opening)} {several} {lark_string(closing)} {grammar.marker(end)}"
-        return grammar.tagged(start, body, again=False)
-
-    def call(self, tool: Tool) -> str:
-        arguments = self.arguments(tool, _key)
-        return f'{lark_string(f"{tool.function.name}(")} {arguments} ")"'
 
 
 def _key(name: str) -> str | None:
@@ -98,3 +62,29 @@ _DIALECT: Final = Dialect(
     key=lambda name: f"{_python(name)}: ",
     comma=", ",
 )
+
+
+class PythonicGrammar(LiteralGrammar):
+    """Builds the grammar of one request's tools."""
+
+    dialect = _DIALECT
+
+    def text(self) -> str:
+        grammar = self._grammar
+        calls = grammar.any_call(self.call(tool) for tool in grammar.tools)
+        grammar.terminal(_LITERALS)
+        body = f'"[" {grammar.sequence(calls, lark_string(", "))} "]"'
+        return grammar.whole("[", body, tag="<|python_start|>", closing="<|python_end|>")
+
+    def block(self, start: str, end: str, opening: str, between: str, closing: str) -> str:
+        """The grammar of calls between two markers."""
+        grammar = self._grammar
+        calls = grammar.any_call(self.call(tool) for tool in grammar.tools)
+        grammar.terminal(_LITERALS)
+        several = grammar.sequence(calls, lark_string(between))
+        body = f"{lark_string(opening)} {several} {lark_string(closing)} {grammar.marker(end)}"
+        return grammar.tagged(start, body, again=False)
+
+    def call(self, tool: Tool) -> str:
+        arguments = self.arguments(tool, _key)
+        return f'{lark_string(f"{tool.function.name}(")} {arguments} ")"'

@@ -31,6 +31,8 @@ __all__ = ["ElementGrammar"]
 class ElementGrammar(LiteralGrammar):
     """Builds the grammar of one request's tools. Each value contains the mark that ends it."""
 
+    dialect = Dialect(any="element_text", any_object="", simple={}, spell=str, key=str, comma="")
+
     def __init__(
         self,
         syntax: TagSyntax,
@@ -40,10 +42,7 @@ class ElementGrammar(LiteralGrammar):
         parallel: bool,
         special: Mapping[str, int] | None,
     ) -> None:
-        dialect = Dialect(
-            any="element_text", any_object="", simple={}, spell=str, key=str, comma=""
-        )
-        super().__init__(dialect, tools, choice, parallel, special)
+        super().__init__(tools, choice, parallel, special)
         self._syntax = syntax
         self._mark = mark
         self._tool = tools[0]
@@ -106,4 +105,4 @@ class ElementGrammar(LiteralGrammar):
             described = {**shared_definitions(self._tool, schema), **schema, "type": kind}
             term = json_schema_term(described, strict=bool(self._tool.function.strict))
             return self._rule("json", f"{term} {self._markup(self._mark)}")
-        return self._dialect.any
+        return self.dialect.any
