@@ -82,25 +82,45 @@ class ImageReader:
             from vllm.model_executor.model_loader.utils import get_model_cls
 
             mark = processor.dummy_inputs.get_dummy_text({"image": 1})
-            tokens = self._renderer.get_tokenizer().encode(mark, add_special_tokens=False)
-            text = str(get_model_cls(self._model).get_placeholder_str("image", 1))
-            if len(tokens) != 1:
-                raise ValueError(f"its placeholder {mark!r} is {len(tokens)} tokens instead of one")
-            self._try_out(tokens)
+            token = self._token_of(mark)
+            text = self._text_of(token, get_model_cls(self._model).get_placeholder_str("image", 1))
         except Exception as error:  # a model's processor may raise anything
             _LOG.warning("images are not offered: %s: %s", type(error).__name__, error)
             return None
-        return ImagePlaceholder(token=int(tokens[0]), text=text, most=most)
+        return ImagePlaceholder(token=token, text=text, most=most)
 
-    def _try_out(self, tokens: list[int]) -> None:
-        """Read a small image, so that a model whose prompts are expanded otherwise is found out
-        now. Raises what the processor raises."""
+    @property
+    def _tokenizer(self) -> Any:
+        return self._renderer.get_tokenizer()
+
+    def _token_of(self, mark: str) -> int:
+        """The token that an image takes the place of, in the text by which this model's processor
+        is tried out. What is around it stays in the prompt. Reads a small image, so that a model
+        whose prompts are expanded otherwise is found out now. Raises what the processor raises."""
         from PIL import Image
 
+        tokens = list(self._tokenizer.encode(mark, add_special_tokens=False))
         found = self._process(tokens, [Image.new("RGB", (64, 64))], ["pdserve try-out"])
-        (place,) = found["mm_placeholders"]["image"]
-        if len(found["prompt_token_ids"]) != place.length:
+        places = found["mm_placeholders"]["image"]
+        if len(places) != 1:
+            raise ValueError(f"the processor makes {len(places)} images of {mark!r} and one image")
+        (place,) = places
+        whole, end = list(found["prompt_token_ids"]), place.offset + place.length
+        before, behind = whole[: place.offset], whole[end:]
+        replaced = tokens[len(before) : len(tokens) - len(behind)]
+        if [*before, *replaced, *behind] != tokens:
             raise ValueError("the processor writes more into a prompt than the image")
+        if len(replaced) != 1:
+            raise ValueError(f"an image takes the place of {len(replaced)} tokens of {mark!r}")
+        return int(replaced[0])
+
+    def _text_of(self, token: int, text: str | None) -> str:
+        """The text that becomes this token: the one that the model's class has, if its tokenizer
+        knows it. LLaVA's class, for one, has LLaVA's text for Pixtral, too."""
+        tokenizer = self._tokenizer
+        if text and tokenizer.encode(text, add_special_tokens=False).count(token) == 1:
+            return text
+        return str(tokenizer.decode([token]))
 
     def _process(self, tokens: list[int], media: list[Any], names: list[str]) -> Any:
         """vLLM's multi-modal input. The cache that is used holds whole items: one whose items are

@@ -22,6 +22,8 @@ ENCODER_CACHE = 50
 
 images_per_prompt = 0
 """For tests: 0, and the model takes no images."""
+placeholder_text: str | None = "<mark>"
+"""For tests: the text for an image that the model's class has."""
 reading: threading.Event = threading.Event()
 """For tests: pictures are read while it is set."""
 reading.set()
@@ -73,7 +75,9 @@ class Renderer:
         """The names of the images of each prompt, as they were given."""
 
     def get_tokenizer(self) -> Any:
-        return SimpleNamespace(encode=lambda text, add_special_tokens: [MARK])
+        return SimpleNamespace(
+            encode=lambda text, add_special_tokens: [MARK], decode=lambda ids: f"<{ids[0]}>"
+        )
 
     def _process_multimodal(
         self,
@@ -133,7 +137,7 @@ def keys_of(images: list[Any], number: int, size: int) -> list[tuple[str, int]]:
 
 def modules() -> Iterator[tuple[str, dict[str, Any]]]:
     """Modules of vLLM and their content."""
-    model = SimpleNamespace(get_placeholder_str=lambda modality, number: "<mark>")
+    model = SimpleNamespace(get_placeholder_str=lambda modality, number: placeholder_text)
     yield "vllm.model_executor.model_loader.utils", {"get_model_cls": lambda config: model}
     yield "vllm.multimodal.inputs", {"MultiModalFeatureSpec": MultiModalFeatureSpec}
     yield "vllm.multimodal.media.image", {"ImageMediaIO": ImageMediaIO}

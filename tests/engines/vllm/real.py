@@ -110,11 +110,10 @@ def loaded(spec: EngineSpec) -> _Loaded:
     return _LOADED[key]
 
 
-def unload() -> None:
-    """End all engines; the fixture `engines` calls it."""
-    while _LOADED:
-        _, one = _LOADED.popitem()
-        one.engine.close()
+def unload(*specs: EngineSpec) -> None:
+    """End the engines of these specs, or all, as the fixture `engines` does."""
+    for key in [msgspec.msgpack.encode(spec) for spec in specs] or [*_LOADED]:
+        _LOADED.pop(key).engine.close()
 
 
 def _start_threads(engine: Engine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -99,17 +100,71 @@ def test_a_model_that_takes_no_images_says_so(monkeypatch: pytest.MonkeyPatch) -
     assert "takes no images" in error.message
 
 
-def test_a_placeholder_of_several_tokens_is_not_offered(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(
-        fake_vision.Renderer,
-        "get_tokenizer",
-        lambda self: type("T", (), {"encode": lambda self, text, add_special_tokens: [1, 2]})(),
+def says(monkeypatch: pytest.MonkeyPatch, tokens: Sequence[int]) -> None:
+    """The model's own text for an image becomes these tokens."""
+    tokenizer = SimpleNamespace(
+        encode=lambda text, add_special_tokens: [*tokens], decode=lambda ids: f"<{ids[0]}>"
     )
+    monkeypatch.setattr(fake_vision.Renderer, "get_tokenizer", lambda self: tokenizer)
+
+
+@pytest.mark.parametrize("around", [(1, MARK, 2), (MARK, 2), (1, MARK)])
+def test_marks_around_a_placeholder_stay_in_the_prompt(
+    monkeypatch: pytest.MonkeyPatch, around: tuple[int, ...]
+) -> None:
+    says(monkeypatch, around)
+    with Seeing() as engine:
+        assert engine.capabilities.image == ImagePlaceholder(token=MARK, text="<mark>", most=3)
+        prompt = (17, *around, 8, *around, 10)
+        ledger = engine.submit(request(prompt, images=(CAT, DOG)))
+        engine.run()
+        finish = ledger.finishes[0]
+        assert finish is not None
+        assert finish.prompt_tokens == len(prompt) - 2 + 9 + 6
+
+
+@pytest.mark.parametrize("text", [None, "", "<another model's mark>"])
+def test_a_mark_without_a_text_of_its_own_gets_the_tokens(
+    monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    """As with Pixtral, whose class in vLLM is LLaVA's or has none."""
+    encode = {"<mark>": [MARK]}.get
+    tokenizer = SimpleNamespace(
+        encode=lambda text, add_special_tokens: encode(text, [5, 6]),
+        decode=lambda ids: f"<{ids[0]}>",
+    )
+    monkeypatch.setattr(fake_vision.Renderer, "get_tokenizer", lambda self: tokenizer)
+    monkeypatch.setattr(fake_vision, "placeholder_text", text)
+    with Seeing() as engine:
+        assert engine.capabilities.image == ImagePlaceholder(token=MARK, text=f"<{MARK}>", most=3)
+
+
+@pytest.mark.parametrize(
+    ("expanded", "place", "reason"),
+    [
+        ([7, 8, 8, 9], (1, 2), "takes the place of 2 tokens of '<mark>'"),
+        ([8, 8, 9], (0, 2), "takes the place of 3 tokens of '<mark>'"),
+        ([5, 8, 8, 9], (1, 2), "writes more into a prompt than the image"),
+        ([7, 1, 1, 8, 8, 2, 9], (3, 2), "writes more into a prompt than the image"),
+        ([7, 1, 2, 9], None, "makes 0 images of '<mark>'"),
+    ],
+)
+def test_a_prompt_that_is_expanded_otherwise_is_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    expanded: list[int],
+    place: tuple[int, int] | None,
+    reason: str,
+) -> None:
+    """The model is served for text."""
+    says(monkeypatch, [7, 1, 2, 9])
+    places = [] if place is None else [fake_vision.PlaceholderRange(*place)]
+    found = {"prompt_token_ids": expanded, "mm_placeholders": {"image": places}}
+    monkeypatch.setattr(fake_vision.Renderer, "_process_multimodal", lambda *_, **__: found)
     with Seeing() as engine:
         assert engine.capabilities.image is None
-    assert "2 tokens instead of one" in caplog.text
+        assert "images" not in engine.capabilities.features
+    assert reason in caplog.text
 
 
 def test_the_prompt_is_expanded_and_counted(engine: Seeing) -> None:

@@ -1,8 +1,7 @@
 """A tiny random Idefics3 that vLLM for CPUs can compute, and pictures for it.
 
 How many tokens a picture takes depends on its size, and many of them have other ids than the one
-that stands for it. The processors of Qwen's, Mistral's and LLaVA's models need torchvision, which
-vLLM for CPUs does not bring.
+that stands for it. `vision_families` has models of other families.
 """
 
 from __future__ import annotations
@@ -12,13 +11,16 @@ import io
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from PIL import Image
 
 import pdserve
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 IMG = 1281
 """The placeholder of an image in a prompt."""
@@ -70,33 +72,29 @@ def vision_checkpoint(seed: int = 0) -> tuple[Path, Any]:
         text_config=_TEXT, vision_config=_VISION, image_token_id=IMG
     )
     config.pad_token_id = 0
-    torch.manual_seed(seed)
-    model = transformers.Idefics3ForConditionalGeneration(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            else:
-                parameter.normal_(0.0, 0.25)
+    model = randomised(transformers.Idefics3ForConditionalGeneration, config, seed)
     folder = Path(_home().name) / f"vision-{seed}"
     model.save_pretrained(folder)
     _write_processor(folder)
-    return folder, model.eval()
+    return folder, model
+
+
+def randomised(kind: Any, config: Any, seed: int) -> Any:
+    """A model whose every parameter matters."""
+    torch.manual_seed(seed)
+    model = kind(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name and parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0.0, 0.25)
+    return model.eval()
 
 
 def _write_processor(folder: Path) -> None:
-    """The bundled tokenizer with the marks of images, and the processor's settings."""
-    bundled = Path(pdserve.__file__).parent / "bundled"
-    tokenizer = json.loads((bundled / "tokenizer.json").read_text())
-    like = tokenizer["added_tokens"][0]
-    tokenizer["added_tokens"] += [
-        like | {"id": id, "content": content} for id, content in enumerate(_ADDED, 1280)
-    ]
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     kind = {"processor_class": "Idefics3Processor"}
-    settings = json.loads((bundled / "tokenizer_config.json").read_text())
-    settings |= kind | {"chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_tokenizer(folder, _ADDED, kind | {"chat_template": TEMPLATE})
     image = kind | {
         "image_processor_type": "Idefics3ImageProcessor",
         "size": {"longest_edge": 112},
@@ -104,6 +102,19 @@ def _write_processor(folder: Path) -> None:
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(image))
     (folder / "processor_config.json").write_text(json.dumps(kind | {"image_seq_len": 4}))
+
+
+def write_tokenizer(folder: Path, added: Sequence[str], fields: dict[str, Any]) -> None:
+    """Write the bundled tokenizer with these special tokens behind its vocabulary."""
+    bundled = Path(pdserve.__file__).parent / "bundled"
+    tokenizer = json.loads((bundled / "tokenizer.json").read_text())
+    like = tokenizer["added_tokens"][0]
+    tokenizer["added_tokens"] += [
+        like | {"id": id, "content": content} for id, content in enumerate(added, 1280)
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = json.loads((bundled / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | fields))
 
 
 def picture(seed: int, width: int = 84, height: int = 56, format: str = "PNG") -> bytes:
@@ -119,20 +130,20 @@ def picture(seed: int, width: int = 84, height: int = 56, format: str = "PNG") -
 @torch.inference_mode()
 def expected(model: Any, folder: Path, text: str, files: list[bytes], count: int) -> Any:
     """(expanded prompt, greedy tokens, distances of the two best logits) of transformers. The text
-    has `<image>` for each file."""
+    has a mark for each file."""
     processor = transformers.AutoProcessor.from_pretrained(folder)
     images = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
     made = processor(text=text, images=images, return_tensors="pt", add_special_tokens=False)
-    tokens: list[int] = made["input_ids"][0].tolist()
+    tokens: list[int] = made.pop("input_ids")[0].tolist()
+    made.pop("attention_mask", None)
     output: list[int] = []
     gaps: list[float] = []
     for _ in range(count):
-        logits = model(
-            input_ids=torch.tensor([tokens + output]),
-            pixel_values=made["pixel_values"],
-            pixel_attention_mask=made["pixel_attention_mask"],
-        ).logits
+        logits = model(input_ids=torch.tensor([tokens + output]), **made).logits
         best = logits[0, -1].float().topk(2)
         gaps.append(float(best.values[0] - best.values[1]))
         output.append(int(best.indices[0]))
+        if "mm_token_type_ids" in made:
+            types = made["mm_token_type_ids"]
+            made["mm_token_type_ids"] = torch.cat([types, torch.zeros_like(types[:, :1])], 1)
     return tokens, output, gaps
