@@ -20,6 +20,11 @@ SAMPLES = [
     Sample("between markers", "<|python_start|>[now()]<|python_end|>", "", [NOW]),
     Sample("text around markers", "So: <|python_start|>[now()]<|python_end|> ok", "So: ok", [NOW]),
     Sample("the end is missing", "<|python_start|>[now()]", "", [NOW]),
+    Sample(
+        "a name that is too long",
+        f"<|python_start|>[{'n' * 300}()]<|python_end|>",
+        f"[{'n' * 300}()]",
+    ),
     Sample("half an end", "<|python_start|>[now()]\n<|python_e", "", [NOW]),
     Sample("text after", "[now()] is what I call.", "is what I call.", [NOW]),
     Sample(

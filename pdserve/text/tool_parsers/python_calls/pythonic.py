@@ -169,6 +169,8 @@ class _Parser(ToolCallReader):
         return self.turn(self._call)
 
     def _may_be_called(self) -> bool:
+        if len(self._name) > _LONGEST_NAME:
+            return False
         return self._tagged or self.calls > self._before or self._name in self._known
 
     def _call(self) -> bool:
