@@ -67,7 +67,9 @@ def stream(frontend: Node, worker: str, text: str, tokens: int) -> Stream:
 def total(node: Node, pattern: str) -> float:
     """Sum of the samples whose names match."""
     _, page = node.get("/metrics", node.probes)
-    return sum(map(float, re.findall(rf"^pdserve_{pattern} (\S+)$", page, re.MULTILINE)))
+    return sum(
+        map(float, re.findall(rf"^pdserve_(?:{pattern})(?:\{{.*\}})? (\S+)$", page, re.MULTILINE))
+    )
 
 
 def cancelled(node: Node, stage: str, what: str) -> float:

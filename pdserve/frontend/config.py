@@ -3,13 +3,14 @@ default."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ConfigError
 from pdserve.tracing.keep import PARENT_MODES, TraceRules
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from pdserve.ids import Bytes, Seconds
@@ -34,6 +35,12 @@ class FrontendConfig:
     backlog: int = 1024
     """Connections that the kernel completes before they are accepted; enough for bursts of
     clients."""
+
+    slo_ttft: Mapping[str, Seconds] = field(default_factory=dict)
+    """Seconds from a request's arrival to its first token that count as good, by model; the empty
+    name stands for all other models. It is measured only: no request is refused for it."""
+    slo_itl: Mapping[str, Seconds] = field(default_factory=dict)
+    """The same for the mean time between a request's tokens."""
 
     parser_modules: frozenset[str] = frozenset()
     """Formats `module:attribute` of tool calls and reasoning that this process was told to load.

@@ -30,8 +30,8 @@ from pdserve.frontend.output.streaming_response import (
 )
 from pdserve.frontend.preprocess.input_processor import PlanContext
 from pdserve.frontend.preprocess.prompt_hashes import NO_HASHING, PromptHasher
+from pdserve.frontend.request_metrics import count_ended
 from pdserve.frontend.routing_hints import parse_hints
-from pdserve.observe.metrics import Metrics, outcome_of
 from pdserve.protocols.anthropic_messages import CountTokensRequest, MessagesRequest
 from pdserve.protocols.completion_requests import ChatRequest, CompletionRequest
 from pdserve.protocols.embeddings import EmbeddingRequest
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.request_traces import RequestTraces
     from pdserve.ids import Seconds
     from pdserve.messages.request import GenerateRequest
+    from pdserve.observe.metrics import Metrics
     from pdserve.protocols.request_decoder import RequestDecoder
     from pdserve.text.text_pool import TextPool
 
@@ -319,7 +320,8 @@ class GenerationHandler:
     # ------------------------------------------------------------------ the answer
 
     async def _whole(self, plan: RequestPlan, active: ActiveRequest) -> HttpResponse:
-        answer = _builder(plan)(plan, self._metrics, active.arrival, self._time, self.gathered)
+        metrics = self._metrics.of_model(active.model)
+        answer = _builder(plan)(plan, metrics, active.arrival, self._time, self.gathered)
         try:
             if isinstance(answer, EmbeddingResponseBuilder):
                 await self._dispatch_in_turn(plan, answer, active)
@@ -336,8 +338,9 @@ class GenerationHandler:
         lines = active.call.headers + _seed_line(plan)
         kind = EVENTS if plan.adapter is None else plan.adapter.stream_type
         wire = SseWriter(active.call.http, lines, self._config.write_buffer, self._flusher, kind)
+        metrics = self._metrics.of_model(active.model)
         answer = streaming_response_builder(
-            plan, self._metrics, active.arrival, self._time, wire, self.gathered
+            plan, metrics, active.arrival, self._time, wire, self.gathered
         )
         pulse = _KeepAlive(self._loop, answer, self._config.header_wait)
         pulse.begin(self._time() - active.arrival)
@@ -393,12 +396,7 @@ class GenerationHandler:
             active.call.served_lines = answer.served_lines()
         if self._traces is not None and active.call.phases is not None:
             self._traces.note(active.call.phases, active)
-        metrics = self._metrics
-        metrics.requests.labels(outcome_of(error)).inc()
-        if answer is not None and error is None:
-            metrics.e2e_request_latency.observe(now - active.arrival)
-            metrics.request_prompt_tokens.observe(answer.plan.prompt_tokens)
-            metrics.request_generation_tokens.observe(answer.completion_tokens)
+        count_ended(self._metrics.of_model(active.model), answer, error, active.arrival, now)
 
 
 class _KeepAlive:

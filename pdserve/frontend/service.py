@@ -37,6 +37,7 @@ from pdserve.frontend.preprocess.prompt_hashes import NO_HASHING, PromptHasher
 from pdserve.frontend.request_traces import RequestTraces
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.page_cache import CachedPages
+from pdserve.observe.slo import SloTable
 from pdserve.text.text_pool import TextPool, TextPoolStats
 from pdserve.tracing.sink import NO_SINK
 from pdserve.tracing.tracer import Tracer
@@ -89,6 +90,7 @@ class FrontendService:
         config.validate()
         self.config = config
         self.metrics = metrics if metrics is not None else Metrics()
+        self.metrics.set_objectives(SloTable(config.slo_ttft, config.slo_itl))
         self._backend = backend
         self._naming = naming
         self._degradations = degradations

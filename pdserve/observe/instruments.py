@@ -83,10 +83,11 @@ class Family(Generic[T]):
     grow the process.
     """
 
-    __slots__ = ("_bound", "_make", "_members", "_width")
+    __slots__ = ("_bound", "_members", "_width", "make")
 
     def __init__(self, make: Callable[[], T], width: int, bound: int) -> None:
-        self._make: Callable[[], T] = make
+        self.make: Callable[[], T] = make
+        """Makes the instrument of new label values."""
         self._width = width
         self._bound = bound
         self._members: dict[tuple[str, ...], T] = {}
@@ -102,7 +103,7 @@ class Family(Generic[T]):
         if len(self._members) >= self._bound:
             values = (OTHER,) * self._width
         if values not in self._members:
-            self._members[values] = self._make()
+            self._members[values] = self.make()
         return self._members[values]
 
     def remove(self, *values: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar, cast
 
 from pdserve.errors import (
     Cancelled,
@@ -22,17 +22,21 @@ from pdserve.errors import (
     RequestError,
     Unavailable,
 )
-from pdserve.observe.instruments import Counter, Family, Gauge, Histogram
+from pdserve.observe.engine_metrics import ENGINE_LABELS, ENGINE_METRICS, merge_by_labels
+from pdserve.observe.instruments import OTHER, Counter, Family, Gauge, Histogram
 from pdserve.observe.node_metrics import NODE_METRICS
+from pdserve.observe.slo import SloTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from prometheus_client import Metric
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
     from prometheus_client.registry import Collector
 
+    from pdserve.observe.engine_metrics import EngineSample
     from pdserve.observe.node_metrics import NodeSample
+    from pdserve.observe.slo import Objectives, SloVerdict
 
 Instrument = Counter | Gauge | Histogram | Family[Counter] | Family[Gauge] | Family[Histogram]
 _I = TypeVar("_I", bound=Instrument)
@@ -42,6 +46,12 @@ Combine = Literal["sum", "max"]
 
 _DEFINITION = "definition"
 """Key of a field's metadata."""
+
+MOST_MODELS: Final = 64
+"""Values of the label `model` that a process makes; further models share the value `other`."""
+_MODEL: Final = ("model",)
+_PER_MODEL: Final = 16 * (MOST_MODELS + 2)
+"""Most combinations of a model and up to 16 values of a second label."""
 
 LATENCY_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -78,48 +88,6 @@ def outcome_of(error: BaseException | None) -> Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSample:
-    """What a worker reports about its engine at a scrape; counters go on over engine restarts."""
-
-    ready: bool = False
-    running: int = 0
-    waiting: int = 0
-    blocks_total: int = 0
-    blocks_used: int = 0
-    blocks_cached: int = 0
-    blocks_quarantined: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    computed_tokens: int = 0
-    output_tokens: int = 0
-    preemptions: int = 0
-    steps: int = 0
-    step_seconds: float = 0.0
-    restarts: int = 0
-    stalls: int = 0
-    stalled_for: float = 0.0
-    inexact_continuations: int = 0
-    failed_loads: int = 0
-    images: int = 0
-    images_unexpected: int = 0
-
-    @property
-    def kv_usage(self) -> float:
-        """Share of blocks held by sequences, 0 to 1; cached blocks count as free."""
-        return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
-
-
-def merge_engine_samples(samples: Sequence[EngineSample]) -> EngineSample:
-    """Sums the samples of a process's engines (at least one); ready when all are ready."""
-    if len(samples) == 1:
-        return samples[0]
-    names = [each.name for each in fields(EngineSample) if each.name != "ready"]
-    sums = {name: sum(getattr(sample, name) for sample in samples) for name in names}
-    sums["stalled_for"] = max(sample.stalled_for for sample in samples)
-    return EngineSample(ready=all(sample.ready for sample in samples), **sums)
-
-
-@dataclass(frozen=True, slots=True)
 class Definition:
     """One line of `docs/metrics.md`."""
 
@@ -130,133 +98,6 @@ class Definition:
     labels: tuple[str, ...] = ()
     combine: Combine = "sum"
     """How values of several processes that share a port become one."""
-
-
-def _engine(
-    name: str,
-    kind: Kind,
-    text: str,
-    read: Callable[[EngineSample], float],
-    combine: Combine = "sum",
-) -> tuple[Definition, Callable[[EngineSample], float]]:
-    return Definition(f"pdserve_{name}", kind, text, "worker", combine=combine), read
-
-
-_ENGINE = (
-    _engine(
-        "engine_ready",
-        "gauge",
-        "1 while the engine can take sequences, 0 while it loads or restarts.",
-        lambda s: float(s.ready),
-    ),
-    _engine(
-        "num_requests_running",
-        "gauge",
-        "Sequences that hold blocks and take part in steps.",
-        lambda s: s.running,
-    ),
-    _engine(
-        "num_requests_waiting",
-        "gauge",
-        "Submissions in the engine's queue that do not run yet.",
-        lambda s: s.waiting,
-    ),
-    _engine(
-        "kv_cache_usage_ratio",
-        "gauge",
-        "Share of KV blocks held by sequences, 0 to 1; reusable cached blocks count as free.",
-        lambda s: s.kv_usage,
-    ),
-    _engine("kv_blocks", "gauge", "KV blocks of the pool.", lambda s: s.blocks_total),
-    _engine("kv_blocks_used", "gauge", "KV blocks held by sequences.", lambda s: s.blocks_used),
-    _engine(
-        "kv_blocks_cached",
-        "gauge",
-        "Unreferenced KV blocks kept for reuse as a prefix.",
-        lambda s: s.blocks_cached,
-    ),
-    _engine(
-        "kv_blocks_quarantined",
-        "gauge",
-        "KV blocks that a peer might still write to.",
-        lambda s: s.blocks_quarantined,
-    ),
-    _engine(
-        "prompt_tokens_total",
-        "counter",
-        "Prompt tokens of admitted sequences.",
-        lambda s: s.prompt_tokens,
-    ),
-    _engine(
-        "cached_prompt_tokens_total",
-        "counter",
-        "Prompt tokens taken from the prefix cache instead of computed.",
-        lambda s: s.cached_tokens,
-    ),
-    _engine("generation_tokens_total", "counter", "Output tokens.", lambda s: s.output_tokens),
-    _engine(
-        "computed_tokens_total",
-        "counter",
-        "Tokens that went through the model, recomputation included.",
-        lambda s: s.computed_tokens,
-    ),
-    _engine(
-        "preemptions_total",
-        "counter",
-        "Sequences that gave up their blocks to others and were computed again.",
-        lambda s: s.preemptions,
-    ),
-    _engine(
-        "inexact_continuations_total",
-        "counter",
-        "Requests that were continued after a migration with other noise or penalties than before.",
-        lambda s: s.inexact_continuations,
-    ),
-    _engine(
-        "kv_load_failures_total",
-        "counter",
-        "Prompts whose KV came from another worker and could not be loaded: computed again.",
-        lambda s: s.failed_loads,
-    ),
-    _engine(
-        "images_total",
-        "counter",
-        "Images that the engine has read.",
-        lambda s: s.images,
-    ),
-    _engine(
-        "images_unexpected_total",
-        "counter",
-        "Images that took another number of tokens than the frontend expected.",
-        lambda s: s.images_unexpected,
-    ),
-    _engine(
-        "engine_restarts_total",
-        "counter",
-        "Times the engine died and was started again.",
-        lambda s: s.restarts,
-    ),
-    _engine(
-        "engine_stalls_total",
-        "counter",
-        "Times the engine was restarted because it stalled: it had work and made no progress.",
-        lambda s: s.stalls,
-    ),
-    _engine(
-        "engine_stalled_seconds",
-        "gauge",
-        "How long the engine has made no progress although it has work.",
-        lambda s: s.stalled_for,
-        "max",
-    ),
-    _engine("engine_steps_total", "counter", "Steps of the engine.", lambda s: s.steps),
-    _engine(
-        "engine_step_seconds_total",
-        "counter",
-        "Time spent inside steps.",
-        lambda s: s.step_seconds,
-    ),
-)
 
 
 class ScrapeHandler(Protocol):
@@ -277,6 +118,20 @@ class _Fixed:
         return self._families
 
 
+_ENGINE = tuple(
+    (
+        Definition(
+            f"pdserve_{metric.name}",
+            metric.kind,
+            metric.help,
+            "worker",
+            ENGINE_LABELS,
+            metric.combine,
+        ),
+        metric.read,
+    )
+    for metric in ENGINE_METRICS
+)
 _NODE = tuple(
     (
         Definition(
@@ -329,7 +184,7 @@ def _histograms(
     name: str, text: str, owner: str, bounds: Sequence[float], labels: tuple[str, ...]
 ) -> Family[Histogram]:
     definition = Definition(f"pdserve_{name}", "histogram", text, owner, labels)
-    return _declare(definition, lambda: Family(lambda: Histogram(bounds), len(labels), bound=64))
+    return _declare(definition, lambda: Family(lambda: Histogram(bounds), len(labels), bound=256))
 
 
 @dataclass(eq=False, repr=False)
@@ -343,49 +198,105 @@ class Instruments:
         "Requests by how they ended: completed, cancelled, invalid, overloaded, "
         "unavailable, deadline, error.",
         "frontend",
-        ("outcome",),
+        ("model", "outcome"),
+        bound=_PER_MODEL,
     )
-    time_to_first_token: Histogram = _histogram(
+    time_to_first_token: Family[Histogram] = _histograms(
         "time_to_first_token_seconds",
         "From a request's arrival to its first token, tokenising and queueing included.",
         "frontend",
         LATENCY_BUCKETS,
+        _MODEL,
     )
-    inter_token_latency: Histogram = _histogram(
+    inter_token_latency: Family[Histogram] = _histograms(
         "inter_token_latency_seconds",
         "Between two tokens of one choice.",
         "frontend",
         TOKEN_LATENCY_BUCKETS,
+        _MODEL,
     )
-    e2e_request_latency: Histogram = _histogram(
+    e2e_request_latency: Family[Histogram] = _histograms(
         "e2e_request_latency_seconds",
         "From a request's arrival to its last token.",
         "frontend",
         LATENCY_BUCKETS,
+        _MODEL,
     )
-    request_queue: Histogram = _histogram(
+    request_queue: Family[Histogram] = _histograms(
         "request_queue_seconds",
         "From submission to the first step that computed something for it.",
         "frontend",
         LATENCY_BUCKETS,
+        _MODEL,
     )
-    request_prefill: Histogram = _histogram(
+    request_prefill: Family[Histogram] = _histograms(
         "request_prefill_seconds",
         "From that step to the first token.",
         "frontend",
         LATENCY_BUCKETS,
+        _MODEL,
     )
-    request_prompt_tokens: Histogram = _histogram(
+    request_decode: Family[Histogram] = _histograms(
+        "request_decode_seconds",
+        "From the first token to the last token of a finished request.",
+        "frontend",
+        LATENCY_BUCKETS,
+        _MODEL,
+    )
+    request_time_per_output_token: Family[Histogram] = _histograms(
+        "request_time_per_output_token_seconds",
+        "Inter-token latency of a finished request: the mean over its slowest choice's tokens.",
+        "frontend",
+        TOKEN_LATENCY_BUCKETS,
+        _MODEL,
+    )
+    request_prompt_tokens: Family[Histogram] = _histograms(
         "request_prompt_tokens",
         "Prompt tokens per finished request.",
         "frontend",
         TOKEN_COUNT_BUCKETS,
+        _MODEL,
     )
-    request_generation_tokens: Histogram = _histogram(
+    request_generation_tokens: Family[Histogram] = _histograms(
         "request_generation_tokens",
         "Output tokens per finished request.",
         "frontend",
         TOKEN_COUNT_BUCKETS,
+        _MODEL,
+    )
+
+    request_max_generation_tokens: Family[Histogram] = _histograms(
+        "request_max_generation_tokens",
+        "Output tokens of a finished request's longest choice.",
+        "frontend",
+        TOKEN_COUNT_BUCKETS,
+        _MODEL,
+    )
+    request_uncached_tokens: Family[Histogram] = _histograms(
+        "request_uncached_tokens",
+        "Prompt tokens per finished request that were not in the prefix cache.",
+        "frontend",
+        TOKEN_COUNT_BUCKETS,
+        _MODEL,
+    )
+    finished: Family[Counter] = _counters(
+        "finished_total",
+        "Outputs by how they ended, one for each choice or vector that a worker was asked for: "
+        "stop, length, tool_calls, abort (the client went away), error.",
+        "frontend",
+        ("model", "reason"),
+        bound=_PER_MODEL,
+    )
+
+    slo: Family[Counter] = _counters(
+        "slo_total",
+        "Requests by whether they met an objective of --slo-ttft or --slo-itl (ttft, itl, or both "
+        "together): good, bad, or none (the client ended it, or it had too few tokens). The cause "
+        "is what took most of a bad request's time: frontend, held, queue, prefill, handoff, "
+        "decode, moved, or error.",
+        "frontend",
+        ("model", "objective", "result", "cause"),
+        bound=4 * _PER_MODEL,
     )
 
     migrations: Family[Counter] = _counters(
@@ -395,19 +306,22 @@ class Instruments:
         "completed (the next worker gave a token), stayed (no worker had room), no_worker, "
         "poison, failed, cancelled.",
         "frontend",
-        ("reason", "outcome"),
+        ("model", "reason", "outcome"),
+        bound=4 * _PER_MODEL,
     )
-    migration_gap: Histogram = _histogram(
+    migration_gap: Family[Histogram] = _histograms(
         "migration_gap_seconds",
         "From the end of a stream at one worker, as the frontend learnt of it, to its next "
         "token from another.",
         "frontend",
         LATENCY_BUCKETS,
+        _MODEL,
     )
-    poisoned_requests: Counter = _counter(
+    poisoned_requests: Family[Counter] = _counters(
         "poisoned_requests_total",
         "Requests that are not retried, because several workers in a row died while running them.",
         "frontend",
+        _MODEL,
     )
 
     trace_spans_exported: Counter = _counter(
@@ -655,17 +569,90 @@ _INSTRUMENTS: dict[str, Definition] = {
 """Definitions by the attribute that holds the instrument."""
 
 
+class ModelMetrics:
+    """The instruments of one model's requests, so that a request looks its model up once."""
+
+    def __init__(self, all_models: Instruments, model: str, objectives: Objectives) -> None:
+        self.model = model
+        """The value of the label."""
+        self.objectives = objectives
+        self.time_to_first_token = all_models.time_to_first_token.labels(model)
+        self.inter_token_latency = all_models.inter_token_latency.labels(model)
+        self.e2e_request_latency = all_models.e2e_request_latency.labels(model)
+        self.request_queue = all_models.request_queue.labels(model)
+        self.request_prefill = all_models.request_prefill.labels(model)
+        self.request_decode = all_models.request_decode.labels(model)
+        self.request_time_per_output_token = all_models.request_time_per_output_token.labels(model)
+        self.request_prompt_tokens = all_models.request_prompt_tokens.labels(model)
+        self.request_max_generation_tokens = all_models.request_max_generation_tokens.labels(model)
+        self.request_uncached_tokens = all_models.request_uncached_tokens.labels(model)
+        self.request_generation_tokens = all_models.request_generation_tokens.labels(model)
+        self.migration_gap = all_models.migration_gap.labels(model)
+        self.poisoned_requests = all_models.poisoned_requests.labels(model)
+        self._requests = all_models.requests
+        self._finished = all_models.finished
+        self._slo = all_models.slo
+        self._migrations = all_models.migrations
+
+    def ended(self, outcome: Outcome) -> None:
+        """Counts a request that has ended."""
+        self._requests.labels(self.model, outcome).inc()
+
+    def finished(self, reason: str) -> None:
+        """Counts one output that has ended."""
+        self._finished.labels(self.model, reason).inc()
+
+    def judged(self, verdicts: Iterable[SloVerdict]) -> None:
+        """Counts what `slo.judge` says of a request."""
+        for verdict in verdicts:
+            self._slo.labels(self.model, *verdict).inc()
+
+    def migrated(self, reason: str, outcome: str) -> None:
+        """Counts a request that another worker had to continue."""
+        self._migrations.labels(self.model, reason, outcome).inc()
+
+
 class Metrics(Instruments):
     """The instruments of one process, and the answer to a scrape of it."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._models: dict[str, ModelMetrics] = {}
+        self._objectives = SloTable()
         self._engines: list[Callable[[], EngineSample]] = []
         self._nodes: list[Callable[[], NodeSample]] = []
 
+    def set_objectives(self, objectives: SloTable) -> None:
+        """Judges requests by these objectives. Before the first request: each is a bucket's bound,
+        the same ones for all models, so that buckets can be summed over models."""
+        self._objectives = objectives
+        first = _widened(LATENCY_BUCKETS, objectives.ttft)
+        between = _widened(TOKEN_LATENCY_BUCKETS, objectives.itl)
+        self.time_to_first_token.make = lambda: Histogram(first)
+        for family in (self.inter_token_latency, self.request_time_per_output_token):
+            family.make = lambda: Histogram(between)
+
+    def of_model(self, name: str) -> ModelMetrics:
+        """The instruments of a model that is served here, by its own name; empty: of requests that
+        ended before their model was known. Beyond the first `MOST_MODELS` all models share one.
+
+        The caller passes no names that clients invent: they would use up the bound.
+        """
+        found = self._models.get(name)
+        return found if found is not None else self._add_model(name)
+
+    def _add_model(self, name: str) -> ModelMetrics:
+        asked = name
+        made = len(self._models) - ("" in self._models) - (OTHER in self._models)
+        if name and made >= MOST_MODELS:
+            name = OTHER
+        if name not in self._models:
+            self._models[name] = ModelMetrics(self, name, self._objectives.of(asked))
+        return self._models[name]
+
     def attach_engine(self, read: Callable[[], EngineSample]) -> None:
-        """Export what `read` reports, summed over all engines of this process; without any the
-        worker's group is absent. Quick, no raise."""
+        """Export what `read` reports of one worker's engine; workers with the same labels are
+        summed. Quick, no raise."""
         self._engines.append(read)
 
     def attach_node(self, read: Callable[[], NodeSample]) -> None:
@@ -678,10 +665,12 @@ class Metrics(Instruments):
         """Prometheus client's collector protocol."""
         for name, definition in _INSTRUMENTS.items():
             yield _family(definition, getattr(self, name))
-        if self._engines:
-            sample = merge_engine_samples([read() for read in self._engines])
-            for definition, value in _ENGINE:
-                yield _single(definition, value(sample))
+        engines = merge_by_labels(read() for read in self._engines)
+        for definition, value in _ENGINE if engines else ():
+            metric = _empty(definition)
+            for sample in engines:
+                metric.add_metric([sample.model, sample.mode], value(sample))
+            yield metric
         samples = [read() for read in self._nodes]
         for definition, attribute in _NODE:
             metric = _empty(definition)
@@ -721,6 +710,10 @@ class Metrics(Instruments):
         """All metrics, for the documentation."""
         sampled = (*_ENGINE, *_NODE)
         return (*_INSTRUMENTS.values(), *(definition for definition, _ in sampled))
+
+
+def _widened(bounds: Sequence[float], objectives: Mapping[str, float]) -> list[float]:
+    return sorted({*bounds, *objectives.values()})
 
 
 def _family(definition: Definition, instrument: Instrument) -> Metric:

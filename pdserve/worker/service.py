@@ -18,7 +18,7 @@ from pdserve.engine.port import Engine, EngineState
 from pdserve.errors import Draining, NotReady
 from pdserve.messages.engine import EngineSpec
 from pdserve.messages.lora import LoraSummary
-from pdserve.observe.metrics import EngineSample
+from pdserve.observe.engine_metrics import EngineSample
 from pdserve.worker.cumulative_stats import CumulativeStats
 from pdserve.worker.lora import check_names, read_adapters
 from pdserve.worker.model_source import CheckpointSource
@@ -97,6 +97,7 @@ class WorkerService:
         self._source = CheckpointSource(config) if source is None else source
         self._hash_secret = b""
         self._stage = "not started"
+        self._model_name = config.served_model_name[0] if config.served_model_name else ""
         self._draining = False
         self._totals = CumulativeStats()
         self._watcher: asyncio.Task[None] | None = None
@@ -121,6 +122,7 @@ class WorkerService:
             on_progress(stage, fraction)
 
         model = await self._source.find(note)
+        self._model_name = self._model_name or model.name
         loras = await self._read_adapters(model, note)
         self.engine.set_model(str(model.path), loras)
         self._engine_begun = True
@@ -255,6 +257,8 @@ class WorkerService:
         stats = self._totals.snapshot()
         engine = self.engine
         return EngineSample(
+            model=self._model_name,
+            mode=self.config.mode,
             ready=engine.state is EngineState.READY,
             running=stats.running,
             waiting=stats.waiting,

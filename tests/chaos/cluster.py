@@ -21,6 +21,7 @@ import psutil
 
 from pdserve.launch import exit_codes
 from tests.e2e.server import PATIENCE, Server
+from tests.support.metrics_page import find
 from tests.support.parts import worker_number
 
 if TYPE_CHECKING:
@@ -120,12 +121,13 @@ class Node(Server):
         eventually(ready, lambda: (self.name, self.health(), self.lines))
 
     def count(self, metric: str) -> float:
-        """One sample of its metrics. Errors: `LookupError` as long as there is none."""
+        """The sum of its samples with this name and these labels. Errors: `LookupError` as long as
+        there is none."""
         _, page = self.get("/metrics", self.probes)
-        found = re.search(rf"^{re.escape(metric)} (\S+)$", page, re.MULTILINE)
+        found = find(page, metric)
         if found is None:
             raise LookupError(f"{self.name} has no {metric}")
-        return float(found[1])
+        return found
 
     def wait_count(self, metric: str, value: float, timeout: float = PATIENCE) -> None:
         """Until a sample is there and has this value."""

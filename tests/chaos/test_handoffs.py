@@ -107,7 +107,9 @@ def _asked(text: str) -> dict[str, Any]:
 def total(node: Node, pattern: str) -> float:
     """Sum of the samples that match."""
     _, page = node.get("/metrics", node.probes)
-    return sum(map(float, re.findall(rf"^pdserve_{pattern} (\S+)$", page, re.MULTILINE)))
+    return sum(
+        map(float, re.findall(rf"^pdserve_(?:{pattern})(?:\{{.*\}})? (\S+)$", page, re.MULTILINE))
+    )
 
 
 def state(node: Node, name: str) -> float:

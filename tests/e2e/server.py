@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from tests.support.metrics_page import find
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -123,11 +125,12 @@ class Server:
             return _decode(answer.read())
 
     def metric(self, name: str) -> float:
-        """One sample of `/metrics`, labels included in its name."""
+        """The sum of the samples of `/metrics` with this name and these labels."""
         status, page = self.get("/metrics")
         assert status == 200, page
-        (value,) = re.findall(rf"^{re.escape(name)} (\S+)$", page, re.MULTILINE)
-        return float(value)
+        value = find(page, name)
+        assert value is not None, f"no {name}"
+        return value
 
     def starved(self) -> float:
         """Seconds that its main thread could have run and got no core: the machine's doing."""

@@ -26,6 +26,7 @@ from tests.chaos.cluster import Cluster, Node, eventually
 from tests.e2e.model import write_model
 from tests.e2e.openai_client import client_of
 from tests.e2e.server import PATIENCE, Server, serving
+from tests.support.metrics_page import find
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -161,8 +162,7 @@ def count(roles: Roles, backend: str) -> Counted:
 def total(node: Node, metric: str) -> float:
     """0 if nothing has been counted yet."""
     _, page = node.get("/metrics", node.probes)
-    found = re.findall(rf"^{re.escape(metric)} (\S+)$", page, re.MULTILINE)
-    return float(found[0]) if found else 0.0
+    return find(page, metric) or 0.0
 
 
 class Moved:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import signal
 import socket
 import time
@@ -16,6 +15,7 @@ import pytest
 
 from pdserve.launch import exit_codes
 from tests.e2e.server import PATIENCE, Server
+from tests.support.metrics_page import find
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -116,10 +116,7 @@ def test_every_process_tells_the_sum(server):
     own = int(server.wait_for_line(r"probes at http://\S+:(\d+)")[1])
 
     def on_probes() -> float:
-        (value,) = re.findall(
-            rf"^{re.escape(COMPLETED)} (\S+)$", server.get("/metrics", own)[1], re.M
-        )
-        return float(value)
+        return find(server.get("/metrics", own)[1], COMPLETED) or 0.0
 
     assert on_probes() == 16
     assert [server.metric(COMPLETED) for _ in range(16)] == [16.0] * 16

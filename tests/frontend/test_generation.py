@@ -12,8 +12,9 @@ from pdserve.frontend.access.api_keys import parse_keys
 from pdserve.frontend.output.streaming_response import StreamingResponseBuilder
 from pdserve.frontend.placement import Placement
 from pdserve.ids import NodeId
-from tests.frontend.support import HELLO, card, frontend, http, raw_connection, tokens, until
+from tests.frontend.support import HELLO, MODEL, card, frontend, http, raw_connection, tokens, until
 from tests.support.fake_backend import Script
+from tests.support.metrics_page import find
 
 CHAT = "/v1/chat/completions"
 ENDLESS = Script(tokens=tokens("la "), interval=0.001)
@@ -35,7 +36,8 @@ HELD = Script(hold_open=60.0)
 
 
 def outcome(client, word):
-    return client.service.metrics.requests.labels(word).value
+    ended = client.service.metrics.requests
+    return sum(count.value for (_, each), count in ended if each == word)
 
 
 async def start(client, writer, stream):
@@ -318,19 +320,33 @@ async def test_unknown_fields_are_counted_logged_once_or_refused(caplog):
         assert (status, answer["error"]["param"]) == (400, "temprature")
 
 
+async def test_models_that_clients_invent_are_no_labels():
+    async with frontend(Script(tokens=tokens("abc"))) as client:
+        for number in range(100):
+            status, _, _ = await client.post(CHAT, HELLO | {"model": f"invented-{number}"})
+            assert status == 404
+        status, _, _ = await client.post(CHAT, HELLO | {"max_tokens": 10**6})
+        assert status == 400
+        ended = client.service.metrics.requests
+        assert {labels: count.value for labels, count in ended} == {
+            ("", "invalid"): 100,
+            (MODEL, "invalid"): 1,
+        }
+
+
 async def test_what_a_request_cost_is_measured():
     async with frontend(Script(tokens=tokens("abc"))) as client:
         await client.chat(max_tokens=3)
         await client.chunks(max_tokens=3)
         await client.chunks(max_tokens=3, logprobs=True)
-        metrics = client.service.metrics
+        metrics = client.service.metrics.of_model(MODEL)
         assert outcome(client, "completed") == 3
         assert metrics.time_to_first_token.count == 3
         assert metrics.inter_token_latency.count == 6
         assert metrics.request_generation_tokens.sum == 9
         assert metrics.request_queue.count == 3
         _, _, page = await client.get("/metrics")
-    assert b"pdserve_time_to_first_token_seconds_count 3.0" in page
+    assert find(page.decode(), "pdserve_time_to_first_token_seconds_count") == 3
     assert b'pdserve_http_responses_total{route="/v1/chat/completions",status="200"} 3.0' in page
 
 

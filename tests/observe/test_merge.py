@@ -4,6 +4,8 @@ from pdserve.observe.merge import merge
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.node_metrics import NodeSample
 
+M = ("model", "m")
+
 
 def samples(families):
     page, _ = Metrics().render("", families)
@@ -21,25 +23,27 @@ def two():
 
 def test_counters_add_up_by_their_labels():
     one, other, merged = two()
-    one.requests.labels("completed").value = 3
-    other.requests.labels("completed").value = 4
-    other.requests.labels("error").value = 1
+    one.requests.labels("m", "completed").value = 3
+    other.requests.labels("m", "completed").value = 4
+    other.requests.labels("m", "error").value = 1
+    other.requests.labels("n", "error").value = 5
     found = merged()
-    assert found["pdserve_requests_total", (("outcome", "completed"),)] == 7
-    assert found["pdserve_requests_total", (("outcome", "error"),)] == 1
+    assert found["pdserve_requests_total", (M, ("outcome", "completed"))] == 7
+    assert found["pdserve_requests_total", (M, ("outcome", "error"))] == 1
+    assert found["pdserve_requests_total", (("model", "n"), ("outcome", "error"))] == 5
 
 
 def test_histograms_add_up_bucket_by_bucket():
     one, other, merged = two()
-    one.time_to_first_token.observe(0.001)
-    other.time_to_first_token.observe(0.03, 2)
+    one.of_model("m").time_to_first_token.observe(0.001)
+    other.of_model("m").time_to_first_token.observe(0.03, 2)
     found = merged()
     name = "pdserve_time_to_first_token_seconds"
-    assert found[f"{name}_count", ()] == 3
-    assert found[f"{name}_bucket", (("le", "0.001"),)] == 1
-    assert found[f"{name}_bucket", (("le", "0.04"),)] == 3
-    assert found[f"{name}_bucket", (("le", "+Inf"),)] == 3
-    assert abs(found[f"{name}_sum", ()] - 0.061) < 1e-9
+    assert found[f"{name}_count", (M,)] == 3
+    assert found[f"{name}_bucket", (("le", "0.001"), M)] == 1
+    assert found[f"{name}_bucket", (("le", "0.04"), M)] == 3
+    assert found[f"{name}_bucket", (("le", "+Inf"), M)] == 3
+    assert abs(found[f"{name}_sum", (M,)] - 0.061) < 1e-9
 
 
 def test_gauges_add_up_but_for_those_whose_larger_says_it_all():
@@ -73,6 +77,6 @@ def test_the_process_is_as_old_as_its_oldest_and_as_large_as_all():
 
 def test_one_page_is_itself():
     one = Metrics()
-    one.requests.labels("completed").value = 3
+    one.requests.labels("m", "completed").value = 3
     families = one.families()
     assert samples(merge([families])) == samples(families)

@@ -5,8 +5,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve import errors
-from pdserve.observe.metrics import EngineSample, Metrics, outcome_of
+from pdserve.observe.engine_metrics import EngineSample
+from pdserve.observe.instruments import OTHER
+from pdserve.observe.metrics import MOST_MODELS, Metrics, outcome_of
 
+M = ("model", "m")
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 
@@ -22,20 +25,22 @@ def scrape(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], fl
 
 def test_a_scrape_shows_what_hot_paths_added():
     metrics = Metrics()
-    metrics.requests.labels("completed").value += 3
-    metrics.time_to_first_token.observe(0.03)
+    model = metrics.of_model("m")
+    for _ in range(3):
+        model.ended("completed")
+    model.time_to_first_token.observe(0.03)
     metrics.http_connections.value = 1
     samples = scrape(metrics)
-    assert samples["pdserve_requests_total", (("outcome", "completed"),)] == 3
+    assert samples["pdserve_requests_total", (M, ("outcome", "completed"))] == 3
     assert samples["pdserve_http_connections", ()] == 1
-    assert samples["pdserve_time_to_first_token_seconds_count", ()] == 1
-    assert samples["pdserve_time_to_first_token_seconds_sum", ()] == pytest.approx(0.03)
+    assert samples["pdserve_time_to_first_token_seconds_count", (M,)] == 1
+    assert samples["pdserve_time_to_first_token_seconds_sum", (M,)] == pytest.approx(0.03)
 
 
 def test_buckets_are_cumulative_and_end_in_infinity():
     metrics = Metrics()
     for value in (0.0001, 0.03, 1e9):
-        metrics.time_to_first_token.observe(value)
+        metrics.of_model("m").time_to_first_token.observe(value)
     buckets = [
         (float(dict(labels)["le"]), value)
         for (name, labels), value in scrape(metrics).items()
@@ -49,28 +54,54 @@ def test_buckets_are_cumulative_and_end_in_infinity():
 
 def test_engine_numbers_are_absent_until_a_worker_attaches_them():
     metrics = Metrics()
-    assert ("pdserve_num_requests_running", ()) not in scrape(metrics)
+    assert "pdserve_num_requests_running" not in {name for name, _ in scrape(metrics)}
     metrics.attach_engine(
         lambda: EngineSample(
-            ready=True, running=2, blocks_total=10, blocks_used=4, output_tokens=99, restarts=1
+            model="m",
+            ready=True,
+            running=2,
+            blocks_total=10,
+            blocks_used=4,
+            output_tokens=99,
+            restarts=1,
         )
     )
     samples = scrape(metrics)
-    assert samples["pdserve_num_requests_running", ()] == 2
-    assert samples["pdserve_kv_cache_usage_ratio", ()] == pytest.approx(0.4)
-    assert samples["pdserve_generation_tokens_total", ()] == 99
-    assert samples["pdserve_engine_ready", ()] == 1
-    assert samples["pdserve_engine_restarts_total", ()] == 1
-
-
-def test_an_empty_pool_is_not_in_use():
-    assert EngineSample().kv_usage == 0.0
+    labels = (("mode", "aggregated"), M)
+    assert samples["pdserve_num_requests_running", labels] == 2
+    assert samples["pdserve_kv_cache_usage_ratio", labels] == pytest.approx(0.4)
+    assert samples["pdserve_generation_tokens_total", labels] == 99
+    assert samples["pdserve_engine_ready", labels] == 1
+    assert samples["pdserve_engine_restarts_total", labels] == 1
 
 
 def test_two_instances_share_nothing():
     one, two = Metrics(), Metrics()
-    one.requests.labels("error").inc()
-    assert ("pdserve_requests_total", (("outcome", "error"),)) not in scrape(two)
+    one.of_model("m").ended("error")
+    assert "pdserve_requests_total" in {name for name, _ in scrape(one)}
+    assert "pdserve_requests_total" not in {name for name, _ in scrape(two)}
+
+
+def test_a_model_is_looked_up_once():
+    metrics = Metrics()
+    assert metrics.of_model("m") is metrics.of_model("m")
+    assert metrics.of_model("m").model == "m"
+
+
+def test_models_beyond_the_bound_share_a_value():
+    metrics = Metrics()
+    for name in ("", *(f"m{number}" for number in range(1000))):
+        metrics.of_model(name).ended("completed")
+        metrics.of_model(name).e2e_request_latency.observe(1.0)
+    found = {
+        dict(labels)["model"]: value
+        for (name, labels), value in scrape(metrics).items()
+        if name == "pdserve_requests_total"
+    }
+    assert len(found) == MOST_MODELS + 2
+    assert found[""] == 1
+    assert found[OTHER] == 1000 - MOST_MODELS
+    assert len(metrics.e2e_request_latency) == MOST_MODELS + 2
 
 
 def test_openmetrics_is_served_to_whoever_asks():

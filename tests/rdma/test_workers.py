@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import urllib.error
 import urllib.request
 from functools import partial
@@ -24,6 +23,7 @@ from tests.e2e.model import write_model
 from tests.engine.test_handoff_between_engines import pair, request, spec
 from tests.engine.test_handoff_between_engines import settled as engine_settled
 from tests.rdma.conftest import DEVICES, sent
+from tests.support.metrics_page import find
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,8 +110,7 @@ def tried(frontend: Node, worker: str) -> str:
 def received(node: Node, backend: str) -> float:
     _, page = node.get("/metrics", node.probes)
     name = f'pdserve_transfer_bytes_total{{backend="{backend}",direction="received"}}'
-    found = re.findall(rf"^{re.escape(name)} (\S+)$", page, re.MULTILINE)
-    return float(found[0]) if found else 0.0
+    return find(page, name) or 0.0
 
 
 def received_more(node: Node, backend: str, before: float) -> bool:

@@ -72,6 +72,7 @@ class FakeOpenStream:
     def __init__(self, request: GenerateRequest, sink: TokenSink, script: Script) -> None:
         self.request = request
         self.cancelled = False
+        self.moved = 0.0
         self.ended: list[int] = []
         """Choices of which nothing more was wanted."""
         self._sink = sink

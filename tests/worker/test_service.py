@@ -10,6 +10,7 @@ from pdserve.messages.engine import EngineCapabilities, EngineStats, LoadProgres
 from pdserve.observe.metrics import Metrics
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.service import WorkerService
+from tests.support.metrics_page import find
 
 
 class FakeEngine:
@@ -196,10 +197,12 @@ async def test_a_restart_shows_in_health_and_metrics_and_keeps_the_card(model):
     world.engine.reported = EngineStats(output_tokens=3)
     sample = world.service.sample()
     assert (sample.ready, sample.restarts, sample.output_tokens) == (True, 1, 10)
-    assert b"pdserve_engine_restarts_total 1.0" in world.metrics.render()[0]
+    assert find(world.metrics.render()[0].decode(), "pdserve_engine_restarts_total") == 1
     world.engine.stalls, world.engine.stalled_for = 2, 3.5
-    assert b"pdserve_engine_stalls_total 2.0" in world.metrics.render()[0]
-    assert b"pdserve_engine_stalled_seconds 3.5" in world.metrics.render()[0]
+    page = world.metrics.render()[0].decode()
+    labels = '{model="tiny",mode="aggregated"}'
+    assert find(page, f"pdserve_engine_stalls_total{labels}") == 2
+    assert find(page, f"pdserve_engine_stalled_seconds{labels}") == 3.5
     assert world.service.unready_reason() is None
     await world.service.stop()
 

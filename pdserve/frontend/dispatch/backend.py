@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pdserve.errors import PdserveError
     from pdserve.frontend.placement import Placement
     from pdserve.frontend.routing_hints import RoutingHints
-    from pdserve.ids import NodeId
+    from pdserve.ids import NodeId, Seconds
     from pdserve.messages.card import ModelCard
     from pdserve.messages.engine import EngineStats
     from pdserve.messages.request import GenerateRequest
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 class RequestHandle(Protocol):
     """One request in progress."""
+
+    moved: Seconds
+    """Seconds between two workers during which no token came, so far."""
 
     def cancel(self) -> None:
         """Cancels the request, because the client is gone or needs no more, and frees everything.

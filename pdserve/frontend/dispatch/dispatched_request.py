@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from pdserve.messages.request import GenerateRequest, TokenDelta
     from pdserve.messages.routing import RouteDecision
     from pdserve.messages.worker_stream import MigrationHintReason
-    from pdserve.observe.metrics import Metrics
+    from pdserve.observe.metrics import Metrics, ModelMetrics
     from pdserve.tracing.phases import PromptPhases
 
 __all__ = ["Assignment", "ClusterPort", "DispatchedRequest", "no_worker_error"]
@@ -260,6 +260,7 @@ class DispatchedRequest:
         "attempt",
         "attempts",
         "hints",
+        "moved",
         "received",
         "request",
     )
@@ -275,6 +276,7 @@ class DispatchedRequest:
     ) -> None:
         self.request = request
         self.hints = hints
+        self.moved: Seconds = 0.0
         self.attempts = 0
         """Number of router decisions so far."""
         self.received = ReceivedTokens(request)
@@ -571,10 +573,12 @@ class DispatchedRequest:
         if migration is None:
             return
         self._migrated += 1
-        metrics = self._ways.metrics
-        metrics.migrations.labels(migration.reason, "completed").inc()
+        metrics = self._metrics
+        metrics.migrated(migration.reason, "completed")
         if self.received.any:
-            metrics.migration_gap.observe(self._ways.now() - migration.since)
+            gap = self._ways.now() - migration.since
+            self.moved += gap
+            metrics.migration_gap.observe(gap)
 
     def _end_migration(self, outcome: MigrationOutcome) -> _Migration | None:
         """Ends the migration in progress, if there is one, and returns it."""
@@ -807,7 +811,7 @@ class DispatchedRequest:
             _log.exception("a request could not be moved")
         if self.attempt is attempt:
             assert attempt.moving is not None
-            self._ways.metrics.migrations.labels(attempt.moving, "stayed").inc()
+            self._metrics.migrated(attempt.moving, "stayed")
             attempt.moving = None
         elif self.attempt is None and not self._over:
             # The request has left this worker, and no other one has accepted it.
@@ -834,13 +838,17 @@ class DispatchedRequest:
         outcome: MigrationOutcome = "failed"
         if isinstance(error, Poisoned):
             outcome = "poison"
-            self._ways.metrics.poisoned_requests.inc()
+            self._metrics.poisoned_requests.inc()
         elif isinstance(error, NoWorker):
             outcome = "no_worker"
         elif isinstance(error, Cancelled):
             outcome = "cancelled"
         self._close(outcome, error)
         self._sink.on_error(error)
+
+    @property
+    def _metrics(self) -> ModelMetrics:
+        return self._ways.metrics.of_model(self.request.model)
 
     def cancel(self) -> None:
         """Cancels the request at its worker, and every search for another. Idempotent."""
@@ -863,7 +871,7 @@ class DispatchedRequest:
     def _close(self, outcome: MigrationOutcome, error: PdserveError | None = None) -> None:
         migration = self._end_migration(outcome)
         if migration is not None:
-            self._ways.metrics.migrations.labels(migration.reason, outcome).inc()
+            self._metrics.migrated(migration.reason, outcome)
         if self._phases is not None and not self._phases.over:
             how = "cancelled" if outcome == "cancelled" else "failed"
             words = "" if error is None or outcome == "cancelled" else in_words(error)

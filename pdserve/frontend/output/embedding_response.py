@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.plan import Prompt, RequestPlan
     from pdserve.ids import Bytes, Seconds
     from pdserve.messages.request import TokenDelta
-    from pdserve.observe.metrics import Metrics
+    from pdserve.observe.metrics import ModelMetrics
 
 __all__ = ["EmbeddingChoice", "EmbeddingResponseBuilder"]
 
@@ -34,6 +34,9 @@ class EmbeddingChoice:
         self.index = index
         self.completion_tokens = 0
         self.reasoning_tokens = 0
+        self.first: Seconds | None = None
+        self.last: Seconds | None = None
+        self.finish_reason = "stop"
         self.vector = b""
         self.done = False
         """True once the vector has arrived."""
@@ -58,7 +61,7 @@ class EmbeddingResponseBuilder(ResponseBuilder):
     def __init__(
         self,
         plan: RequestPlan,
-        metrics: Metrics,
+        metrics: ModelMetrics,
         arrival: Seconds,
         time: Callable[[], Seconds],
         gathered: ResponseMemory,

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Bytes, Seconds
     from pdserve.messages.request import TokenLogprob
     from pdserve.observe.instruments import Histogram
-    from pdserve.observe.metrics import Metrics
+    from pdserve.observe.metrics import ModelMetrics
     from pdserve.protocols.completion_responses import ScoredToken
 
 _encode = msgspec.json.Encoder().encode
@@ -60,7 +60,6 @@ class BufferedChoice:
 
     __slots__ = (
         "_grow",
-        "_last",
         "_pace",
         "_pieces",
         "_plan",
@@ -70,7 +69,9 @@ class BufferedChoice:
         "completion_tokens",
         "done",
         "finish_reason",
+        "first",
         "index",
+        "last",
         "prompt",
         "reasoning_tokens",
         "stop_reason",
@@ -88,7 +89,8 @@ class BufferedChoice:
         self._plan = plan
         self._grow = grow
         self._pace = pace
-        self._last: Seconds | None = None
+        self.first: Seconds | None = None
+        self.last: Seconds | None = None
         self._tokens: list[int] = []
         self._pieces: list[OutputDelta] = []
         self._prompt_logprobs: list[TokenLogprob] = []
@@ -103,9 +105,11 @@ class BufferedChoice:
         self.stop_reason: int | str | None = None
 
     def on_delta(self, delta: TokenDelta, now: Seconds) -> None:
-        if self._last is not None and delta.tokens:
-            self._pace.observe((now - self._last) / len(delta.tokens), len(delta.tokens))
-        self._last = now
+        if self.last is None:
+            self.first = now
+        elif delta.tokens:
+            self._pace.observe((now - self.last) / len(delta.tokens), len(delta.tokens))
+        self.last = now
         if delta.logprobs:
             self._grow(delta_bytes(delta))
         if delta.prompt_logprobs:
@@ -178,7 +182,7 @@ class FullResponseBuilder(ResponseBuilder):
     def __init__(
         self,
         plan: RequestPlan,
-        metrics: Metrics,
+        metrics: ModelMetrics,
         arrival: Seconds,
         time: Callable[[], Seconds],
         gathered: ResponseMemory,

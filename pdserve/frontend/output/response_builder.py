@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.plan import Prompt, RequestPlan
     from pdserve.ids import Seconds
     from pdserve.messages.request import Finish, TokenDelta
-    from pdserve.observe.metrics import Metrics
+    from pdserve.observe.metrics import ModelMetrics
     from pdserve.protocols.completion_responses import Served
     from pdserve.tracing.phases import PromptPhases
 
@@ -45,6 +45,15 @@ class ChoiceSink(Protocol):
     completion_tokens: int
     reasoning_tokens: int
     """Number of these tokens that are reasoning, if the parser separates it."""
+    first: Seconds | None
+    """Time of its first tokens; None: none has come, or it is a vector."""
+    last: Seconds | None
+    """Time of its last tokens."""
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended, once `done` is set."""
+        ...
 
     def on_delta(self, delta: TokenDelta, now: Seconds) -> None:
         """Takes tokens, and perhaps the end, which sets `done`."""
@@ -96,6 +105,11 @@ class PromptSink:
             return
         for choice in self._stopped:
             stream.end_choice(choice)
+
+    @property
+    def moved(self) -> Seconds:
+        """Seconds between two workers during which no token came."""
+        return 0.0 if self._stream is None else self._stream.moved
 
     def cancel(self) -> None:
         """Frees what the backend still holds. Idempotent."""
@@ -185,7 +199,7 @@ class ResponseBuilder(ABC):
     def __init__(
         self,
         plan: RequestPlan,
-        metrics: Metrics,
+        metrics: ModelMetrics,
         arrival: Seconds,
         time: Callable[[], Seconds],
     ) -> None:

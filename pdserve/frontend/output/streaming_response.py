@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.plan import Prompt, RequestPlan
     from pdserve.ids import Bytes, Seconds
     from pdserve.messages.request import TokenDelta
-    from pdserve.observe.metrics import Metrics
+    from pdserve.observe.metrics import ModelMetrics
     from pdserve.protocols.completion_responses import CompletionLogprobs, FinishReason
 
 _json = msgspec.json.Encoder().encode
@@ -59,7 +59,7 @@ class StreamingResponseBuilder(ResponseBuilder):
     def __init__(
         self,
         plan: RequestPlan,
-        metrics: Metrics,
+        metrics: ModelMetrics,
         arrival: Seconds,
         time: Callable[[], Seconds],
         wire: SseWriter,
@@ -147,7 +147,7 @@ class AdaptedResponseBuilder(StreamingResponseBuilder):
         self,
         adapter: ApiAdapter,
         plan: RequestPlan,
-        metrics: Metrics,
+        metrics: ModelMetrics,
         arrival: Seconds,
         time: Callable[[], Seconds],
         wire: SseWriter,
@@ -186,7 +186,7 @@ class AdaptedResponseBuilder(StreamingResponseBuilder):
 
 def streaming_response_builder(
     plan: RequestPlan,
-    metrics: Metrics,
+    metrics: ModelMetrics,
     arrival: Seconds,
     time: Callable[[], Seconds],
     wire: SseWriter,
@@ -207,11 +207,13 @@ class FastTextChoice:
         "_feed",
         "_form",
         "_held",
-        "_last",
         "_pace",
         "_wire",
         "completion_tokens",
         "done",
+        "finish_reason",
+        "first",
+        "last",
         "reasoning_tokens",
     )
 
@@ -222,8 +224,10 @@ class FastTextChoice:
         self._detokenizer = answer.plan.detokenizer(prompt)
         self._feed = self._detokenizer.feed_json
         self._pace = answer.metrics.inter_token_latency
-        self._last: Seconds | None = None
+        self.first: Seconds | None = None
+        self.last: Seconds | None = None
         self._held = bytearray()
+        self.finish_reason: FinishReason | None = None
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         self.done = False
@@ -232,10 +236,12 @@ class FastTextChoice:
         tokens = delta.tokens
         count = len(tokens)
         self.completion_tokens += count
-        last = self._last
-        if last is not None and count:
+        last = self.last
+        if last is None:
+            self.first = now
+        elif count:
             self._pace.observe((now - last) / count, count)
-        self._last = now
+        self.last = now
         if delta.finish is not None:
             self._finish(delta)
         elif count == 1:
@@ -279,6 +285,7 @@ class FastTextChoice:
             finish_reason=delta.finish.reason, stop_reason=delta.finish.stop_reason
         )
         self._wire.write(self._answer.chunks.full(self._form, text, extras))
+        self.finish_reason = delta.finish.reason
         self.done = True
 
 
@@ -294,7 +301,8 @@ class StreamedChoice:
         self._prompt = prompt
         self._text = choice_output_processor(plan, prompt)
         self._pace = answer.metrics.inter_token_latency
-        self._last: Seconds | None = None
+        self.first: Seconds | None = None
+        self.last: Seconds | None = None
         self._held: list[OutputDelta] = []
         self._interval = ChunkCoalescer(plan.stream_interval) if plan.stream_interval > 1 else None
         self._echo_due = plan.echo
@@ -317,9 +325,15 @@ class StreamedChoice:
             self._gather(piece, last=self.done and number == len(pieces))
 
     def _keep_pace(self, count: int, now: Seconds) -> None:
-        if self._last is not None and count:
-            self._pace.observe((now - self._last) / count, count)
-        self._last = now
+        if self.last is None:
+            self.first = now
+        elif count:
+            self._pace.observe((now - self.last) / count, count)
+        self.last = now
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self._text.finish_reason
 
     def flush(self) -> None:
         """Writes what was held back while the client did not read, as one chunk."""

@@ -213,6 +213,17 @@ def _pairs(text: str) -> dict[str, str]:
     return units.parse_pairs(part for part in parts if part.strip())
 
 
+def _slo_times(text: str) -> dict[str, float]:
+    """Reads one `TIME` or `MODEL=TIME` per line or, on a single line, separated by commas."""
+    parts = text.split("\n") if "\n" in text else text.split(",")
+    return units.parse_model_times(part for part in parts if part.strip())
+
+
+def _show_slo_times(times: dict[str, float]) -> str:
+    parts = [(model, units.format_duration(time)) for model, time in times.items()]
+    return ",".join(f"{model}={time}" if model else time for model, time in parts)
+
+
 def _address(text: str) -> str:
     """Checks `host:port` and returns it as it was written."""
     try:
@@ -356,6 +367,29 @@ OPTIONS: tuple[Option, ...] = (
         "Frontend processes that share the port; limits, also those of keys, hold for each of "
         "them.",
         most=256,
+    ),
+    Option(
+        "slo-ttft",
+        "frontend.slo_ttft",
+        "server",
+        "A request whose first token comes within this time is good in pdserve_slo_total: for all "
+        "models, or for one; may be repeated.",
+        "[MODEL=]TIME",
+        _slo_times,
+        _show_slo_times,
+        "none",
+        many=True,
+    ),
+    Option(
+        "slo-itl",
+        "frontend.slo_itl",
+        "server",
+        "The same for the mean time between a request's tokens.",
+        "[MODEL=]TIME",
+        _slo_times,
+        _show_slo_times,
+        "none",
+        many=True,
     ),
     _count("backlog", "frontend.backlog", "server", "Connections that may wait to be accepted."),
     _text(

@@ -95,6 +95,27 @@ def parse_pairs(parts: Iterable[str]) -> dict[str, str]:
     return pairs
 
 
+def parse_model_times(parts: Iterable[str]) -> dict[str, Seconds]:
+    """Converts `500ms` and `model=2s` to times by model; the empty name is that of all others.
+
+    A time needs its unit, because a number alone is milliseconds in `parse_limits`, and seconds in
+    `parse_duration`.
+    """
+    times: dict[str, Seconds] = {}
+    for part in parts:
+        model, _, text = (one.strip() for one in part.rpartition("="))
+        _, unit = _quantity(text, "a time such as 500ms or 2s")
+        if not unit:
+            raise ValueError(f"{part.strip()!r} has no unit: write {text}ms or {text}s")
+        time = parse_duration(text)
+        if not time > 0:
+            raise ValueError(f"{part.strip()!r} must be more than 0")
+        if model in times:
+            raise ValueError(f"{part.strip()!r} is the second time for {model or 'all models'}")
+        times[model] = time
+    return times
+
+
 def parse_limits(
     text: str, times: tuple[str, ...], factors: tuple[str, ...] = ()
 ) -> tuple[dict[str, Seconds], list[float]]:

@@ -20,6 +20,7 @@ import pytest
 import tests
 from tests.e2e.clients.snippets import MODEL, PORT
 from tests.e2e.server import PATIENCE, Server
+from tests.support.metrics_page import find
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -62,15 +63,14 @@ class Scene:
         )
         return done.stdout
 
-    def metrics(self) -> dict[str, float]:
-        """All samples of `/metrics`."""
-        lines = (line.rpartition(" ") for line in self.ask("/metrics").splitlines())
-        return {name: float(value) for name, _, value in lines if not name.startswith("#")}
+    def metrics(self) -> str:
+        """The page of `/metrics`."""
+        return self.ask("/metrics")
 
     @property
     def tokens(self) -> float:
         """Tokens generated so far."""
-        return self.metrics().get("pdserve_generation_tokens_total", 0.0)
+        return find(self.metrics(), "pdserve_generation_tokens_total") or 0.0
 
     @property
     def cancelled(self) -> float:
@@ -83,7 +83,7 @@ class Scene:
         end = time.monotonic() + PATIENCE
         while True:
             now = self.metrics()
-            held = {name: now[name] for name in _HELD if now[name]}
+            held = {name: value for name in _HELD if (value := find(now, name)) != 0}
             if _cancelled(now) >= cancelled and not held:
                 return
             assert time.monotonic() < end, f"{_cancelled(now)} cancelled, of {cancelled}; {held}"
@@ -146,5 +146,5 @@ def kill(running: subprocess.Popen[str]) -> None:
         os.killpg(running.pid, signal.SIGKILL)
 
 
-def _cancelled(samples: dict[str, float]) -> float:
-    return samples.get('pdserve_requests_total{outcome="cancelled"}', 0.0)
+def _cancelled(page: str) -> float:
+    return find(page, 'pdserve_requests_total{outcome="cancelled"}') or 0.0

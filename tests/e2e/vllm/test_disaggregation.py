@@ -29,6 +29,7 @@ from tests.e2e.vllm.cluster import (
     wait_gone,
 )
 from tests.e2e.vllm.cluster import processes_of_vllm as processes_of
+from tests.support.metrics_page import find
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -150,8 +151,7 @@ def ask(roles: Roles, worker: str, prompt: list[int], **fields: Any) -> Answer:
 def total(node: Node, metric: str) -> float:
     """0 if nothing has been counted yet."""
     _, page = node.get("/metrics", node.probes)
-    found = re.findall(rf"^{re.escape(metric)} (\S+)$", page, re.MULTILINE)
-    return float(found[0]) if found else 0.0
+    return find(page, metric) or 0.0
 
 
 def computed(node: Node) -> float:

@@ -60,7 +60,7 @@ def moves(front: Node) -> dict[str, float]:
     page = front.get("/metrics")[1]
     found = {}
     for line in page.splitlines():
-        if line.startswith('pdserve_migrations_total{outcome="completed"'):
+        if line.startswith("pdserve_migrations_total{") and 'outcome="completed"' in line:
             found[line.partition('reason="')[2].partition('"')[0]] = float(line.split()[-1])
     return {reason: count for reason, count in found.items() if count}
 

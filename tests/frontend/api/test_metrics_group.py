@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from pdserve.runtime.rpc_methods import SCRAPE
 from pdserve.wire.codec import decoder, encode
 from tests.net.world import virtually
 from tests.runtime.cluster import Cluster, cluster
+from tests.support.metrics_page import find
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -28,9 +28,7 @@ class Sibling:
 
     async def completed(self) -> float:
         page, _ = await self.group.page()
-        pattern = r'^pdserve_requests_total\{outcome="completed"\} (\S+)$'
-        (value,) = re.findall(pattern, page.decode(), re.MULTILINE)
-        return float(value)
+        return find(page.decode(), 'pdserve_requests_total{outcome="completed"}') or 0.0
 
 
 @asynccontextmanager
@@ -41,7 +39,7 @@ async def frontends(**groups: str) -> AsyncIterator[tuple[Cluster, dict[str, Sib
         for number, (name, group) in enumerate(groups.items()):
             node = await nodes.add(name, role="frontend")
             metrics = Metrics()
-            metrics.requests.labels("completed").value = 1 << number
+            metrics.requests.labels("m", "completed").value = 1 << number
             degradations = Degradations(metrics)
             pages = GroupMetrics(node, group, metrics, degradations)
             made[name] = Sibling(metrics, degradations, pages)
@@ -94,7 +92,7 @@ async def test_one_without_a_card_is_asked_whether_it_belongs() -> None:
         for name, group in (("b", "x"), ("c", "y")):
             node = await nodes.add(name, role="frontend")
             metrics = Metrics()
-            metrics.requests.labels("completed").value = 10
+            metrics.requests.labels("m", "completed").value = 10
             GroupMetrics(node, group, metrics, Degradations(metrics))
         await nodes.until(nodes.converged)
         assert await made["a"].completed() == 11
@@ -132,8 +130,8 @@ async def test_a_scrape_that_is_given_up_leaves_the_others_their_answer() -> Non
 
 def test_families_survive_the_journey() -> None:
     metrics = Metrics()
-    metrics.requests.labels("completed").value = 5
-    metrics.time_to_first_token.observe(0.5)
+    metrics.requests.labels("m", "completed").value = 5
+    metrics.of_model("m").time_to_first_token.observe(0.5)
     families = metrics.families()
     page = encode_families(families)
     travelled = decoder(type(page))(encode(page))

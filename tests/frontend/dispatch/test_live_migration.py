@@ -14,7 +14,7 @@ from pdserve.messages.routing import RouterMigrationHint
 from pdserve.runtime.rpc_methods import MOVE
 from pdserve.testing import virtual_time
 from pdserve.wire.codec import encode
-from tests.frontend.dispatch.test_dispatched_request import begun, ended, outcomes
+from tests.frontend.dispatch.test_dispatched_request import begun, ended, gaps, outcomes
 from tests.frontend.fake_cluster import Sink, request, world
 from tests.net.world import virtually
 
@@ -86,7 +86,7 @@ async def test_a_stream_goes_on_while_the_next_worker_is_warmed_up() -> None:
         await scene.finish(scene.second, 8)
         assert (scene.sink.tokens, scene.sink.errors) == ([5, 6, 7, 8], [])
         assert outcomes(w) == {("kv", "completed"): 1}
-        assert w.backend.metrics.migration_gap.count == 1
+        assert gaps(w) == 1
         await w.nodes.until(lambda: scene.router.releases == ["cancelled", "finished"])
 
 

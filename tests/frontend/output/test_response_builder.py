@@ -55,7 +55,9 @@ def answer(prompts=1, n=1, **fields: Any):
         **fields,
     )
     gathered = ResponseMemory(1 << 20, 1 << 20)
-    return FullResponseBuilder(plan, Metrics(), 10.0, iter(range(11, 1000)).__next__, gathered)
+    return FullResponseBuilder(
+        plan, Metrics().of_model("m"), 10.0, iter(range(11, 1000)).__next__, gathered
+    )
 
 
 def delta(choice=0, text="a", reason=None, **finish):

@@ -282,7 +282,7 @@ THOUGHT = f"<think>\nso\n</think>\nWell. {PARIS}{NOON}"
 async def test_a_slow_client_gets_what_waited_in_one_chunk() -> None:
     ids, wire = tokens(THOUGHT), Told()
     answer = streaming_response_builder(
-        planned(ids), Metrics(), 0.0, lambda: 0.0, cast("Any", wire), NO_BOUND
+        planned(ids), Metrics().of_model("m"), 0.0, lambda: 0.0, cast("Any", wire), NO_BOUND
     )
     (choice,) = answer.choices
     wire.paused = True
@@ -311,7 +311,12 @@ async def test_calls_go_on_at_another_worker() -> None:
         await w.ready()
         wire = Told()
         answer = streaming_response_builder(
-            plan, w.backend.metrics, 0.0, w.nodes.loop.time, cast("Any", wire), NO_BOUND
+            plan,
+            w.backend.metrics.of_model("m"),
+            0.0,
+            w.nodes.loop.time,
+            cast("Any", wire),
+            NO_BOUND,
         )
         (sink,) = answer.sinks
         sink.opened(await w.backend.open(plan.requests[0], sink, on_placed=sink.on_placed))

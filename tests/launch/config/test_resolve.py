@@ -95,6 +95,8 @@ def sample(option):
         "engine-option": {"a": "b"},
         "policy-option": {"gamma": "1"},
         "lora": {"poet": "/adapters/poet"},
+        "slo-ttft": {"": 0.5, "org/name": 2.0},
+        "slo-itl": {"org/name": 0.05},
         "queue-order": "fifo",
         "served-model-name": ("one", "two"),
         "cors-origins": ("https://example.org",),

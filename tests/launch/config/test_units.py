@@ -101,3 +101,26 @@ def test_counts_are_bounded():
 def test_approximate_sizes_are_for_reading():
     assert units.approximate_size(4 * 2**30 + 2**28) == "4.2 GiB"
     assert units.approximate_size(12) == "12 B"
+
+
+def test_times_of_models_parse():
+    times = units.parse_model_times(["500ms", "org/name=2s", "a=b = 1.5 min"])
+    assert times == {"": 0.5, "org/name": 2.0, "a=b": 90.0}
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        (["500"], "write 500ms or 500s"),
+        (["m=2"], "write 2ms or 2s"),
+        (["m=fast"], "such as 500ms"),
+        (["m="], "such as 500ms"),
+        (["m=0ms"], "more than 0"),
+        (["m=1s", "m=2s"], "second time for m"),
+        (["1s", "2s"], "second time for all models"),
+        (["1parsec"], "unknown unit"),
+    ],
+)
+def test_a_wrong_time_of_a_model_says_what_would_be_right(parts, says):
+    with pytest.raises(ValueError, match=says):
+        units.parse_model_times(parts)

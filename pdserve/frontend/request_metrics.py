@@ -1,0 +1,117 @@
+"""Counts a request that has ended: its outcome, times, tokens, finish reasons and objectives.
+
+Called once per request, after its end. Times of single tokens are counted where the tokens pass.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.errors import Cancelled
+from pdserve.frontend.placement import cached_tokens
+from pdserve.observe.metrics import outcome_of
+from pdserve.observe.slo import Observed, fault_of, judge, mean_itl
+
+if TYPE_CHECKING:
+    from pdserve.errors import PdserveError
+    from pdserve.frontend.output.response_builder import ResponseBuilder
+    from pdserve.ids import Seconds
+    from pdserve.observe.metrics import ModelMetrics
+    from pdserve.observe.slo import SloCause
+
+__all__ = ["count_ended", "observed"]
+
+
+def count_ended(
+    metrics: ModelMetrics,
+    answer: ResponseBuilder | None,
+    error: PdserveError | None,
+    arrival: Seconds,
+    now: Seconds,
+) -> None:
+    """Counts the request. `answer`: None if no worker took it; `error`: what ended it early."""
+    metrics.ended(outcome_of(error))
+    if metrics.objectives:
+        metrics.judged(judge(metrics.objectives, observed(answer, error, arrival)))
+    if answer is None:
+        return
+    for choice in answer.choices:
+        metrics.finished((choice.finish_reason or "stop") if choice.done else _unfinished(error))
+    if error is None:
+        metrics.e2e_request_latency.observe(now - arrival)
+        _count_tokens(metrics, answer)
+
+
+def observed(
+    answer: ResponseBuilder | None, error: PdserveError | None, arrival: Seconds
+) -> Observed:
+    """What the request took, as objectives judge it."""
+    fault = fault_of(error)
+    if answer is None or fault:
+        return Observed(fault=fault)
+    first = answer.first_token
+    ttft = None if first is None else first - arrival
+    return Observed(
+        ttft=ttft,
+        itl=_itl(answer),
+        before={} if ttft is None else _before(answer, ttft),
+        after=_after(answer),
+    )
+
+
+def _itl(answer: ResponseBuilder) -> Seconds | None:
+    return mean_itl(
+        (choice.first, choice.last, choice.completion_tokens)
+        for choice in answer.choices
+        if choice.first is not None and choice.last is not None
+    )
+
+
+def _before(answer: ResponseBuilder, ttft: Seconds) -> dict[SloCause, Seconds]:
+    """The parts of the time to the first token; of several prompts the longest of each."""
+    courses = [sink.course for sink in answer.sinks]
+    placements = [course.placement for course in courses if course.placement is not None]
+    remote = any(course.where.startswith("remote") for course in courses)
+    parts: dict[SloCause, Seconds] = {
+        "held": max((placement.held for placement in placements), default=0.0),
+        "queue": max(course.queue or 0.0 for course in courses),
+        "handoff" if remote else "prefill": max(course.prefill or 0.0 for course in courses),
+    }
+    # What is left went by in this process and on the way, or at a worker that did not answer.
+    retried = any(placement.attempts > 1 for placement in placements)
+    parts["moved" if retried else "frontend"] = max(0.0, ttft - sum(parts.values()))
+    return parts
+
+
+def _after(answer: ResponseBuilder) -> dict[SloCause, Seconds]:
+    """The parts of the time from the first token to the last one."""
+    moved = max(sink.moved for sink in answer.sinks)
+    return {"decode": max(0.0, _decode(answer) - moved), "moved": moved}
+
+
+def _decode(answer: ResponseBuilder) -> Seconds:
+    ends = [choice.last for choice in answer.choices if choice.last is not None]
+    first = answer.first_token
+    return max(ends) - first if ends and first is not None else 0.0
+
+
+def _unfinished(error: PdserveError | None) -> str:
+    """Why an output ended that no worker finished."""
+    return "abort" if isinstance(error, Cancelled) else "error"
+
+
+def _count_tokens(metrics: ModelMetrics, answer: ResponseBuilder) -> None:
+    prompt = answer.prompt_tokens
+    metrics.request_prompt_tokens.observe(prompt)
+    metrics.request_generation_tokens.observe(answer.completion_tokens)
+    cached = cached_tokens([sink.course for sink in answer.sinks])
+    if cached is not None:
+        metrics.request_uncached_tokens.observe(max(0, prompt - cached))
+    if answer.plan.vectors is not None:
+        return
+    longest = max(choice.completion_tokens for choice in answer.choices)
+    metrics.request_max_generation_tokens.observe(longest)
+    metrics.request_decode.observe(_decode(answer))
+    itl = _itl(answer)
+    if itl is not None:
+        metrics.request_time_per_output_token.observe(itl)

@@ -1,0 +1,205 @@
+"""Defines the metrics of a worker's engine, and what a worker reports at a scrape.
+
+Each metric carries the worker's model and mode, since a process may hold several workers: plain
+`pdserve` has one for prompts and one that decodes. Counters go on over restarts of the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["ENGINE_LABELS", "ENGINE_METRICS", "EngineMetric", "EngineSample", "merge_by_labels"]
+
+ENGINE_LABELS: Final = ("model", "mode")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSample:
+    """What a worker reports about its engine at a scrape."""
+
+    model: str = ""
+    """The model's served name; empty until the worker knows it."""
+    mode: str = "aggregated"
+    """What the worker does: aggregated, prefill or decode."""
+    ready: bool = False
+    running: int = 0
+    waiting: int = 0
+    blocks_total: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    blocks_quarantined: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    restarts: int = 0
+    stalls: int = 0
+    stalled_for: float = 0.0
+    inexact_continuations: int = 0
+    failed_loads: int = 0
+    images: int = 0
+    images_unexpected: int = 0
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of blocks held by sequences, 0 to 1; cached blocks count as free."""
+        return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
+
+
+def merge_by_labels(samples: Iterable[EngineSample]) -> list[EngineSample]:
+    """Sums the samples of workers with the same labels; such a sum is ready when all are."""
+    merged: dict[tuple[str, str], EngineSample] = {}
+    for sample in samples:
+        key = (sample.model, sample.mode)
+        merged[key] = _sum(merged[key], sample) if key in merged else sample
+    return list(merged.values())
+
+
+_NUMBERS: Final = tuple(
+    one.name for one in fields(EngineSample) if one.name not in (*ENGINE_LABELS, "ready")
+)
+
+
+def _sum(one: EngineSample, other: EngineSample) -> EngineSample:
+    sums = {name: getattr(one, name) + getattr(other, name) for name in _NUMBERS}
+    sums["stalled_for"] = max(one.stalled_for, other.stalled_for)
+    return replace(one, ready=one.ready and other.ready, **sums)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetric:
+    """Definition of one metric: `read` takes its value from a sample, `combine` says how processes
+    that share a port are merged."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    help: str
+    read: Callable[[EngineSample], float]
+    combine: Literal["sum", "max"] = "sum"
+
+
+ENGINE_METRICS = (
+    EngineMetric(
+        "engine_ready",
+        "gauge",
+        "1 while the engine can take sequences, 0 while it loads or restarts.",
+        lambda s: float(s.ready),
+    ),
+    EngineMetric(
+        "num_requests_running",
+        "gauge",
+        "Sequences that hold blocks and take part in steps.",
+        lambda s: s.running,
+    ),
+    EngineMetric(
+        "num_requests_waiting",
+        "gauge",
+        "Submissions in the engine's queue that do not run yet.",
+        lambda s: s.waiting,
+    ),
+    EngineMetric(
+        "kv_cache_usage_ratio",
+        "gauge",
+        "Share of KV blocks held by sequences, 0 to 1; reusable cached blocks count as free.",
+        lambda s: s.kv_usage,
+    ),
+    EngineMetric("kv_blocks", "gauge", "KV blocks of the pool.", lambda s: s.blocks_total),
+    EngineMetric(
+        "kv_blocks_used", "gauge", "KV blocks held by sequences.", lambda s: s.blocks_used
+    ),
+    EngineMetric(
+        "kv_blocks_cached",
+        "gauge",
+        "Unreferenced KV blocks kept for reuse as a prefix.",
+        lambda s: s.blocks_cached,
+    ),
+    EngineMetric(
+        "kv_blocks_quarantined",
+        "gauge",
+        "KV blocks that a peer might still write to.",
+        lambda s: s.blocks_quarantined,
+    ),
+    EngineMetric(
+        "prompt_tokens_total",
+        "counter",
+        "Prompt tokens of admitted sequences.",
+        lambda s: s.prompt_tokens,
+    ),
+    EngineMetric(
+        "cached_prompt_tokens_total",
+        "counter",
+        "Prompt tokens taken from the prefix cache instead of computed.",
+        lambda s: s.cached_tokens,
+    ),
+    EngineMetric("generation_tokens_total", "counter", "Output tokens.", lambda s: s.output_tokens),
+    EngineMetric(
+        "computed_tokens_total",
+        "counter",
+        "Tokens that went through the model, recomputation included.",
+        lambda s: s.computed_tokens,
+    ),
+    EngineMetric(
+        "preemptions_total",
+        "counter",
+        "Sequences that gave up their blocks to others and were computed again.",
+        lambda s: s.preemptions,
+    ),
+    EngineMetric(
+        "inexact_continuations_total",
+        "counter",
+        "Requests that were continued after a migration with other noise or penalties than before.",
+        lambda s: s.inexact_continuations,
+    ),
+    EngineMetric(
+        "kv_load_failures_total",
+        "counter",
+        "Prompts whose KV came from another worker and could not be loaded: computed again.",
+        lambda s: s.failed_loads,
+    ),
+    EngineMetric(
+        "images_total",
+        "counter",
+        "Images that the engine has read.",
+        lambda s: s.images,
+    ),
+    EngineMetric(
+        "images_unexpected_total",
+        "counter",
+        "Images that took another number of tokens than the frontend expected.",
+        lambda s: s.images_unexpected,
+    ),
+    EngineMetric(
+        "engine_restarts_total",
+        "counter",
+        "Times the engine died and was started again.",
+        lambda s: s.restarts,
+    ),
+    EngineMetric(
+        "engine_stalls_total",
+        "counter",
+        "Times the engine was restarted because it stalled: it had work and made no progress.",
+        lambda s: s.stalls,
+    ),
+    EngineMetric(
+        "engine_stalled_seconds",
+        "gauge",
+        "How long the engine has made no progress although it has work.",
+        lambda s: s.stalled_for,
+        "max",
+    ),
+    EngineMetric("engine_steps_total", "counter", "Steps of the engine.", lambda s: s.steps),
+    EngineMetric(
+        "engine_step_seconds_total",
+        "counter",
+        "Time spent inside steps.",
+        lambda s: s.step_seconds,
+    ),
+)
+"""All metrics of engines, in the order of `docs/metrics.md`."""

@@ -1,0 +1,84 @@
+"""What is counted of a request at its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdserve.errors import EngineDied, NoWorker
+from tests.frontend.support import HELLO, MODEL, frontend, tokens
+from tests.support.fake_backend import Script
+
+
+def finished(client) -> dict[str, float]:
+    assert {model for (model, _), _ in client.service.metrics.finished} <= {MODEL}
+    return {reason: count.value for (_, reason), count in client.service.metrics.finished}
+
+
+async def test_each_choice_has_its_finish_reason():
+    async with frontend(Script(tokens=tokens("abc"))) as client:
+        await client.chat(max_tokens=3, n=2)
+        await client.chunks(max_tokens=3)
+        await client.chunks(max_tokens=3, logprobs=True, stop="b")
+        assert finished(client) == {"length": 3, "stop": 1}
+
+
+async def test_tokens_that_were_cached_and_the_time_of_decoding_are_told_apart():
+    async with frontend(Script(tokens=tokens("abc"), cached_tokens=2)) as client:
+        answer = await client.chat(max_tokens=3)
+        metrics = client.service.metrics.of_model(MODEL)
+        prompt = answer["usage"]["prompt_tokens"]
+        assert metrics.request_prompt_tokens.sum == prompt
+        assert metrics.request_uncached_tokens.sum == prompt - 2
+        assert metrics.request_decode.count == 1
+        assert 0 < metrics.request_decode.sum < metrics.e2e_request_latency.sum
+
+
+# ---------------------------------------------------------------------- objectives
+
+
+def judged(client) -> dict[tuple[str, ...], float]:
+    return {labels: count.value for labels, count in client.service.metrics.slo}
+
+
+def bounds(family) -> set[float]:
+    return {bound for _, histogram in family for bound in histogram.bounds}
+
+
+async def test_requests_are_judged_by_their_models_objectives():
+    limits: Any = {"slo_ttft": {"": 60.0, "another": 1e-9}, "slo_itl": {MODEL: 1e-9}}
+    async with frontend(Script(tokens=tokens("abc"), interval=0.001), **limits) as client:
+        await client.chat(max_tokens=3)
+        await client.chunks(max_tokens=1)
+        await client.post("/v1/chat/completions", {"messages": 7})
+        assert judged(client) == {
+            (MODEL, "ttft", "good", ""): 2,
+            (MODEL, "itl", "bad", "decode"): 1,
+            (MODEL, "itl", "none", ""): 1,
+            (MODEL, "both", "bad", "decode"): 1,
+            (MODEL, "both", "good", ""): 1,
+            ("", "ttft", "none", ""): 1,
+            ("", "both", "none", ""): 1,
+        }
+        metrics = client.service.metrics
+        assert bounds(metrics.time_to_first_token) >= {60.0, 1e-9}
+        assert bounds(metrics.inter_token_latency) >= {1e-9}
+
+
+async def test_what_the_server_refuses_or_fails_is_bad():
+    scripts = [Script(refuse=NoWorker("none")), Script(tokens=[5], fail=EngineDied("x"))]
+    waiting = iter(scripts)
+    async with frontend(lambda request: next(waiting), slo_ttft={"": 60.0}) as client:
+        for _ in scripts:
+            status, _, _ = await client.post("/v1/chat/completions", HELLO)
+            assert status >= 500
+        assert judged(client) == {
+            (MODEL, "ttft", "bad", "error"): 2,
+            (MODEL, "both", "bad", "error"): 2,
+        }
+        assert finished(client) == {"error": 1}
+
+
+async def test_without_objectives_nothing_is_judged():
+    async with frontend(Script(tokens=tokens("abc"))) as client:
+        await client.chat(max_tokens=3)
+        assert judged(client) == {}
