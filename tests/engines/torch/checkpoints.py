@@ -14,6 +14,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pdserve import accel
+from tests.support.seeds import is_long, number_for, run_seed
 
 # Its progress bars come with a thread that outlives the test.
 _logging: Any = transformers.utils.logging
@@ -255,7 +256,7 @@ TINY = {
     ),
 }
 RARE = {
-    "qwen2": Tiny(
+    "qwen2_windowed": Tiny(
         "Qwen2",
         {
             "use_sliding_window": True,
@@ -265,7 +266,7 @@ RARE = {
             | {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 8, "truncate": False},
         },
     ),
-    "qwen3": Tiny(
+    "qwen3_windowed": Tiny(
         "Qwen3",
         {
             "use_sliding_window": True,
@@ -273,8 +274,9 @@ RARE = {
             "layer_types": ["sliding_attention", "full_attention"],
             "rope_parameters": YARN_ROPE | {"attention_factor": 1.3},
         },
+        seed=1,
     ),
-    "qwen3_moe": Tiny(
+    "qwen3_moe_windowed": Tiny(
         "Qwen3Moe",
         {
             "num_experts": 3,
@@ -287,15 +289,19 @@ RARE = {
             "attention_bias": True,
         },
     ),
-    "mixtral": Tiny("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "head_dim": 8}),
-    "gemma3": Tiny(
-        "Gemma3", {"num_hidden_layers": 7, "head_dim": 8, "sliding_window": 5, "hidden_size": 40}
+    "mixtral_one_expert": Tiny(
+        "Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "head_dim": 8}
     ),
-    "llama": Tiny("Llama", {"rope_parameters": DYNAMIC_ROPE}),
-    "phi3": Tiny("Phi3", seed=1),
-    "olmo2": Tiny("Olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
-    "olmo3": Tiny("Olmo3", {"num_hidden_layers": 5, "sliding_window": WINDOW}),
-    "smollm3": Tiny(
+    "gemma3_narrow": Tiny(
+        "Gemma3",
+        {"num_hidden_layers": 7, "head_dim": 8, "sliding_window": 5, "hidden_size": 40},
+        seed=1,
+    ),
+    "llama_dynamic": Tiny("Llama", {"rope_parameters": DYNAMIC_ROPE}),
+    "phi3_plain": Tiny("Phi3", seed=1),
+    "olmo2_biased": Tiny("Olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
+    "olmo3_plain": Tiny("Olmo3", {"num_hidden_layers": 5, "sliding_window": WINDOW}),
+    "smollm3_windowed": Tiny(
         "SmolLM3",
         {
             "num_hidden_layers": 4,
@@ -314,22 +320,36 @@ RARE = {
     "exaone4_full": Tiny(
         "Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}
     ),
-    "ernie4_5": Tiny("Ernie4_5", {"head_dim": 16, "use_bias": True}),
-    "glm4": Tiny("Glm4", {"head_dim": 24, "attention_bias": False, "num_key_value_heads": 4}),
-    "cohere2": Tiny(
-        "Cohere2",
-        {"num_hidden_layers": 5, "sliding_window": WINDOW, "attention_bias": True},
+    "ernie4_5": Tiny("Ernie4_5", {"head_dim": 16, "use_bias": True}, seed=1),
+    "glm4_unbiased": Tiny(
+        "Glm4", {"head_dim": 24, "attention_bias": False, "num_key_value_heads": 4}
     ),
-    "gemma2": Tiny(
+    "cohere2_biased": Tiny(
+        "Cohere2",
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": WINDOW,
+            "attention_bias": True,
+            "logit_scale": 0.5,
+        },
+        seed=2,
+    ),
+    "gemma2_uncapped": Tiny(
         "Gemma2",
-        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 8},
+        {
+            "num_hidden_layers": 5,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "head_dim": 8,
+        },
+        seed=5,
     ),
     "qwen2_vl": Tiny(
         "Qwen2VL",
         {"rope_parameters": MROPE},
         outer={"vision_config": {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 48}},
     ),
-    "mistral3": Tiny(
+    "mistral3_plain": Tiny(
         "Mistral3", {"model_type": "mistral"}, outer={"vision_config": PIXTRAL_VISION}
     ),
     "ministral3": Tiny(
@@ -345,9 +365,13 @@ RARE = {
         "Ministral3", {"head_dim": 12, "rope_parameters": YARN_ROPE | {"llama_4_scaling_beta": 0.9}}
     ),
 }
-"""What one look at is enough for: other ways through code that `TINY` goes through."""
+"""Families and settings that few checkpoints have: other ways through code that `TINY` takes. A run
+looks at each once, and tries one of them in all ways: `DRAWN`."""
+CONFIGURATIONS = TINY | RARE
+DRAWN = tuple(RARE) if is_long() else (list(RARE)[number_for(run_seed(), "rare") % len(RARE)],)
+"""Those of `RARE` that this run tries in all ways."""
 NATIVE = tuple(TINY)
-"""Those of `TINY` that the native kernels compute; torch computes all of them."""
+"""Those of `TINY` that the native kernels compute, as they do all of `RARE`; torch computes all."""
 SELDOM_BY_TORCH = ("mistral_windowed", "mixtral", "qwen3_moe", "gpt_oss", "gemma3")
 """Those that torch computes in a slice of the tests only, where the native kernels compute, too."""
 SELDOM = (*list(TINY)[list(TINY).index("gemma2") :],)
@@ -356,31 +380,33 @@ SELDOM = (*list(TINY)[list(TINY).index("gemma2") :],)
 
 
 def kernels_of(name: str) -> list[str]:
-    """What can compute `TINY[name]`, or the bundled model, here."""
+    """What can compute this configuration, or the bundled model, here."""
     native = accel.NATIVE and (name in NATIVE or name not in TINY)
     return ["torch", "native"] if native else ["torch"]
 
 
 def _marks(name: str, kernels: str = "") -> list[pytest.MarkDecorator]:
-    seldom = name in SELDOM or (kernels == "torch" and accel.NATIVE and name in SELDOM_BY_TORCH)
+    by_torch = kernels == "torch" and accel.NATIVE
+    seldom = name in SELDOM or (by_torch and (name in SELDOM_BY_TORCH or name in RARE))
     return [pytest.mark.long] if seldom else []
 
 
-NAMES = [pytest.param(name, marks=_marks(name)) for name in TINY]
-"""Every configuration."""
+NAMES = [pytest.param(name, marks=_marks(name)) for name in (*TINY, *DRAWN)]
+"""Every configuration of this run."""
 WITH_KERNELS = [
     pytest.param(name, kernels, marks=_marks(name, kernels), id=f"{name}-{kernels}")
-    for name in TINY
+    for name in (*TINY, *DRAWN)
     for kernels in kernels_of(name)
 ]
-"""Every configuration with everything that can compute it."""
+"""Every configuration of this run with everything that can compute it."""
 
 
-def build(tiny: Tiny) -> Any:
-    """A model whose every parameter matters: biases and norms are random too."""
+def build(tiny: Tiny, context: int = 0) -> Any:
+    """A model whose every parameter matters: biases and norms are random too. Angles that depend on
+    the length are those of `context` tokens; 0: of the longest."""
     torch.manual_seed(tiny.seed)
     model = getattr(transformers, tiny.architecture)(tiny.config())
-    _pin_angles(model)
+    _pin_angles(model, context)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
@@ -391,25 +417,31 @@ def build(tiny: Tiny) -> Any:
     return model.eval()
 
 
-def _pin_angles(model: Any) -> None:
-    """Let a rotary embedding that depends on the sequence's length turn by the longest context,
-    whatever the length, so that computed keys stay valid."""
+def _pin_angles(model: Any, context: int) -> None:
+    """Let a rotary embedding that depends on the sequence's length turn by one context, whatever
+    the length, so that computed keys stay valid."""
     rope = model.config.get_text_config().rope_parameters
     if rope.get("rope_type") not in ("dynamic", "longrope"):
         return
-    rotary, longest = model.model.rotary_emb, int(POSITIONS * rope.get("factor", 1))
-    frequencies, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](model.config, None, seq_len=longest)
+    rotary, context = model.model.rotary_emb, context or int(POSITIONS * rope.get("factor", 1))
+    frequencies, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](model.config, None, seq_len=context)
     rotary.inv_freq = frequencies
     rotary.rope_type = "default"
 
 
 @functools.cache
-def checkpoint(name: str, rare: bool = False) -> tuple[Path, Any]:
-    """(directory, `transformers` model) of `TINY[name]`, or `RARE`; made once per test run."""
-    model = build((RARE if rare else TINY)[name])
-    directory = Path(_home().name) / ("rare" if rare else "tiny") / name
+def checkpoint(name: str) -> tuple[Path, Any]:
+    """(directory, `transformers` model) of a configuration; made once per test run."""
+    model = build(CONFIGURATIONS[name])
+    directory = Path(_home().name) / name
     model.save_pretrained(directory)
     return directory, model
+
+
+@functools.cache
+def model_for(name: str, context: int) -> Any:
+    """The same model for an engine with a shorter `max_model_len`."""
+    return build(CONFIGURATIONS[name], context) if "dynamic" in name else checkpoint(name)[1]
 
 
 @functools.cache

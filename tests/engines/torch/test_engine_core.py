@@ -14,7 +14,14 @@ from pdserve.engine_core.core import EngineCore
 from pdserve.engine_core.engine_loader import load_core
 from pdserve.messages.engine import EngineStats, KvEvents, StepOutput, Submit
 from pdserve.messages.request import Finish, GenerateRequest, SamplingParams
-from tests.engines.torch.checkpoints import NAMES, TINY, VOCAB, checkpoint, oracle_generate
+from tests.engines.torch.checkpoints import (
+    CONFIGURATIONS,
+    NAMES,
+    VOCAB,
+    checkpoint,
+    model_for,
+    oracle_generate,
+)
 from tests.engines.torch.driver import spec
 
 BLOCK = 8
@@ -65,7 +72,7 @@ def start(watch_blocks: Watch) -> Iterator[Callable[..., Inline]]:
     def make(name: str, num_blocks: int, **fields: object) -> Inline:
         core = load_core("torch", ManualClock())
         assert isinstance(core, EngineCore)
-        config = TINY[name].config().get_text_config()
+        config = CONFIGURATIONS[name].config().get_text_config()
         head_dim = getattr(config, "head_dim", None) or (
             config.hidden_size // config.num_attention_heads
         )
@@ -140,14 +147,14 @@ def test_a_pool_too_small_for_all_preempts_and_still_gives_the_same_tokens(
     start: Callable[..., Inline], name: str
 ) -> None:
     inline = start(name, num_blocks=10, max_model_len=10 * BLOCK)
-    prompts = {}
+    model, prompts = model_for(name, 10 * BLOCK), {}
     for seed in range(4):
         prompt = prompt_of(14, seed)
         prompts[inline.submit(prompt, greedy(24))] = prompt
     inline.run()
     assert inline.stats.preemptions > 0
     for handle, prompt in prompts.items():
-        assert inline.outputs[handle, 0] == oracle_generate(checkpoint(name)[1], prompt, 24)
+        assert inline.outputs[handle, 0] == oracle_generate(model, prompt, 24)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -99,7 +99,7 @@ def test_every_family_computes_the_tokens_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", RARE)
 def test_what_few_checkpoints_ask_for_is_that_of_transformers(name: str) -> None:
-    directory, model = checkpoint(name, rare=True)
+    directory, model = checkpoint(name)
     executor = loaded(directory, block_size=BLOCK)
     driver = Driver(executor)
     prompt = prompt_of(40)

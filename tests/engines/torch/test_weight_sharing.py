@@ -12,7 +12,7 @@ from pdserve import accel
 from pdserve.errors import ConfigError
 from pdserve_engines.torch.models.cpu_model import CpuModel
 from pdserve_engines.torch.models.torch_model import TorchModel
-from tests.engines.torch.checkpoints import VOCAB, WITH_KERNELS, checkpoint, oracle_generate
+from tests.engines.torch.checkpoints import RARE, VOCAB, WITH_KERNELS, checkpoint, oracle_generate
 from tests.engines.torch.driver import Driver, loaded, spec
 
 if TYPE_CHECKING:
@@ -51,7 +51,9 @@ def outputs(executor: TorchExecutor, wanted: Sequence[list[int]], chunk: int) ->
     return [sequence.tokens[sequence.prompt_len :][:12] for sequence in sequences]
 
 
-@pytest.mark.parametrize(("name", "kernels"), WITH_KERNELS)
+@pytest.mark.parametrize(
+    ("name", "kernels"), [row for row in WITH_KERNELS if row.values[0] not in RARE]
+)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_two_that_compute_at_once_get_what_each_would_alone(name: str, kernels: str, threads: int):
     executors = pair(name, kernels, threads)
