@@ -174,18 +174,25 @@ class PromptPhases:
         )
 
     def finished(self, finish: Finish) -> None:
-        """Notes the end of one choice at the present worker."""
-        if self.attempts and not self.attempts_left_out:
-            self.attempts[-1].finished(finish)
+        """Notes the end of one choice at the worker that brings its tokens."""
+        if self.attempts_left_out:
+            return
+        for attempt in reversed(self.attempts):
+            if attempt.first:
+                attempt.finished(finish)
+                return
 
-    def close(self, how: str, error: str = "") -> None:
-        """Ends the prompt, and every attempt that has not ended. Idempotent."""
+    def close(self, attempt: AttemptPhase | None, how: str, error: str = "") -> None:
+        """Ends the prompt: the attempt that has it ends like that, every other one that is under
+        way is cancelled. Idempotent."""
         if self.over:
             return
         self.over = True
         now = self.time()
-        for attempt in self.attempts:
+        if attempt is not None:
             attempt.close(now, how, error)
+        for other in self.attempts:
+            other.close(now, "cancelled")
 
 
 class RequestPhases:

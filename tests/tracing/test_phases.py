@@ -42,24 +42,28 @@ def test_the_end_closes_what_is_open_and_nothing_follows_it() -> None:
     phases, clock = prompt()
     first, second = phases.add_attempt(attempt(1)), phases.add_attempt(attempt(2))
     first.close(2.0, "moved")
-    phases.close("cancelled", "gone")
+    third = phases.add_attempt(attempt(3))
+    phases.close(second, "failed", "gone")
     clock.advance(1.0)
-    phases.close("finished")
+    phases.close(third, "finished")
     assert (first.how, first.end, first.error) == ("moved", 2.0, "")
-    assert (second.how, second.end, second.error) == ("cancelled", 5.0, "gone")
-    phases.add_attempt(attempt(3))
+    assert (second.how, second.end, second.error) == ("failed", 5.0, "gone")
+    assert (third.how, third.end, third.error) == ("cancelled", 5.0, "")
+    phases.add_attempt(attempt(4))
     phases.add_route(RoutePhase(1.0, 2.0, "kv"))
     phases.add_move(MovePhase(1.0, 2.0, "kv", "a", "b", "completed"))
-    assert (len(phases.attempts), phases.routes, phases.moves) == (2, [], [])
+    assert (len(phases.attempts), phases.routes, phases.moves) == (3, [], [])
 
 
 def test_the_longest_choice_speaks_for_an_attempt() -> None:
     phases, _ = prompt()
-    phases.add_attempt(attempt())
+    phases.add_attempt(attempt()).first = 2.0
+    phases.add_attempt(attempt(2))
     for tokens, preemptions in ((3, 0), (9, 1), (5, 2)):
         finish = Finish(reason="stop", completion_tokens=tokens, preemptions=preemptions)
         phases.finished(finish)
-    (only,) = phases.attempts
+    only, searching = phases.attempts
+    assert searching.finish is None
     assert only.finish is not None
     assert (only.finish.completion_tokens, only.preemptions, phases.preemptions) == (9, 2, 2)
 

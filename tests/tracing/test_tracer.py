@@ -89,6 +89,12 @@ def test_a_flood_of_sampled_bits_is_bounded(mode: ParentMode, kept: int) -> None
     assert made.request(parent=UNSAMPLED) is False
 
 
+def test_a_bit_that_is_trusted_without_a_limit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tracer, "_heeds", lambda self, now: True)
+    with pytest.raises(AssertionError):
+        test_a_flood_of_sampled_bits_is_bounded("limit", int(FOREIGN_RATE))
+
+
 def test_a_flood_of_failures_is_bounded() -> None:
     made = Made(rate=10.0)
     assert sum(made.request(FAILED) for _ in range(100)) == 10

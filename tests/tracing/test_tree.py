@@ -18,7 +18,7 @@ from pdserve.tracing.phases import (
     RequestPhases,
     RoutePhase,
 )
-from pdserve.tracing.tree import MAX_ATTRIBUTE, TraceRoot, build_trace
+from pdserve.tracing.tree import MAX_ATTRIBUTE, TraceRoot, _Tree, build_trace
 from tests.support.trace_checks import children, defects, named
 
 if TYPE_CHECKING:
@@ -221,6 +221,12 @@ def test_ids_are_never_zero(root_id: int) -> None:
         (),
     )
     assert list(defects(trace)) == []
+
+
+def test_a_time_outside_its_parent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Tree, "_within", lambda self, at, start, end: at - self._zero)
+    with pytest.raises(AssertionError):
+        test_whatever_the_times_are_spans_nest(1)
 
 
 def test_whatever_the_times_are_spans_nest(seed: int) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.placement import Placement
     from pdserve.ids import NodeId, Seconds
     from pdserve.messages.request import TokenDelta
+    from pdserve.tracing.phases import PromptPhases, RequestPhases
     from tests.worlds.roles import Frontend
 
 __all__ = [
@@ -166,6 +167,14 @@ class TrackedRequest:
         self.alarm: asyncio.TimerHandle | None = None
         """The timer with which the frontend ends it."""
         self.on_end: Callable[[TrackedRequest], None] = lambda account: None
+        self.first_token: Seconds | None = None
+        """When its first token came."""
+        self.frontend: Frontend | None = None
+        """The frontend that serves it."""
+        self.phases: RequestPhases | None = None
+        """What that frontend records of it; None: nothing."""
+        self.prompt: PromptPhases | None = None
+        """The part of its prompt."""
         self._ledger = OutputChecker(request)
         self._complain = complain
 
@@ -207,6 +216,8 @@ class TrackedRequest:
             self._complain(f"{self.name} hears of tokens after its end: {self.outcome}")
             return
         self.stage = "streaming"
+        if self.first_token is None and self.frontend is not None:
+            self.first_token = self.frontend.node.now()
         try:
             self._ledger.take(self._continued(delta))
         except AssertionError as error:
@@ -331,6 +342,7 @@ class LoadClients:
     def _start(self, request: GenerateRequest, enough: int | None = None) -> TrackedRequest:
         name, now = request.request_id, self._loop.time()
         account = TrackedRequest(name, request, now, self._complain, enough=enough)
+        self._record(account)
         self._begin(account)
         if request.deadline is not None:
             account.alarm = self._loop.call_later(request.deadline + _GRACE, self._expire, account)
@@ -338,6 +350,16 @@ class LoadClients:
         self._tasks[task] = None
         task.add_done_callback(self._forget)
         return account
+
+    def _record(self, account: TrackedRequest) -> None:
+        """One of four has a caller with a trace of its own, which is sampled or not."""
+        account.frontend = self._frontend
+        parent = None
+        if self._number % 4 == 0:
+            parent = f"00-{self._number:032x}-{self._number:016x}-{self._number // 4 % 2:02x}"
+        account.phases = self._frontend.tracer.begin(parent)
+        if account.phases is not None:
+            account.prompt = account.phases.add_prompt()
 
     async def close(self) -> None:
         """Cuts off all open requests, since the process ends."""
@@ -353,7 +375,9 @@ class LoadClients:
             account.placed.append(Placed(placement.worker, account.tokens, now))
 
         try:
-            stream = await self._frontend.open(account.request, account, NO_HINTS, on_placed)
+            stream = await self._frontend.open(
+                account.request, account, NO_HINTS, on_placed, account.prompt
+            )
         except PdserveError as error:
             if account.tokens:
                 self._complain(f"{account.name} was refused after it had got tokens: {error}")

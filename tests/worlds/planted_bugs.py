@@ -20,7 +20,7 @@ from pdserve.errors import DialFailed, StepFailed
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["BUGS", "HANDOFF_BUGS", "MIGRATION_BUGS", "PlantedBug", "planted"]
+__all__ = ["BUGS", "HANDOFF_BUGS", "MIGRATION_BUGS", "TRACE_BUGS", "PlantedBug", "planted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,18 @@ def _skip(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 def _again(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     original(*args, **kwargs)
     return original(*args, **kwargs)
+
+
+def _tells_wall_time(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`RequestPhases.add_prompt`, with a clock that somebody sets."""
+
+    def add_prompt(self: Any) -> Any:
+        phases = original(self)
+        time = self.time
+        phases.time = lambda: time() + (12.0 if time() > 9.0 else 0.0)
+        return phases
+
+    return add_prompt
 
 
 def _gone_stays(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -678,5 +690,31 @@ MIGRATION_BUGS: Final[dict[str, PlantedBug]] = {
 }
 """Bugs of migration; also in `BUGS`."""
 
+TRACE_BUGS: Final = {
+    "an attempt stays open when its worker is lost": PlantedBug(
+        "pdserve.frontend.dispatch.dispatched_request",
+        "DispatchedRequest._end_phase",
+        _never,
+        "traces show a dead worker at work",
+    ),
+    "wall clock in a duration": PlantedBug(
+        "pdserve.tracing.phases",
+        "RequestPhases.add_prompt",
+        _tells_wall_time,
+        "a step of the clock is a phase",
+    ),
+    "traces are kept beyond their rate": PlantedBug(
+        "pdserve.tracing.tracer",
+        "Tracer._allowed",
+        lambda original: lambda self, now: True,
+        "a failing cluster drowns its collector",
+    ),
+    "what a move says is lost": PlantedBug(
+        "pdserve.tracing.phases", "PromptPhases.add_move", _never, "moved requests are not kept"
+    ),
+}
+"""Bugs of traces; also in `BUGS`."""
+
 BUGS.update(HANDOFF_BUGS)
+BUGS.update(TRACE_BUGS)
 BUGS.update(MIGRATION_BUGS)

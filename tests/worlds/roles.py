@@ -5,7 +5,9 @@ There is no HTTP, no child process and no file. Everything else is the code that
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING, Final, Protocol
 
 from msgspec.structs import replace
@@ -23,6 +25,11 @@ from pdserve.router.node import RouterNode
 from pdserve.runtime.hash_secret import HashSecrets
 from pdserve.sim.virtual_model import VirtualModel
 from pdserve.testing.scripted import ENGINE
+from pdserve.tracing.delivery import SpanQueue
+from pdserve.tracing.keep import TraceRules
+from pdserve.tracing.ring import TraceRing
+from pdserve.tracing.sink import TraceSinks
+from pdserve.tracing.tracer import Tracer
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.node import WorkerNode
 from tests.worlds.faulty_engine import FaultyEngine
@@ -38,8 +45,10 @@ if TYPE_CHECKING:
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.handoff import Disagg, WorkerMode
     from pdserve.messages.request import GenerateRequest
+    from pdserve.messages.trace import Trace
     from pdserve.runtime.node import Node
     from pdserve.testing.fake_rdma import FakeFabric
+    from pdserve.tracing.phases import PromptPhases
 
 __all__ = ["Frontend", "NodeSettings", "Router", "VirtualRole", "Worker"]
 
@@ -47,6 +56,7 @@ MAX_RUNNING, MAX_WAITING = 8, 32
 """Sequences that run in an engine at a time, and requests that may wait there."""
 _BLOCKS: Final = 64
 _BLOCK_SIZE: Final = 8
+_TRACES: Final = TraceRules(sample=0.2, rate=2.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +82,8 @@ class NodeSettings:
     """The mode of a worker."""
     disagg: Disagg = "always"
     """The disaggregation setting of a decode worker."""
+    traces: TraceRules = _TRACES
+    """Which of its requests a frontend traces; a rate of 0: it records nothing."""
     moves_kv: bool = True
     """An aggregated worker hands over and fetches the KV of requests that move."""
 
@@ -164,10 +176,29 @@ class Worker(WorkerNode):
 
 
 class Frontend:
-    """A frontend without HTTP; callers `open` requests."""
+    """A frontend without HTTP; callers `open` requests.
+
+    It remembers traces and exports them to nobody, both within bounds that few requests reach."""
+
+    MOST_TRACES: Final = 20
+    MOST_BYTES: Final = 20_000
+    _MOST_SPANS: Final = 100
 
     def __init__(self, node: Node, settings: NodeSettings) -> None:
         self.node = node
+        self.ring = TraceRing(self.MOST_TRACES, self.MOST_BYTES)
+        self.queue = SpanQueue(self._MOST_SPANS)
+        self.emitted = self.taken = self.dropped = 0
+        """Spans of traces that were kept, exported and dropped."""
+        self.limited: Counter[str] = Counter()
+        self.tracer = Tracer(
+            settings.traces,
+            TraceSinks(self.ring, self),
+            time=node.now,
+            random=Random(node.id),
+            wall=lambda: round(1e9 * node._wall()),
+            on_limited=lambda limit: self.limited.update((limit,)),
+        )
         config = FrontendConfig(router_wait=settings.router_wait)
         self._frontend = FrontendNode(node, config, _secrets(node), Degradations(Metrics()))
         self.backend = self._frontend.backend
@@ -182,13 +213,23 @@ class Frontend:
         sink: TokenSink,
         hints: RoutingHints = NO_HINTS,
         on_placed: Callable[[Placement], None] = lambda placement: None,
+        phases: PromptPhases | None = None,
     ) -> DispatchedRequest:
         """Hashes the prompt, as the HTTP side does, and opens the request."""
         card = self.backend.cards().get(request.model)
         if card is not None:
             hashed = self._frontend.hasher.of_one(card, request.cache_salt, request.prompt)
             request = replace(request, block_names=hashed.hashes, names_id=hashed.id)
-        return await self.backend.open(request, sink, hints, on_placed)
+        return await self.backend.open(request, sink, hints, on_placed, phases)
+
+    def add(self, trace: Trace) -> None:
+        """Implements `tracing.sink.TraceSink`: exports now and then."""
+        spans = len(trace.spans)
+        self.emitted += spans
+        if not self.queue.add(trace):
+            self.dropped += spans
+            batch = self.queue.take()
+            self.taken += 0 if batch is None else batch.spans
 
     async def stop(self, *, leave: bool, within: Seconds = 2.0) -> None:
         await self._frontend.close(leave=leave)

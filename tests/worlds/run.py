@@ -99,6 +99,8 @@ class WorldReport:
     events: Counter[str]
     felt: Counter[tuple[str, str]]
     """(fault, what happened while it lasted)."""
+    traces: Counter[str]
+    """Reasons for which traces were kept, and spans of all requests by name."""
     converged: Seconds
     """Seconds from the last fault until all nodes agreed."""
     virtual: Seconds
@@ -266,6 +268,7 @@ class _Run:
             world.cancelled,
             world.trace.counts,
             world.felt,
+            world.judge.traces.seen,
             converged,
             world.loop.time(),
         )

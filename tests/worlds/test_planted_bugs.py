@@ -48,6 +48,9 @@ FAULTS = {
     "refutation not spoken": [Fault("pause", 0.0, 5.0, "w1")],
     "watermark not checked": [Fault("amnesia", 0.0, 0.0, "r0")],
     "suspicion is a quarter as long": [Fault("pause", 0.0, 2.9, "w1")],
+    "an attempt stays open when its worker is lost": CRASH,
+    "what a move says is lost": CRASH,
+    "traces are kept beyond their rate": CRASH,
     "a router refuses at a quarter of its bound": [Fault("crowd", 0.0, 0.0, "f0", "", 8.0)] * 3,
 }
 """What must go wrong for a bug to show; the others show in any world."""

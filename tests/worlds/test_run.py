@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pdserve.tracing.keep import TraceRules
 from tests.worlds.batch import BatchResult, run_blocks, total
 from tests.worlds.faults import KINDS, Fault
 from tests.worlds.handoff_scenarios import draw_handoffs
@@ -180,6 +181,7 @@ def test_shares_leave_out_what_clients_ended() -> None:
 
 def test_every_request_has_one_outcome() -> None:
     report = run_plan(plan(6, [Fault("crash", 5.0, 1.0, "f1")], until=9.0))
+    assert report.traces["pdserve.decode"]
     assert sum(report.outcomes.values()) == report.events["ask"]
     assert report.outcomes["connection lost with its frontend"]
 
@@ -214,6 +216,19 @@ def test_a_seed_is_one_run_in_every_process(seed: int) -> None:
     here = run(number, nodes=6).digest
     assert replay(number, PYTHONHASHSEED="1") == here
     assert replay(number, PYTHONHASHSEED="2", PDSERVE_PURE="1") == here
+
+
+def test_traces_change_nothing(seed: int, long: bool) -> None:
+    """With all kept, with some and with none, a world goes the same way."""
+    made, digests = plan(seed % 10**9, [Fault("crash", 5.0, 1.0, "w1")], until=8.0), set()
+    if long:
+        made = (draw_plan, draw_handoffs, draw_migrations)[seed % 3](seed % 10**9)
+    for rules in (TraceRules(sample=1.0, rate=1e6), TraceRules(rate=0.0)):
+        settings = {name: replace(one, traces=rules) for name, one in made.settings.items()}
+        report = run_plan(replace(made, settings=settings))
+        digests.add(report.digest)
+        assert bool(report.traces) == bool(rules.rate)
+    assert len(digests) == 1
 
 
 def test_a_failure_names_the_command_that_replays_it() -> None:

@@ -293,6 +293,9 @@ class World:
         self, host: VirtualHost, part: VirtualRole, *, leave: bool, within: Seconds
     ) -> None:
         await part.stop(leave=leave, within=within)
+        if isinstance(part, Frontend):
+            for wrong in self.judge.traces.rest(part):
+                self.complain(f"{host.name}: {wrong}")
         if host.callers is not None:
             await host.callers.close()
         if isinstance(part, Worker):

@@ -863,8 +863,8 @@ class DispatchedRequest:
     def _finish(self) -> None:
         """Marks the request as ended: its last token has come."""
         self._over = True
-        if self._phases is not None:
-            self._phases.close("finished")
+        if self._phases is not None and self.attempt is not None:
+            self._phases.close(self.attempt.phase, "finished")
         if self._task is not None:
             self._task.cancel()
 
@@ -873,9 +873,9 @@ class DispatchedRequest:
         if migration is not None:
             self._metrics.migrated(migration.reason, outcome)
         if self._phases is not None and not self._phases.over:
-            how = "cancelled" if outcome == "cancelled" else "failed"
-            words = "" if error is None or outcome == "cancelled" else in_words(error)
-            self._phases.close("finished" if self._has_ended else how, words)
+            how = "finished" if self._has_ended else "failed" if error is not None else "cancelled"
+            phase = None if self.attempt is None else self.attempt.phase
+            self._phases.close(phase, how, "" if error is None else in_words(error))
         self._over = True
         self._end_trial()
         if self._task is not None:

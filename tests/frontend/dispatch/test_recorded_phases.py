@@ -235,7 +235,7 @@ def test_a_delta_after_the_end_is_not_recorded() -> None:
     phases = RequestPhases(0.0, lambda: 1.0)
     prompt = phases.add_prompt()
     assert prompt is not None
-    prompt.close("cancelled")
+    prompt.close(None, "cancelled")
     delta = TokenDelta(1, 0, [1], Finish(reason="stop"))
     assert delta.finish is not None
     prompt.finished(delta.finish)

@@ -102,7 +102,7 @@ def _ended(cells: Any, dispatched: DispatchedRequest, error: PdserveError) -> No
     cells[f"request {state}", f"fail {type(error).__name__}" if state == "between" else "fail"] += 1
 
 
-def _closed(cells: Any, dispatched: DispatchedRequest, outcome: str) -> None:
+def _closed(cells: Any, dispatched: DispatchedRequest, outcome: str, error: Any = None) -> None:
     if dispatched._migration is not None:
         cells[f"migration {dispatched._migration.reason}", outcome] += 1
 

@@ -31,6 +31,7 @@ from pdserve.frontend.config import FrontendConfig
 from pdserve.router.admission_control import MAX_WAIT_SHARE
 from tests.worlds.oracle.fault_history import FaultHistory
 from tests.worlds.oracle.request_locator import locate_request, stage_of
+from tests.worlds.oracle.traces import TraceOracle
 from tests.worlds.roles import MAX_WAITING, Worker
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class OutcomeOracle:
         self._deaths: dict[str, list[Seconds]] = {}
         """Times of deaths of workers and their engines, and of failed steps."""
         self.causes = FaultHistory()
+        self.traces = TraceOracle()
 
     def watch(self) -> None:
         """Look at who is fit, from now on."""
@@ -143,6 +145,7 @@ class OutcomeOracle:
         self._world.call_later(_FREE_WITHIN, partial(self._is_free, account, end))
 
     def _is_free(self, account: TrackedRequest, end: Seconds) -> None:
+        self._judge_trace(account, end)
         if self.causes.any_since(end - _SETTLES, disturbing=True):
             return
         stage = f", cancelled while {account.left_at}" if account.left_at else ""
@@ -151,6 +154,19 @@ class OutcomeOracle:
                 f"{host} keeps {account.name}, which is {kept} there, {_FREE_WITHIN:g} s after it "
                 f"has ended: {account.outcome}{stage}"
             )
+
+    def _judge_trace(self, account: TrackedRequest, end: Seconds) -> None:
+        """Judges its trace, once its task has ended: a suspended process may take its time."""
+        if not account.outcome or account.task is None:
+            return  # it was lost with its frontend
+        host = self._world.hosts.get(account.name.partition(".")[0])
+        if host is None or host.part is None or host.part is not account.frontend:
+            return
+        if account.task.done():
+            for wrong in self.traces.judge(account, end):
+                self._world.complain(wrong)
+        else:
+            self._world.call_later(_FREE_WITHIN, partial(self._judge_trace, account, end))
 
     def others_fit(self, host: VirtualHost) -> bool:
         """True if all frontends know another worker that could serve the requests of this one."""
