@@ -30,6 +30,7 @@ COMMANDS = {
         "what a cluster would do with a trace of requests",
     ),
     "bench": ("pdserve.cli.bench.command", "put load on a server and measure it"),
+    "dashboards": ("pdserve.cli.dashboards", "write Grafana boards and Prometheus rules"),
     "doctor": ("pdserve.cli.doctor", "what this machine has, and what pdserve will use"),
     "config": ("pdserve.cli.config", "the settings in force, and where each comes from"),
     "version": ("pdserve.cli.version", "the version"),

@@ -27,7 +27,7 @@ a variable, a variable over the file.
 
 def make_parser() -> Parser:
     """The parser of the serving command."""
-    listed = [f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()]
+    listed = [f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items()]
     parser = Parser("pdserve", _DESCRIPTION + "\n".join(listed), _EPILOG)
     parser.own.add_argument("-V", "--version", action="store_true", help="Print the version.")
     add_options(parser)

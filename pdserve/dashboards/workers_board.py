@@ -1,0 +1,245 @@
+"""The board *Workers*: engines, their KV cache, their steps and their health."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pdserve.dashboards.table import Board, Panel, Query, Row
+
+__all__ = ["WORKERS"]
+
+_NAMED: Final = "{{instance}} {{mode}}"
+
+_LOAD: Final = Row(
+    "Load",
+    (
+        Panel(
+            "Running",
+            "Sequences that hold blocks and take part in steps, by worker.",
+            "short",
+            (Query("pdserve_num_requests_running{WORKER}", _NAMED),),
+        ),
+        Panel(
+            "Waiting",
+            "Submissions in an engine's queue that do not run yet. Requests that wait in a router "
+            "are on the board of routers.",
+            "short",
+            (Query("pdserve_num_requests_waiting{WORKER}", _NAMED),),
+        ),
+        Panel(
+            "Tokens",
+            "Output tokens per second, by worker.",
+            "ops",
+            (Query("rate(pdserve_generation_tokens_total{WORKER}[RATE])", _NAMED),),
+        ),
+    ),
+)
+
+_KV: Final = Row(
+    "KV cache",
+    (
+        Panel(
+            "Blocks",
+            "used: held by sequences. cached: kept as a prefix, and free when needed. quarantined: "
+            "a peer might still write to them.",
+            "short",
+            (
+                Query("sum(pdserve_kv_blocks_used{WORKER})", "used"),
+                Query("sum(pdserve_kv_blocks_cached{WORKER})", "cached"),
+                Query("sum(pdserve_kv_blocks_quarantined{WORKER})", "quarantined"),
+                Query(
+                    "sum(pdserve_kv_blocks{WORKER} - pdserve_kv_blocks_used{WORKER}"
+                    " - pdserve_kv_blocks_cached{WORKER} - pdserve_kv_blocks_quarantined{WORKER})",
+                    "free",
+                ),
+            ),
+            stacked=True,
+        ),
+        Panel(
+            "Usage",
+            "Share of blocks held by sequences. Near 1, sequences preempt each other.",
+            "percentunit",
+            (Query("pdserve_kv_cache_usage_ratio{WORKER}", _NAMED),),
+            most=1,
+            red=0.95,
+        ),
+        Panel(
+            "Prefix cache hits",
+            "Share of prompt tokens that were in the cache.",
+            "percentunit",
+            (
+                Query(
+                    "sum by (instance, mode) "
+                    "(rate(pdserve_cached_prompt_tokens_total{WORKER}[RATE])) / sum by (instance, "
+                    "mode) (rate(pdserve_prompt_tokens_total{WORKER}[RATE]))",
+                    _NAMED,
+                ),
+            ),
+            most=1,
+        ),
+    ),
+)
+
+_STEPS: Final = Row(
+    "Steps",
+    (
+        Panel(
+            "Time per step",
+            "Mean time of a step. Engines count steps and their time only, so there is no "
+            "quantile; the time between tokens on the board Service has quantiles.",
+            "s",
+            (
+                Query(
+                    "rate(pdserve_engine_step_seconds_total{WORKER}[RATE])"
+                    " / rate(pdserve_engine_steps_total{WORKER}[RATE])",
+                    _NAMED,
+                ),
+            ),
+        ),
+        Panel(
+            "Time inside steps",
+            "Share of time that an engine computes. Steps that overlap count once each.",
+            "percentunit",
+            (Query("rate(pdserve_engine_step_seconds_total{WORKER}[RATE])", _NAMED),),
+        ),
+        Panel(
+            "Tokens computed, and of use",
+            "computed: all that went through the model. of use: prompt tokens that were not "
+            "cached, and output. The difference was computed again, after a preemption or a move.",
+            "ops",
+            (
+                Query("sum(rate(pdserve_computed_tokens_total{WORKER}[RATE]))", "computed"),
+                Query(
+                    "sum(rate(pdserve_prompt_tokens_total{WORKER}[RATE])"
+                    " - rate(pdserve_cached_prompt_tokens_total{WORKER}[RATE])"
+                    " + rate(pdserve_generation_tokens_total{WORKER}[RATE]))",
+                    "of use",
+                ),
+            ),
+        ),
+        Panel(
+            "Preemptions",
+            "Sequences per second that gave up their blocks to others.",
+            "ops",
+            (Query("rate(pdserve_preemptions_total{WORKER}[RATE])", _NAMED),),
+        ),
+        Panel(
+            "Images",
+            "Images read per second, and of these the ones that took another number of tokens than "
+            "expected.",
+            "ops",
+            (
+                Query("sum(rate(pdserve_images_total{WORKER}[RATE]))", "read"),
+                Query("sum(rate(pdserve_images_unexpected_total{WORKER}[RATE]))", "unexpected"),
+            ),
+        ),
+        Panel(
+            "Cancellations, p99",
+            "From a request's cancellation until its blocks are free, by what it was doing.",
+            "s",
+            (
+                Query(
+                    "histogram_quantile(0.99, sum by (stage, le) "
+                    "(rate(pdserve_cancel_seconds_bucket{PROCESS}[RATE])))",
+                    "{{stage}}",
+                ),
+            ),
+        ),
+    ),
+)
+
+_HEALTH: Final = Row(
+    "Health",
+    (
+        Panel(
+            "Ready",
+            "1 while an engine can take sequences, 0 while it loads or restarts.",
+            "short",
+            (Query("pdserve_engine_ready{WORKER}", _NAMED),),
+            most=1,
+        ),
+        Panel(
+            "Restarts and stalls",
+            "Engines that died and were started again, and of these the ones that stalled.",
+            "short",
+            (
+                Query(
+                    "increase(pdserve_engine_restarts_total{WORKER}[RATE])", f"{_NAMED} restarts"
+                ),
+                Query("increase(pdserve_engine_stalls_total{WORKER}[RATE])", f"{_NAMED} stalls"),
+            ),
+        ),
+        Panel(
+            "Without progress",
+            "How long an engine has work and makes no progress. At --stall-timeout it is "
+            "restarted.",
+            "s",
+            (Query("pdserve_engine_stalled_seconds{WORKER}", _NAMED),),
+            red=5,
+        ),
+        Panel(
+            "KV that could not be loaded, continuations that differ",
+            "Prompts whose KV arrived and was computed again, and requests that continued with "
+            "other noise or penalties than before, per second.",
+            "ops",
+            (
+                Query("sum(rate(pdserve_kv_load_failures_total{WORKER}[RATE]))", "KV not loaded"),
+                Query("sum(rate(pdserve_inexact_continuations_total{WORKER}[RATE]))", "inexact"),
+            ),
+        ),
+        Panel(
+            "Memory",
+            "Resident memory of the node's process.",
+            "bytes",
+            (Query("process_resident_memory_bytes{PROCESS}", "{{instance}} node"),),
+        ),
+        Panel(
+            "Processor",
+            "Cores that the node's process uses.",
+            "none",
+            (Query("rate(process_cpu_seconds_total{PROCESS}[RATE])", "{{instance}} node"),),
+        ),
+        Panel(
+            "Event loop lag, p99",
+            "How late the node's event loop ran a timer.",
+            "s",
+            (
+                Query(
+                    "histogram_quantile(0.99, sum by (instance, le) "
+                    "(rate(pdserve_event_loop_lag_seconds_bucket{PROCESS}[RATE])))",
+                    "{{instance}}",
+                ),
+            ),
+            red=0.1,
+        ),
+        Panel(
+            "Asked to move",
+            "Requests whose frontend was asked to continue them elsewhere, per second, by reason.",
+            "ops",
+            (
+                Query(
+                    "sum by (reason) (rate(pdserve_moves_asked_total{CLUSTER}[RATE]))",
+                    "{{reason}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Degraded",
+            "What runs degraded. docs/operations.md says what each reason means.",
+            "short",
+            (
+                Query(
+                    "sum by (instance, reason) (pdserve_degraded{CLUSTER})",
+                    "{{instance}} {{reason}}",
+                ),
+            ),
+        ),
+    ),
+)
+
+WORKERS: Final = Board(
+    "pdserve-workers",
+    "pdserve: Workers",
+    "Engines: load, KV cache, steps, health.",
+    (_LOAD, _KV, _STEPS, _HEALTH),
+)

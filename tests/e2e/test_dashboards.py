@@ -1,0 +1,256 @@
+"""A real Prometheus scrapes a real cluster with the files of `pdserve dashboards`, and every
+expression of every board and rule has a value.
+
+The condition of an alert is empty while all is well; its operands are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import shlex
+import signal
+import threading
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from pdserve.cli.main import main
+from pdserve.dashboards.alerts import Promise, alerts, recordings
+from pdserve.dashboards.boards import BOARDS
+from pdserve.dashboards.table import selected
+from tests.e2e.readme import blocks, free_port, wait_sound
+from tests.e2e.server import PATIENCE, Server, serving
+from tests.support.prometheus import Prometheus, program
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+WINDOW = "30s"
+"""For `$__rate_interval`: longer than the test's load."""
+CALLERS = 12
+SEEN = (
+    "rate(pdserve_migration_gap_seconds_count[1m]) > 0",
+    'rate(pdserve_migrations_total{outcome="completed"}[1m])',
+    "rate(pdserve_cancel_seconds_count[1m]) > 0",
+    'rate(pdserve_slo_total{result="bad"}[1m])',
+    "pdserve_router_held_total > 0",
+    "pdserve_router_prediction_ratio",
+    "pdserve:error_budget",
+)
+"""What must have happened before the expressions are computed."""
+MAY_BE_UNDEFINED = (
+    "pdserve_prefill_queue_tokens",  # over tokens per second: 0/0 where no prefill worker works
+)
+"""Metrics of quotients that may be 0/0 at a moment."""
+
+
+class Cluster:
+    """Router, frontend, prefill and decode worker, and what clients do to them."""
+
+    def __init__(self, router: Server, prefill: Server, decode: Server, front: Server) -> None:
+        self.router, self.prefill, self.decode, self.front = router, prefill, decode, front
+        self.ended = threading.Event()
+
+    def targets(self) -> list[str]:
+        """Where their `/metrics` are."""
+        others = (self.router, self.prefill, self.decode)
+        probes = [one.wait_for_line(r"probes at (?:http://)?(\S+:\d+)")[1] for one in others]
+        return [f"127.0.0.1:{self.front.port}", *probes]
+
+    def post(self, path: str, body: dict[str, Any], read: int = -1) -> int:
+        """The status of one request; `read` bytes, and the client leaves."""
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(self.front.url + path, data)
+        try:
+            with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+                answer.read(read)
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code
+
+    def load(self, number: int) -> None:
+        """Requests one after the other, until the test has seen enough; the first client leaves in
+        the middle of each."""
+        while not self.ended.is_set():
+            if number == 0:
+                stream = {"model": "bundled", "prompt": "x", "stream": True, "max_tokens": 1500}
+                self.post("/v1/completions", stream | {"ignore_eos": True}, read=100)
+                continue
+            # Every other prompt is long enough to be computed by the prefill worker.
+            text = f"{number}: what is a block? " * (20 if number % 2 else 1)
+            question = {"messages": [{"role": "user", "content": text}]}
+            body = {"max_tokens": 40, "ignore_eos": True, "unheard_of": 1, **question}
+            # 503: the engine is not back yet.
+            assert self.post("/v1/chat/completions", body) in (200, 503)
+            number += CALLERS
+
+    def trouble(self) -> None:
+        """What else clients do, and an engine that dies."""
+        assert self.post("/v1/completions", {"model": "bundled", "prompt": "x", "n": -1}) == 400
+        assert self.post("/v1/completions", {"model": "nobody", "prompt": "x"}) == 404
+        self.decode.core().send_signal(signal.SIGKILL)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    program("prometheus")
+    home = {"XDG_CONFIG_HOME": str(tmp_path)}
+    probes = "--metrics-port=0"
+    kept = ("--threads=1", "--kv-memory=64MiB", "--max-sequences=4", probes)
+    slo = ("--slo-ttft=50ms", "--slo-itl=1s")
+    with Server(None, "--role=router", "--listen=127.0.0.1:0", probes, **home) as router:
+        join = "--join=" + router.wait_for_line(r"router \S+ at (\S+)")[1]
+        worker = ("--role=worker", join, *kept)
+        with (
+            Server(None, *worker, "--mode=prefill", **home) as prefill,
+            Server(None, *worker, "--mode=decode", "--disagg-min-tokens=64", **home) as decode,
+            # Without the native extension: something is degraded.
+            Server(None, "--role=frontend", join, *slo, PDSERVE_PURE="1", **home) as front,
+        ):
+            for server in (prefill, decode, front):
+                server.wait_for_line("ready: ")
+            wait_sound(front, 1)
+            yield Cluster(router, prefill, decode, front)
+
+
+@pytest.fixture
+def prometheus(cluster: Cluster, tmp_path: Path) -> Iterator[Prometheus]:
+    """Has scraped the cluster under load, and still does."""
+    with (
+        configured(tmp_path, cluster.targets()) as prometheus,
+        ThreadPoolExecutor(CALLERS) as pool,
+    ):
+        callers = [pool.submit(cluster.load, number) for number in range(CALLERS)]
+        try:
+            prometheus.wait_for('rate(pdserve_requests_total{outcome="completed"}[1m]) > 0')
+            cluster.trouble()
+            for seen in SEEN:
+                prometheus.wait_for(seen)
+            yield prometheus
+        finally:
+            cluster.ended.set()
+        for caller in callers:
+            caller.result(PATIENCE)
+
+
+@contextlib.contextmanager
+def configured(folder: Path, targets: list[str]) -> Iterator[Prometheus]:
+    """A Prometheus with the command's own files, but quicker."""
+    flags = [flag for target in targets for flag in ("--target", target)]
+    assert main(["dashboards", "--out", str(folder), *flags]) == 0
+    with hurried(folder / "prometheus.yml") as prometheus:
+        yield prometheus
+
+
+@contextlib.contextmanager
+def hurried(config: Path) -> Iterator[Prometheus]:
+    """A Prometheus that scrapes more often than the configuration says."""
+    config.write_text(config.read_text().replace("15s", "500ms"))
+    with Prometheus(config, free_port()) as prometheus:
+        yield prometheus
+
+
+def shells(title: str) -> list[str]:
+    """The commands below a heading of docs/observability.md."""
+    page = (ROOT / "docs/observability.md").read_text(encoding="utf-8")
+    return blocks(re.split(r"\n## ", page.partition(f"\n## {title}\n")[2])[0])[0].splitlines()
+
+
+def expressions() -> Iterator[str]:
+    """Of boards and rules that must have a value on a sound cluster under load."""
+    for board in BOARDS:
+        for row in board.rows:
+            for query in (query for panel in row.panels for query in panel.queries):
+                if not query.rare:
+                    yield in_test(selected(query.expr))
+    yield from (recording.expr for recording in recordings(Promise()))
+    for alert in alerts(Promise()):
+        yield from alert.operands
+
+
+def in_test(expr: str) -> str:
+    """With what Grafana puts in for variables."""
+    for variable, value in {
+        "$__rate_interval": WINDOW,
+        "$__range": WINDOW,
+        "$cluster": "pdserve",
+        "$model": "bundled",
+        "$worker": ".*",
+    }.items():
+        expr = expr.replace(variable, value)
+    return expr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_every_expression_has_a_value(prometheus: Prometheus) -> None:
+    empty = []
+    for expr in expressions():
+        values = prometheus.values(expr)
+        if all(map(math.isnan, values)) and not any(name in expr for name in MAY_BE_UNDEFINED):
+            empty.append(f"{expr}: {values}")
+    assert empty == [], "\n".join(empty)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_the_pages_first_commands_lead_to_boards_and_alerts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they stand there, but for the ports."""
+    serve, write, scrape = map(shlex.split, shells("From nothing to a board"))
+    program("prometheus")
+    monkeypatch.chdir(tmp_path)
+    home = {"XDG_CONFIG_HOME": str(tmp_path)}
+    with serving(None, *serve[1:], "--kv-memory=64MiB", "--threads=1", **home) as server:
+        assert main([*write[1:], "--target", f"127.0.0.1:{server.port}"]) == 0
+        assert scrape == ["prometheus", *Prometheus.flags(Path("monitoring/prometheus.yml"))]
+        pods(Path("monitoring/prometheus.yml"), server.port)
+        with hurried(Path("monitoring/prometheus.yml")) as prometheus:
+            server.post("/v1/completions", {"model": "bundled", "prompt": "x", "max_tokens": 9})
+            prometheus.wait_for('pdserve_slo_total{cluster="pdserve", result="good"}')
+            assert prometheus.wait_for('pdserve_slo_total{cluster="lab", instance="pod-1"}')
+            rules = prometheus.get("rules", type="alert")["groups"][0]["rules"]
+            assert {one["name"] for one in rules} == {one.name for one in alerts(Promise())}
+            states = {one["labels"]["instance"]: one["health"] for one in targets(prometheus)}
+            assert states == {f"127.0.0.1:{server.port}": "up", "pod-1": "up"}
+        refused = ("duplicate", "out of order", "Error on ingesting")
+        log = Path("monitoring/prometheus.log").read_text()
+        assert [line for line in log.splitlines() if any(word in line for word in refused)] == []
+
+
+def targets(prometheus: Prometheus) -> list[dict[str, Any]]:
+    return list(prometheus.get("targets")["activeTargets"])
+
+
+def pods(config: Path, port: int) -> None:
+    """Adds a job with the rules for Kubernetes, and what Kubernetes says of two pods."""
+    name = "__meta_kubernetes_pod_"
+    labels = {
+        f"{name}ip": "127.0.0.1",
+        f"{name}name": "pod-1",
+        f"{name}annotation_prometheus_io_scrape": "true",
+        f"{name}annotation_prometheus_io_port": str(port),
+        f"{name}label_app_kubernetes_io_name": "pdserve",
+        f"{name}label_app_kubernetes_io_instance": "lab",
+    }
+    other = labels | {f"{name}label_app_kubernetes_io_name": "another", f"{name}name": "pod-2"}
+    found = [{"targets": ["127.0.0.1:1"], "labels": one} for one in (labels, other)]
+    config.with_name("pods.json").write_text(json.dumps(found))
+    text = (ROOT / "examples/observability/prometheus-kubernetes.yml").read_text()
+    (job,) = yaml.safe_load(text)["scrape_configs"]
+    del job["kubernetes_sd_configs"]
+    job |= {"job_name": "pdserve-pods", "file_sd_configs": [{"files": ["pods.json"]}]}
+    settings = yaml.safe_load(config.read_text())
+    settings["scrape_configs"].append(job)
+    config.write_text(yaml.safe_dump(settings))
