@@ -26,11 +26,10 @@ def render_rules(
     recordings: Iterable[Recording], alerts: Iterable[Alert], runbooks: str = RUNBOOKS
 ) -> str:
     """The rule file; `runbooks` is the page whose sections the alerts name."""
-    lines = [f"# {MARK}", "groups:"]
-    lines += ["  - name: pdserve-recorded", "    rules:"]
+    # Rules of one group are computed in their order: alerts see what was recorded just before.
+    lines = [f"# {MARK}", "groups:", "  - name: pdserve", "    rules:"]
     for recording in recordings:
         lines += _recording(recording)
-    lines += ["  - name: pdserve-alerts", "    rules:"]
     for alert in alerts:
         lines += _alert(alert, runbooks)
     return sealed("\n".join(lines) + "\n")

@@ -15,11 +15,12 @@ ALERTS, RECORDINGS = alerts(Promise()), recordings(Promise())
 def test_a_rule_file_says_what_the_table_says() -> None:
     text = render_rules(RECORDINGS, ALERTS)
     assert untouched(text)
-    recorded, alerting = yaml.safe_load(text)["groups"]
-    assert [(rule["record"], rule["expr"].strip()) for rule in recorded["rules"]] == [
+    (group,) = yaml.safe_load(text)["groups"]
+    recorded, alerting = group["rules"][: len(RECORDINGS)], group["rules"][len(RECORDINGS) :]
+    assert [(rule["record"], rule["expr"].strip()) for rule in recorded] == [
         (one.name, one.expr) for one in RECORDINGS
     ]
-    for rule, alert in zip(alerting["rules"], ALERTS, strict=True):
+    for rule, alert in zip(alerting, ALERTS, strict=True):
         assert rule["alert"] == alert.name
         assert rule["expr"].strip() == alert.expr
         assert rule["for"] == alert.hold
