@@ -24,7 +24,7 @@ from pdserve.errors import (
 )
 from pdserve.observe.engine_metrics import ENGINE_LABELS, ENGINE_METRICS, merge_by_labels
 from pdserve.observe.instruments import OTHER, Counter, Family, Gauge, Histogram
-from pdserve.observe.node_metrics import NODE_METRICS
+from pdserve.observe.node_metrics import NODE_METRICS, merge_by_role
 from pdserve.observe.slo import SloTable
 
 if TYPE_CHECKING:
@@ -671,7 +671,7 @@ class Metrics(Instruments):
             for sample in engines:
                 metric.add_metric([sample.model, sample.mode], value(sample))
             yield metric
-        samples = [read() for read in self._nodes]
+        samples = merge_by_role(read() for read in self._nodes)
         for definition, attribute in _NODE:
             metric = _empty(definition)
             for sample_of_node in samples:

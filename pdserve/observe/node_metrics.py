@@ -6,13 +6,13 @@ the process's life, over all lives of the node. The process's start-up fills the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
-__all__ = ["NODE_METRICS", "NodeMetric", "NodeSample", "RouterSample"]
+__all__ = ["NODE_METRICS", "NodeMetric", "NodeSample", "RouterSample", "merge_by_role"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class NodeSample(RouterSample):
 @dataclass(frozen=True, slots=True)
 class NodeMetric:
     """Definition of one metric: `field` is the sample's field, `label` names a mapping's keys,
-    `combine` says how processes that share a port are merged.
+    `combine` says how nodes of one role, and processes that share a port, are merged.
     """
 
     name: str
@@ -263,3 +263,31 @@ NODE_METRICS = (
     ),
 )
 """All node metrics, in the order of `docs/metrics.md`."""
+
+
+def merge_by_role(samples: Iterable[NodeSample]) -> list[NodeSample]:
+    """One sample for each role: plain `pdserve` has two nodes of the role `worker`, and a page must
+    not have two series with the same labels."""
+    merged: dict[str, NodeSample] = {}
+    for sample in samples:
+        known = merged.get(sample.role)
+        merged[sample.role] = sample if known is None else _merged(known, sample)
+    return list(merged.values())
+
+
+def _merged(one: NodeSample, other: NodeSample) -> NodeSample:
+    values = {
+        metric.field: _combined(metric, getattr(one, metric.field), getattr(other, metric.field))
+        for metric in NODE_METRICS
+    }
+    return replace(one, **values)
+
+
+def _combined(metric: NodeMetric, one: Any, other: Any) -> Any:
+    """Of two values of the metric's field: numbers, None, or mappings."""
+    if one is None or other is None:
+        return other if one is None else one
+    if not isinstance(one, int | float):
+        names = dict.fromkeys((*one, *other))
+        return {name: _combined(metric, one.get(name), other.get(name)) for name in names}
+    return max(one, other) if metric.combine == "max" else one + other

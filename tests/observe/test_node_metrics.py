@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 
 from pdserve.observe.metrics import Metrics
-from pdserve.observe.node_metrics import NODE_METRICS, NodeSample
+from pdserve.observe.node_metrics import NODE_METRICS, NodeSample, merge_by_role
 
 
 def page(*samples: NodeSample) -> list[str]:
@@ -37,3 +37,19 @@ def test_what_is_not_of_a_role_is_absent() -> None:
 
 def test_without_nodes_nothing_is_said_of_them() -> None:
     assert "pdserve_node_" not in "\n".join(page())
+
+
+def test_nodes_of_one_role_are_one_series() -> None:
+    """Prometheus refuses a page with two series of the same labels."""
+    one = NodeSample(
+        role="worker", members={"router": 1, "worker": 1}, links=2, rerouted=None, refused=1
+    )
+    other = NodeSample(role="worker", members={"router": 2, "frontend": 1}, links=3, rerouted=4)
+    router = NodeSample(role="router", links=9)
+    merged = merge_by_role([one, router, other])
+    assert [sample.role for sample in merged] == ["worker", "router"]
+    assert merged[0].members == {"router": 2, "worker": 1, "frontend": 1}  # the larger one
+    assert (merged[0].links, merged[0].rerouted, merged[0].refused) == (5, 4, 1)
+    assert merged[1] == router
+    series = [line.rpartition(" ")[0] for line in page(one, router, other) if line[0] != "#"]
+    assert len(series) == len(set(series))
