@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -296,6 +297,12 @@ def test_some_node_must_decode(slurm, program, tmp_path, tiny_model, wrong):
     assert not job.dir.exists()
 
 
+def test_a_port_for_metrics_is_a_number(slurm, program, tmp_path, tiny_model):
+    job = Job(slurm, program, tmp_path, tiny_model, METRICS_PORT="nine")
+    assert job.over() == "FAILED"
+    assert "METRICS_PORT=nine: give a port" in job.log()
+
+
 def test_a_network_that_is_not_there_is_named(slurm, program, tmp_path, tiny_model):
     job = Job(slurm, program, tmp_path, tiny_model, FABRIC="lo")
     assert job.over() == "FAILED"
@@ -305,6 +312,7 @@ def test_a_network_that_is_not_there_is_named(slurm, program, tmp_path, tiny_mod
 def test_workers_of_a_node_share_its_gpus(slurm, program, tmp_path, tiny_model):
     """Slurm here has no GPUs; the script reads them from the variable that Slurm would set."""
     several = {"WORKERS_PER_NODE": "2", "CUDA_VISIBLE_DEVICES": "0,1,4,5"}
+    several["METRICS_PORT"] = str(four_free_ports())
     job = Job(slurm, program, tmp_path, tiny_model, **several)
     try:
         job.ready()
@@ -320,9 +328,33 @@ def test_workers_of_a_node_share_its_gpus(slurm, program, tmp_path, tiny_model):
             if "--role=worker" in process.cmdline() and "pdserve" in process.cmdline()
         }
         assert shares == {"0,1", "4,5"}
+        assert roles_of_targets(job) == ["router", "frontend", "worker", "worker"]
     finally:
         slurm.run("scancel", job.id)
         job.over()
+    assert not job.dir.exists()
+
+
+def roles_of_targets(job: Job) -> list[str]:
+    """What answers at the addresses that the job wrote for Prometheus."""
+    (group,) = json.loads((job.dir / "targets.json").read_text())
+    assert group["labels"] == {"cluster": f"slurm-{job.id}"}
+    roles = []
+    for target in group["targets"]:
+        port = target.rpartition(":")[2]  # the nodes' names are no names of this host
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE) as answer:
+            roles += re.findall(r'^pdserve_build_info{.*role="(\w+)"', answer.read().decode(), re.M)
+    return roles
+
+
+def four_free_ports() -> int:
+    """The first of four ports in a row."""
+    while True:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            for port in range(first + 1, first + 4):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return int(first)
 
 
 def test_gpus_that_cannot_be_shared_evenly_end_the_job(slurm, program, tmp_path, tiny_model):
