@@ -286,7 +286,7 @@ SCENARIOS = {
     "engines/vllm/test_real_engine.py": "the real vLLM: the suite of engines, and processes",
     "engines/vllm/test_real_grammars.py": "the real vLLM: grammars and reasoning",
     "engines/vllm/test_real_images.py": "the real vLLM: images",
-    "engines/vllm/test_real_vision_families.py": "the real vLLM: images with models of many families",
+    "engines/vllm/test_real_vision_families.py": "the real vLLM: images, other families",
     "engines/vllm/test_real_kv_events.py": "the real vLLM: events against its pool",
     "engines/vllm/test_real_loras.py": "the real vLLM: adapters",
     "engines/vllm/test_real_sampling.py": "the real vLLM: every sampling field",

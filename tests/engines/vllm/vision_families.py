@@ -21,6 +21,9 @@ from tests.engines.vllm.vision_model import randomised, write_tokenizer
 
 _QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _PIXTRAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+_GEMMA = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
+_NEWLINES = ("\n", "\n" * 2, "\n" * 3, "\n" * 4)
+"""An image of Gemma 3 has two newlines on each side, which join others beside it to one token."""
 _TEXT: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -69,6 +72,11 @@ class Family:
     processor: str
     preprocessor: dict[str, Any]
     outer: dict[str, Any] = field(default_factory=dict)
+    tokenizer: dict[str, Any] = field(default_factory=dict)
+    """Of `tokenizer_config.json`."""
+    left_out: str = ""
+    """An output of the processor that vLLM for CPUs does not look at."""
+    seed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     """Of `processor_config.json`."""
     tower: str = "vision_tower."
@@ -186,6 +194,41 @@ FAMILIES = {
         outer={"image_token_index": 1280, "spatial_merge_size": 2, "tie_word_embeddings": False},
         settings={"patch_size": 14, "spatial_merge_size": 2},
     ),
+    "gemma3": Family(
+        "Gemma3",
+        _GEMMA + _NEWLINES,
+        image=1280,
+        mark="<start_of_image>",
+        text={
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention"] * 4,
+            "query_pre_attn_scalar": 32,
+        },
+        vision=_VISION | _SQUARES | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        processor="Gemma3Processor",
+        preprocessor={
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": 56, "width": 56},
+        },
+        outer={
+            "boi_token_index": 1280,
+            "eoi_token_index": 1281,
+            "image_token_index": 1282,
+            "mm_tokens_per_image": 4,
+        },
+        tokenizer={
+            "extra_special_tokens": {
+                "boi_token": _GEMMA[0],
+                "eoi_token": _GEMMA[1],
+                "image_token": _GEMMA[2],
+            }
+        },
+        settings={"image_seq_length": 4},
+        # vLLM for CPUs lets an image's tokens see only those before them, as text does.
+        left_out="token_type_ids",
+        seed=3,
+        tower="vision_tower.vision_model.",
+    ),
 }
 
 
@@ -204,14 +247,15 @@ def family_checkpoint(name: str) -> tuple[Path, Any]:
     )
     config.pad_token_id = 0
     kind = getattr(transformers, f"{family.model}ForConditionalGeneration")
-    model = randomised(kind, config, seed=0)
+    model = randomised(kind, config, seed=family.seed)
     folder = Path(_home().name) / name
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     renamed = {name.replace("vision_tower.", family.tower): tensors[name] for name in tensors}
     save_file(renamed, folder / "model.safetensors", {"format": "pt"})
     named: dict[str, Any] = {"processor_class": family.processor}
-    write_tokenizer(folder, family.marks, named | {"chat_template": family.template})
+    fields = named | family.tokenizer | {"chat_template": family.template}
+    write_tokenizer(folder, family.marks, fields)
     pixels = named | _PIXELS | family.preprocessor
     (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
     (folder / "processor_config.json").write_text(json.dumps(named | family.settings))

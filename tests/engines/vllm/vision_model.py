@@ -128,14 +128,17 @@ def picture(seed: int, width: int = 84, height: int = 56, format: str = "PNG") -
 
 
 @torch.inference_mode()
-def expected(model: Any, folder: Path, text: str, files: list[bytes], count: int) -> Any:
+def expected(
+    model: Any, folder: Path, text: str, files: list[bytes], count: int, left_out: str = ""
+) -> Any:
     """(expanded prompt, greedy tokens, distances of the two best logits) of transformers. The text
-    has a mark for each file."""
+    has a mark for each file. `left_out`: what the processor makes and the model shall not get."""
     processor = transformers.AutoProcessor.from_pretrained(folder)
     images = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
     made = processor(text=text, images=images, return_tensors="pt", add_special_tokens=False)
     tokens: list[int] = made.pop("input_ids")[0].tolist()
-    made.pop("attention_mask", None)
+    for unused in ("attention_mask", left_out):
+        made.pop(unused, None)
     output: list[int] = []
     gaps: list[float] = []
     for _ in range(count):
