@@ -7,7 +7,7 @@ and one for those that only callers ask for.
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
@@ -15,31 +15,13 @@ from pdserve.ids import Seconds
 
 __all__ = [
     "FOREIGN_RATE",
-    "PARENT_MODES",
     "Allowance",
-    "ParentMode",
     "RequestFacts",
-    "TraceRules",
     "tail_reasons",
 ]
 
-ParentMode = Literal["trust", "limit", "ignore"]
-"""What the caller's sampled bit does: it always counts, it counts up to a rate, or it does not."""
-
-PARENT_MODES: Final[tuple[ParentMode, ...]] = ("trust", "limit", "ignore")
-
 FOREIGN_RATE: Final = 20.0
 """Traces per second that are kept for callers' sampled bits with `limit`."""
-
-
-class TraceRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Which requests are traced."""
-
-    sample: float = 0.01
-    """Share of requests whose traces are kept by lot."""
-    rate: float = 50.0
-    """Most traces that are kept per second; 0: nothing is recorded."""
-    parent: ParentMode = "limit"
 
 
 class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):

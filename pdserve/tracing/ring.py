@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.messages.trace import TraceQuery
 
-__all__ = ["MOST_SUMMARIES", "TraceRing", "summarize"]
+__all__ = ["MOST_SUMMARIES", "TraceRing", "is_id_of", "summarize"]
 
 MOST_SUMMARIES: Final = 200
 """Most summaries in one reply."""
@@ -90,17 +90,14 @@ class TraceRing:
             summaries=tuple(_named(entry.summary, node) for entry in found[:limit]),
             trace=_decode(found[0].encoded) if query.id and found else None,
             frontends=(node,),
+            numbers={node: self.added},
         )
 
     def _find(self, wanted: str) -> Iterator[_Entry]:
         """Entries with this id, the newest first; if there are none, those whose id begins so."""
         by_hex = wanted.lower()
         newest = tuple(reversed(self._entries))
-        exact = [
-            entry
-            for entry in newest
-            if entry.summary.request_id == wanted or entry.summary.trace_id.hex() == by_hex
-        ]
+        exact = [entry for entry in newest if is_id_of(entry.summary, wanted)]
         if exact:
             return iter(exact)
         return (
@@ -109,6 +106,11 @@ class TraceRing:
             if entry.summary.request_id.startswith(wanted)
             or entry.summary.trace_id.hex().startswith(by_hex)
         )
+
+
+def is_id_of(summary: TraceSummary, wanted: str) -> bool:
+    """Whether a text is the whole request id or trace id."""
+    return summary.request_id == wanted or summary.trace_id.hex() == wanted.lower()
 
 
 def summarize(trace: Trace, number: int) -> TraceSummary:

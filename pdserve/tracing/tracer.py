@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from random import Random
 
     from pdserve.ids import Seconds
-    from pdserve.tracing.keep import RequestFacts, TraceRules
+    from pdserve.tracing.keep import RequestFacts
+    from pdserve.tracing.rules import TraceRules
     from pdserve.tracing.sink import TraceSink
 
 __all__ = ["Tracer"]

@@ -96,6 +96,7 @@ def test_the_newest_of_several_with_one_id_is_shown():
 def test_nothing_is_found():
     reply = filled(2).answer(TraceQuery(id="nothing"), "f1")
     assert (reply.summaries, reply.trace, reply.frontends) == ((), None, ("f1",))
+    assert reply.numbers == {"f1": 2}
 
 
 def test_a_summary_says_what_happened():

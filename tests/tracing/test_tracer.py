@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.clock import ManualClock
-from pdserve.tracing.keep import FOREIGN_RATE, ParentMode, RequestFacts, TraceRules
+from pdserve.tracing.keep import FOREIGN_RATE, RequestFacts
+from pdserve.tracing.rules import ParentMode, TraceRules
 from pdserve.tracing.tracer import Tracer
 from pdserve.tracing.tree import TraceRoot
 

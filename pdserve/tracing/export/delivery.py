@@ -14,7 +14,7 @@ import msgspec
 
 from pdserve.backoff import backoff_delay
 from pdserve.messages.trace import Trace
-from pdserve.tracing.otlp import read_partial_success
+from pdserve.tracing.export.otlp import read_partial_success
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

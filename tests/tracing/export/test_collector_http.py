@@ -10,10 +10,10 @@ from pdserve import __version__
 from pdserve.errors import ConfigError
 from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics
-from pdserve.tracing.collector_http import HttpCollector
-from pdserve.tracing.exporter import TraceExporter
-from pdserve.tracing.otel_env import OtelSettings
-from pdserve.tracing.otlp import RequestFrame
+from pdserve.tracing.export.collector_http import HttpCollector
+from pdserve.tracing.export.exporter import TraceExporter
+from pdserve.tracing.export.otel_env import OtelSettings
+from pdserve.tracing.export.otlp import RequestFrame
 from tests.net.certificates import certificate, folder
 from tests.support.otlp import FakeCollector, answer, babble, hang, hang_up, nonsense
 from tests.support.traces import make_trace

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve.tracing.otel_env import looks_like_grpc, read_otel_environment, traces_url
+from pdserve.tracing.export.otel_env import looks_like_grpc, read_otel_environment, traces_url
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 TRACES = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"

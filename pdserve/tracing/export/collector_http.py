@@ -12,13 +12,13 @@ import aiohttp
 
 from pdserve import __version__
 from pdserve.errors import ConfigError
-from pdserve.tracing.delivery import CollectorAnswer
+from pdserve.tracing.export.delivery import CollectorAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pdserve.ids import Bytes, Seconds
-    from pdserve.tracing.otel_env import OtelSettings
+    from pdserve.tracing.export.otel_env import OtelSettings
 
 __all__ = ["Collector", "HttpCollector"]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve.tracing.delivery import (
+from pdserve.tracing.export.delivery import (
     BATCH_SPANS,
     QUEUE_SPANS,
     RETRY_FOR,

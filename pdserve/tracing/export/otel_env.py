@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Seconds
 
-__all__ = ["TRACES_PATH", "OtelSettings", "looks_like_grpc", "read_otel_environment", "traces_url"]
+__all__ = [
+    *("NO_OTEL", "TRACES_PATH", "OtelSettings"),
+    *("looks_like_grpc", "read_otel_environment", "traces_url", "without_password"),
+]
 
 T = TypeVar("T")
 
@@ -66,6 +69,10 @@ class OtelSettings:
     """What to do with a client's own decision, from the same variable."""
     warnings: tuple[str, ...] = ()
     """One line for each value that is ignored."""
+
+
+NO_OTEL: Final = OtelSettings()
+"""No variable is set."""
 
 
 def traces_url(base: str) -> str:
@@ -278,6 +285,15 @@ def _ratio(text: str) -> float:
     if not 0 <= ratio <= 1:
         raise ValueError(f"{text!r} is no ratio from 0 to 1")
     return ratio
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be shown."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    _, _, host = parts.netloc.rpartition("@")
+    return parts._replace(netloc=f"{parts.username}:***@{host}").geturl()
 
 
 def looks_like_grpc(url: str) -> bool:

@@ -18,8 +18,8 @@ from contextlib import suppress
 from random import Random
 from typing import TYPE_CHECKING, Final
 
-from pdserve.tracing.delivery import RETRY_FOR, SpanQueue, judge, pause_before
-from pdserve.tracing.otlp import encode_span
+from pdserve.tracing.export.delivery import RETRY_FOR, SpanQueue, judge, pause_before
+from pdserve.tracing.export.otlp import encode_span
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from pdserve.messages.trace import Trace
     from pdserve.observe.degraded import Degradations
     from pdserve.observe.metrics import Metrics
-    from pdserve.tracing.collector_http import Collector
-    from pdserve.tracing.delivery import DeliveryVerdict, DropReason, SpanBatch
-    from pdserve.tracing.otlp import RequestFrame
+    from pdserve.tracing.export.collector_http import Collector
+    from pdserve.tracing.export.delivery import DeliveryVerdict, DropReason, SpanBatch
+    from pdserve.tracing.export.otlp import RequestFrame
 
 __all__ = ["FLUSH", "SLICE_SPANS", "TraceExporter"]
 
@@ -104,6 +104,11 @@ class TraceExporter:
     def waiting(self) -> int:
         """Spans that are not delivered yet."""
         return self._queue.spans + self._under_way
+
+    @property
+    def started(self) -> bool:
+        """True from `start` on."""
+        return self._task is not None
 
     def start(self) -> None:
         """Begin to export."""

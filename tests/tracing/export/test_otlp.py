@@ -14,7 +14,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 from pdserve import __version__
 from pdserve.messages.trace import Span, SpanEvent, Trace
-from pdserve.tracing.otlp import RequestFrame, encode_span, read_partial_success
+from pdserve.tracing.export.otlp import RequestFrame, encode_span, read_partial_success
 from tests.support.otlp import parse_request
 from tests.support.seeds import is_long
 from tests.support.traces import BEGAN, make_trace

@@ -10,10 +10,10 @@ import pytest
 from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics
 from pdserve.testing import virtual_time
-from pdserve.tracing import exporter as exporter_module
-from pdserve.tracing.delivery import BATCH_SPANS, QUEUE_SPANS, RETRY_FOR, CollectorAnswer
-from pdserve.tracing.exporter import FLUSH, SLICE_SPANS, TraceExporter
-from pdserve.tracing.otlp import RequestFrame, encode_span
+from pdserve.tracing.export import exporter as exporter_module
+from pdserve.tracing.export.delivery import BATCH_SPANS, QUEUE_SPANS, RETRY_FOR, CollectorAnswer
+from pdserve.tracing.export.exporter import FLUSH, SLICE_SPANS, TraceExporter
+from pdserve.tracing.export.otlp import RequestFrame, encode_span
 from tests.support.otlp import parse_request
 from tests.support.traces import make_trace
 

@@ -1,0 +1,1 @@
+"""Exports traces to a collector by OTLP over HTTP."""
