@@ -23,6 +23,7 @@ COMMANDS = {
     "chat": ("pdserve.cli.chat", "talk to a running server in the terminal"),
     "status": ("pdserve.cli.status", "members, models and load of a cluster"),
     "top": ("pdserve.cli.top", "the same, live in the terminal"),
+    "trace": ("pdserve.cli.trace", "where the time of requests went, phase by phase"),
     "disagg": ("pdserve.cli.disagg", "how decode workers choose where prompts are computed"),
     "drain": ("pdserve.cli.drain", "take nodes away without losing a request"),
     "simulate": (

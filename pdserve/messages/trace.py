@@ -123,3 +123,5 @@ class TraceReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Frontends that did not answer, and why."""
     frontends: tuple[str, ...] = ()
     """Frontends that answered."""
+    numbers: dict[str, int] = {}
+    """By frontend: the number of its newest trace, for `TraceQuery.after`."""

@@ -42,6 +42,7 @@ from pdserve.messages.status import (
     Scrape,
     StatusQuery,
 )
+from pdserve.messages.trace import TraceQuery, TraceReply
 from pdserve.wire.codec import Method
 
 RESERVED: Final = range(0x0200, 0x0210)
@@ -82,6 +83,8 @@ SCRAPE: Final = Method(0x0322, "scrape", Scrape, MetricPage)
 """A frontend asks another process on its port for its metrics."""
 DRAIN: Final = Method(0x0323, "drain", DrainOrder, DrainState)
 """An operator asks a node to drain."""
+TRACES: Final = Method(0x0324, "traces", TraceQuery, TraceReply)
+"""Asks a node for traces of requests: its own, or those of all frontends."""
 
 SECRET: Final = Method(0x0330, "hash secret", HashSecretQuery, HashSecret)
 """A node asks another for its hash secret (`runtime.hash_secret`)."""

@@ -68,8 +68,8 @@ def add_reach(parser: Parser) -> None:
 
 def reach_of(parsed: argparse.Namespace) -> Reach:
     """What was given. Errors: `ConfigError`."""
-    # `--port` is also an option of serving; here it never gets there.
-    flags = {name: text for name, text in given_flags(parsed).items() if name != "port"}
+    # A command's own flags, such as `--port`, may have names of serving options.
+    flags = {name: text for name, text in given_flags(parsed).items() if name in OPTIONS}
     config = resolve(flags).cluster
     port = _port(parsed.port) if parsed.port else None
     if port is not None and config.join:

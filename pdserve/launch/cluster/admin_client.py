@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from pdserve import __version__
 from pdserve.errors import (
     ConfigError,
@@ -22,6 +24,7 @@ from pdserve.errors import (
     HandshakeRefused,
     LinkLost,
     NoCommonVersion,
+    NoMethod,
     ProtocolError,
     WrongCluster,
     WrongClusterKey,
@@ -38,7 +41,7 @@ from pdserve.net.endpoint import Endpoint
 from pdserve.net.settings import NetSettings
 from pdserve.net.transport.tcp import TcpNetwork
 from pdserve.net.transport.tls import Tls
-from pdserve.runtime.rpc_methods import DISAGG, DRAIN, STATUS
+from pdserve.runtime.rpc_methods import DISAGG, DRAIN, STATUS, TRACES
 from pdserve.wire.handshake import Identity
 
 if TYPE_CHECKING:
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     from pdserve.launch.cluster.admin_socket import AdminSocket
     from pdserve.messages.handoff import Disagg
     from pdserve.messages.status import ClusterStatus, DrainState
+    from pdserve.messages.trace import TraceQuery, TraceReply
     from pdserve.net.base import ByteNetwork, IncomingCall, IncomingStream, Link, LinkDownReason
     from pdserve.wire.parser import Buffer
 
@@ -117,6 +121,20 @@ class AdminClient:
             raise ProtocolError(
                 f"{link.peer.node} does not know how to answer pdserve {__version__}: "
                 f"{error.message}; use the cluster's version of pdserve"
+            ) from None
+
+    async def traces(self, query: TraceQuery) -> TraceReply:
+        """Ask all frontends for traces, through the first node that answers.
+
+        Errors: as `status`.
+        """
+        link = await self._connect()
+        try:
+            return await link.request(TRACES, replace(query, everywhere=True), timeout=_TIMEOUT)
+        except NoMethod:
+            raise ProtocolError(
+                f"{link.peer.node} has no traces: its version of pdserve is older than "
+                f"{__version__}"
             ) from None
 
     async def _connect(self) -> Link:

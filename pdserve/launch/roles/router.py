@@ -12,6 +12,7 @@ from pdserve.launch.roles.base import node_card, node_report
 from pdserve.observe.node_metrics import RouterSample
 from pdserve.router.node import RouterNode
 from pdserve.runtime.status import StatusService
+from pdserve.runtime.traces import TraceService
 
 if TYPE_CHECKING:
     from pdserve.ids import Seconds
@@ -40,6 +41,7 @@ class RouterRole:
         self._context = context
         context.metrics.attach_node(self._sample)
         StatusService(node, self._report, time.time)
+        TraceService(node)
 
     def _sample(self) -> NodeSample:
         service = self.router.service

@@ -19,6 +19,7 @@ from pdserve.launch.metrics_samples import sample_node
 from pdserve.launch.ready_message import loaded_line
 from pdserve.launch.roles.base import node_card, node_report
 from pdserve.runtime.status import StatusService
+from pdserve.runtime.traces import TraceService
 from pdserve.worker.card import shows_tools
 from pdserve.worker.node import WorkerNode
 
@@ -76,6 +77,7 @@ class WorkerRole:
         )
         context.metrics.attach_node(lambda: sample_node(node, self.worker.topics))
         StatusService(node, self._report, time.time)
+        TraceService(node)
 
     def _report(self) -> NodeReport:
         return replace(

@@ -1,0 +1,258 @@
+"""Runs `pdserve trace`: lists the last traces of requests, draws one, or watches a model.
+
+It asks any one node, which asks all frontends. `tracing.waterfall` draws, `console.trace_list`
+makes the table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import shutil
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from msgspec.structs import replace
+
+from pdserve.cli.console.reach import add_reach, reach_of
+from pdserve.cli.console.trace_list import (
+    reply_as_json,
+    summary_as_json,
+    summary_line,
+    trace_as_json,
+    trace_list,
+    trace_list_head,
+)
+from pdserve.cli.outputs import printable
+from pdserve.cli.parser import Parser
+from pdserve.errors import ConfigError, PdserveError, Unavailable
+from pdserve.launch import exit_codes
+from pdserve.launch.config.units import parse_count, parse_duration
+from pdserve.messages.trace import TraceQuery
+from pdserve.tracing.ring import MOST_SUMMARIES, is_id_of
+from pdserve.tracing.watches import LONGEST_WATCH
+from pdserve.tracing.waterfall import MAX_WIDTH, MIN_WIDTH, waterfall
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import AsyncIterator, Callable
+
+    from pdserve.ids import Seconds
+    from pdserve.launch.cluster.admin_client import AdminClient
+    from pdserve.messages.trace import TraceReply, TraceSummary
+
+__all__ = ["run"]
+
+T = TypeVar("T")
+
+_WIDTH: Final = 80
+_WATCH: Final[Seconds] = 60.0
+_PAUSE: Final[Seconds] = 1.0
+"""Seconds between two questions of a watch."""
+_TAIL: Final[Seconds] = 2.0
+"""A watch listens so much longer: requests that have ended are told of in a moment."""
+_PAGE: Final = 100
+_ID: Final = 28
+"""Characters of a request id in a watch: all of pdserve's own."""
+_MODEL: Final = 18
+_AT_ONCE: Final[Seconds] = 0.001
+"""The rest of a watch that was interrupted."""
+_WHY_FEW: Final = (
+    "Kept are one request in a hundred (--trace-sample at the server) and those that fail, move, "
+    "are tried twice or miss their SLO, the last 200 at each frontend; `pdserve trace --watch "
+    "model=NAME` keeps all of a model for a minute."
+)
+
+
+def run(arguments: list[str]) -> int:
+    """Prints what is asked for; the exit status is 0 if there was something to ask."""
+    parsed = _parser().parse(arguments)
+    query = _query(parsed)
+    reach = reach_of(parsed)
+
+    async def ask() -> int:
+        visitor = reach.client()
+        try:
+            if query.watch:
+                return await _watch(visitor, query, as_json=parsed.json)
+            return _show(await visitor.traces(query), query, parsed)
+        finally:
+            await visitor.close()
+
+    return asyncio.run(ask())
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "pdserve trace",
+        "Show where the time of requests went. Without a request: the last traces that are kept.\n"
+        "With one: its phases, drawn over its time. It needs no collector.",
+    )
+    own = parser.own
+    text = "Its x-request-id, its trace id, or the beginning of one of them."
+    own.add_argument("request", metavar="REQUEST", nargs="?", default="", help=text)
+    own.add_argument("--model", metavar="NAME", default="", help="Only requests of this model.")
+    own.add_argument("--errors", action="store_true", help="Only requests that failed.")
+    own.add_argument("--slow", action="store_true", help="Only requests that missed an SLO.")
+    text = "Only requests that took longer, such as 2s."
+    own.add_argument("--over", metavar="TIME", default="", help=text)
+    text = f"Most requests in the list [20; at most {MOST_SUMMARIES}]."
+    own.add_argument("--limit", metavar="N", default="20", help=text)
+    text = "Trace all requests of a model for a while, and print each as it ends."
+    own.add_argument("--watch", metavar="model=NAME", default="", help=text)
+    text = f"How long to watch [60s; at most {LONGEST_WATCH / 60:.0f}m]."
+    own.add_argument("--for", dest="time", metavar="TIME", default="", help=text)
+    own.add_argument("--json", action="store_true", help="As JSON; of a watch one line each.")
+    own.add_argument("--ascii", action="store_true", help="Draw with ASCII only.")
+    add_reach(parser)
+    return parser
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+def _query(parsed: argparse.Namespace) -> TraceQuery:
+    """Errors: `ConfigError` names the argument."""
+    watch = _watched(parsed.watch)
+    if watch and (parsed.request or parsed.model):
+        raise ConfigError("--watch is for all requests of its model: give no other one beside it")
+    if parsed.time and not watch:
+        raise ConfigError("--for needs --watch model=NAME")
+    seconds = _parsed("--for", parse_duration, parsed.time) if parsed.time else _WATCH
+    if not 0 < seconds <= LONGEST_WATCH:
+        raise ConfigError(f"--for: a watch lasts up to {LONGEST_WATCH / 60:.0f} minutes")
+
+    def limit(text: str) -> int:
+        return parse_count(text, 1, MOST_SUMMARIES)
+
+    return TraceQuery(
+        id=parsed.request.strip(),
+        limit=_PAGE if watch else _parsed("--limit", limit, parsed.limit),
+        model=watch or parsed.model,
+        errors=parsed.errors,
+        slow=parsed.slow,
+        longer_than=_parsed("--over", parse_duration, parsed.over) if parsed.over else 0.0,
+        watch=watch,
+        watch_seconds=seconds if watch else 0.0,
+    )
+
+
+def _watched(text: str) -> str:
+    if not text:
+        return ""
+    key, _, name = text.partition("=")
+    if key != "model" or not name:
+        raise ConfigError(f"--watch: {text!r} names no model; write --watch model=NAME")
+    return name
+
+
+def _parsed(flag: str, parse: Callable[[str], T], text: str) -> T:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+
+
+# ---------------------------------------------------------------------- output
+
+
+def _show(reply: TraceReply, query: TraceQuery, parsed: argparse.Namespace) -> int:
+    _warn(reply)
+    if query.id:
+        return _show_one(reply, query.id, parsed)
+    if parsed.json:
+        print(json.dumps(reply_as_json(reply), indent=2))
+    elif reply.summaries:
+        print("\n".join(trace_list(reply.summaries, _width(), _now())))
+    else:
+        print(f"No trace fits.\n{_WHY_FEW}")
+    return exit_codes.OK
+
+
+def _show_one(reply: TraceReply, wanted: str, parsed: argparse.Namespace) -> int:
+    trace = reply.trace
+    if trace is None:
+        raise Unavailable(f"no trace of {printable(wanted)!r} is kept. {_WHY_FEW}")
+    requests = {one.request_id for one in reply.summaries}
+    if len(requests) > 1 and not is_id_of(reply.summaries[0], wanted):
+        print(f"several requests begin with {printable(wanted)}:", file=sys.stderr)
+        print("\n".join(trace_list(reply.summaries, _width(), _now())))
+        return exit_codes.FAILED
+    if parsed.json:
+        print(json.dumps(trace_as_json(trace), indent=2))
+        return exit_codes.OK
+    print("\n".join(waterfall(trace, _width(), ascii_only=parsed.ascii or not _speaks_utf8())))
+    older = reply.summaries[1:]
+    if older:
+        others = ", ".join(one.trace_id.hex() for one in older[:3])
+        print(f"\nThis is the newest of {len(reply.summaries)}; older ones: {others}")
+    return exit_codes.OK
+
+
+def _warn(reply: TraceReply) -> None:
+    """Names the frontends whose traces are missing. Errors: `Unavailable` if there is none."""
+    for node, why in sorted(reply.silent.items()):
+        print(printable(f"{node} did not answer: {why}"), file=sys.stderr)
+    if not reply.frontends:
+        raise Unavailable("no frontend answers: only frontends have traces of requests")
+
+
+def _width() -> int:
+    if not sys.stdout.isatty():
+        return _WIDTH
+    return max(MIN_WIDTH, min(shutil.get_terminal_size((_WIDTH, 24)).columns, MAX_WIDTH))
+
+
+def _speaks_utf8() -> bool:
+    return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now().astimezone()
+
+
+# ---------------------------------------------------------------------- watching
+
+
+async def _watch(visitor: AdminClient, query: TraceQuery, *, as_json: bool) -> int:
+    """Begin a watch everywhere and print what ends, until its time is over."""
+    first = await visitor.traces(replace(query, limit=0))
+    _warn(first)
+    until = time.monotonic() + query.watch_seconds + _TAIL
+    columns = (_ID, max(len("MODEL"), min(len(query.watch), _MODEL)))
+    if not as_json:
+        name = printable(query.watch)
+        print(f"watching {name} for {query.watch_seconds:g} s; Ctrl-C ends it", file=sys.stderr)
+        print(trace_list_head(columns), flush=True)
+    try:
+        async for summary in _ended(visitor, query, first.numbers, until):
+            line = json.dumps(summary_as_json(summary))
+            if not as_json:
+                line = summary_line(summary, _now(), columns)[: _width()]
+            print(line, flush=True)
+    except asyncio.CancelledError:
+        with suppress(PdserveError):
+            await visitor.traces(replace(query, watch_seconds=_AT_ONCE))
+        raise
+    return exit_codes.OK
+
+
+async def _ended(
+    visitor: AdminClient, query: TraceQuery, numbers: dict[str, int], until: Seconds
+) -> AsyncIterator[TraceSummary]:
+    """The traces that come to be until a time; `numbers` says which ones are old."""
+    follow = replace(query, watch="", watch_seconds=0.0)
+    seen = dict(numbers)
+    while time.monotonic() < until:
+        await asyncio.sleep(_PAUSE)
+        # Without any entry it would be no following; no frontend has an empty name.
+        reply = await visitor.traces(replace(follow, after={"": 0, **seen}))
+        for node, newest in reply.numbers.items():
+            if newest < seen.get(node, 0):
+                seen[node] = 0  # it has been restarted
+        for summary in reply.summaries:
+            seen[summary.node] = max(seen.get(summary.node, 0), summary.number)
+            yield summary
