@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ConfigError
-from pdserve.tracing.keep import PARENT_MODES, TraceRules
+from pdserve.tracing.export.otel_env import NO_OTEL, OtelSettings
+from pdserve.tracing.rules import PARENT_MODES, TraceRules
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from pdserve.ids import Bytes, Seconds
-    from pdserve.tracing.keep import ParentMode
+    from pdserve.tracing.rules import ParentMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +153,11 @@ class FrontendConfig:
     trace_parent: ParentMode = "limit"
     """What the sampled bit of a client's `traceparent` does: `trust` it, `limit` it to 20 traces
     per second, or `ignore` it. Limited, because any client can send it."""
+    otlp_endpoint: str = ""
+    """URL to which traces are posted as OTLP/HTTP JSON. Empty: they stay in this process's memory,
+    where `pdserve trace` finds the last ones."""
+    otel: OtelSettings = NO_OTEL
+    """OpenTelemetry's environment variables: what the export needs besides the URL."""
 
     strict_api: bool = False
     """If true, these get a 400: unknown request fields (with the nearest name), tools that would be

@@ -17,7 +17,8 @@ from pdserve.ids import MAX_CHOICES
 from pdserve.launch.config import units
 from pdserve.net import address
 from pdserve.observe.logs import LEVELS
-from pdserve.tracing.keep import PARENT_MODES
+from pdserve.tracing.export.otel_env import traces_url, without_password
+from pdserve.tracing.rules import PARENT_MODES
 from pdserve.worker.config import (
     DISAGG,
     MODES,
@@ -973,6 +974,16 @@ OPTIONS: tuple[Option, ...] = (
         f"{', '.join(LEVELS)}; debug also shows tracebacks of failed starts.",
         "LEVEL",
         _choice(*LEVELS),
+    ),
+    Option(
+        "otlp-endpoint",
+        "frontend.otlp_endpoint",
+        "logging",
+        "Collector that gets the traces of requests, as OTLP/HTTP JSON; /v1/traces is added.",
+        "URL",
+        lambda text: "" if text.strip().lower() in ("", "none") else traces_url(text),
+        without_password,
+        "none",
     ),
     Option(
         "role",

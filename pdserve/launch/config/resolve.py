@@ -1,8 +1,8 @@
 """Composes one typed configuration from all sources, and records where each value came from.
 
-A flag wins over the environment, the environment over a TOML file, the file over the field's
-default. An unknown name is an error that suggests the nearest known one. Nothing else in pdserve
-reads the environment or a configuration file.
+A flag wins over the environment, the environment over a TOML file, the file over OpenTelemetry's
+variables, and these over the field's default. An unknown name is an error that suggests the nearest
+known one. Nothing else in pdserve reads the environment or a configuration file.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from pdserve.launch.config.kubernetes_env import is_service_variable
 from pdserve.launch.config.options import BY_NAME, OPTIONS, Option
 from pdserve.router.config import RouterConfig
 from pdserve.toml import read_toml, readable
+from pdserve.tracing.export.otel_env import read_otel_environment
 from pdserve.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from pdserve.observe.logs import LogFormat
+    from pdserve.tracing.export.otel_env import OtelSettings
 
 PREFIX = "PDSERVE_"
 RESERVED = (
@@ -118,15 +120,18 @@ def resolve(
             _refuse_code(path, found, environ)
         given = found | given
     values = {name: _parse(BY_NAME[name], one) for name, one in given.items()} | {"config": path}
+    otel = read_otel_environment(environ)
+    from_otel = {name: one for name, one in _otel_values(otel).items() if name not in values}
+    values |= {name: one.value for name, one in from_otel.items()}
     worker = WorkerConfig(**_fields("worker", values))
     modules = frozenset(one for one in (worker.tool_parser, worker.reasoning_parser) if ":" in one)
     config = Config(
         ProcessConfig(**_fields("process", values)),
-        FrontendConfig(**_fields("frontend", values), parser_modules=modules),
+        FrontendConfig(**_fields("frontend", values), parser_modules=modules, otel=otel),
         worker,
         RouterConfig(**_fields("router", values)),
         ClusterConfig(**_fields("cluster", values)),
-        {name: one.source for name, one in given.items()},
+        {name: one.source for name, one in (given | from_otel).items()},
         {name: one.text for name, one in given.items()},
         ignored,
     )
@@ -207,6 +212,25 @@ def _from_environment(environ: Mapping[str, str], ignored: Collection[str]) -> d
             raise unknown_option(name, variable, lambda option: option.variable)
         found[known[variable]] = _Given(text, variable)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _FromOtel:
+    """A value that one of OpenTelemetry's variables gives, parsed by their rules."""
+
+    value: Any
+    source: str
+
+
+def _otel_values(otel: OtelSettings) -> dict[str, _FromOtel]:
+    """By option. Options that pdserve's own sources give win over them."""
+    sampler = "OTEL_TRACES_SAMPLER"
+    found = {
+        "otlp-endpoint": _FromOtel(otel.endpoint or None, otel.endpoint_variable),
+        "trace-sample": _FromOtel(otel.sample, sampler),
+        "trace-parent": _FromOtel(otel.parent, sampler),
+    }
+    return {name: one for name, one in found.items() if one.value is not None}
 
 
 def _config_path(given: _Given | None, environ: Mapping[str, str], cwd: Path) -> Path | None:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 from pdserve.launch.config.resolve import unused_flags
 from pdserve.net.address import is_loopback
+from pdserve.tracing.export.otel_env import looks_like_grpc
 
 if TYPE_CHECKING:
+    from pdserve.frontend.config import FrontendConfig
     from pdserve.launch.config.resolve import Config
 
 __all__ = ["log_config_sources", "log_listening", "warn_about_config"]
@@ -32,6 +34,19 @@ def log_config_sources(config: Config) -> None:
             "ignored, since Kubernetes sets them for services whose names begin with pdserve: %s; "
             "enableServiceLinks: false leaves them out",
             ", ".join(sorted(config.ignored)),
+        )
+    if config.process.role in ("all-in-one", "frontend"):
+        _warn_about_export(config.frontend)
+
+
+def _warn_about_export(config: FrontendConfig) -> None:
+    """Warns of OpenTelemetry's variables that are ignored, and of a port that takes no HTTP."""
+    for line in config.otel.warnings:
+        _log.warning("%s", line)
+    if looks_like_grpc(config.otlp_endpoint):
+        _log.warning(
+            "the endpoint for traces has port 4317, where collectors take gRPC: pdserve sends "
+            "OTLP over HTTP, for which they usually have port 4318"
         )
 
 

@@ -15,6 +15,7 @@ from pdserve.frontend.api.metrics_group import GroupMetrics
 from pdserve.frontend.node import FrontendNode
 from pdserve.frontend.service import FrontendService
 from pdserve.launch.frontend_processes import FrontendProcesses, is_child_frontend
+from pdserve.launch.frontend_traces import FrontendTraces
 from pdserve.launch.metrics_samples import sample_node
 from pdserve.launch.ready_message import ready_line, served_line
 from pdserve.launch.roles.base import node_card, node_report
@@ -58,6 +59,7 @@ class FrontendRole:
             self.pages = GroupMetrics(node, config.group, context.metrics, context.degradations)
         self.siblings = FrontendProcesses(context.config, node, on_failed)
         self._on_failed = on_failed
+        self.traces = FrontendTraces(context, node)
         self.service = FrontendService(
             config,
             self.backend,
@@ -66,10 +68,12 @@ class FrontendRole:
             self.pages,
             self.frontend.hasher,
             context.degradations,
+            self.traces.sink,
         )
         self._context = context
         context.metrics.attach_node(lambda: sample_node(node, rerouted=self.backend.rerouted))
         StatusService(node, self._report, time.time)
+        self.traces.serve(self.service.tracer.watches)
 
     def _report(self) -> NodeReport:
         service = self.service
@@ -79,6 +83,7 @@ class FrontendRole:
     async def begin(self) -> None:
         """Listens, so that a port in use is found first. A child frontend does not listen yet: it
         has its port, and takes connections once it can serve them."""
+        self.traces.start()
         if is_child_frontend(self._context.config):
             return
         if self._context.config.process.frontends > 1:
@@ -147,6 +152,7 @@ class FrontendRole:
 
     async def close(self) -> None:
         await self.service.stop(0.0)
+        await self.traces.close()
         await self.frontend.close()
 
     def unready_reason(self) -> str | None:

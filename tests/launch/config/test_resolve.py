@@ -17,6 +17,7 @@ from pdserve.launch.config.resolve import (
 INTERNAL = {
     *("frontend.reuse_port", "frontend.group"),  # for several frontends on one port
     "frontend.parser_modules",  # of the options of parsers
+    "frontend.otel",  # variables of OpenTelemetry
     "frontend.retry_after",  # a measured constant
     *("router.booking_ttl", "router.max_bookings", "router.sweep_interval"),  # guards
     *("router.gone_model_memory", "router.gone_models", "router.retry_after"),
@@ -105,6 +106,7 @@ def sample(option):
         "block-size": 64,
         "max-batch-tokens": 512,
         "model": "org/name",
+        "otlp-endpoint": "http://c:4318/v1/traces",
         "listen": "10.0.0.1:7",
         "advertise": "10.0.0.2:8",
         "join": ("10.0.0.3:9", "10.0.0.4:9"),
@@ -354,3 +356,56 @@ def test_the_mode_of_all_in_one_is_what_runs(compose, flags, meaning):
     assert (rows["mode"].value, rows["mode"].meaning) == ("", meaning)
     rows = {row.name: row for row in option_rows(compose(role="worker", mode="decode"))}
     assert rows["mode"].value == "decode"
+
+
+# ---------------------------------------------------------------- OpenTelemetry's variables
+
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+TRACES = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+
+
+def endpoint(config):
+    return config.frontend.otlp_endpoint, config.source(BY_NAME["otlp-endpoint"])
+
+
+def test_the_endpoint_for_traces_is_taken_in_this_order(compose):
+    """Flag, pdserve's variable, file, OpenTelemetry's variable for traces, that for all."""
+    general = {ENDPOINT: "http://general:1"}
+    traces = general | {TRACES: "http://traces:2/in"}
+    own = traces | {"PDSERVE_OTLP_ENDPOINT": "http://own:3"}
+    file = 'otlp-endpoint = "http://file:4"'
+    assert endpoint(compose()) == ("", "default")
+    assert endpoint(compose(environ=general)) == ("http://general:1/v1/traces", ENDPOINT)
+    assert endpoint(compose(environ=traces)) == ("http://traces:2/in", TRACES)
+    assert endpoint(compose(file, environ=traces))[0] == "http://file:4/v1/traces"
+    assert endpoint(compose(environ=own))[0] == "http://own:3/v1/traces"
+    flag = compose(environ=own, otlp_endpoint="http://flag:5")
+    assert endpoint(flag) == ("http://flag:5/v1/traces", "--otlp-endpoint")
+
+
+def test_an_endpoint_can_be_switched_off(compose):
+    assert endpoint(compose(environ={ENDPOINT: "http://c:1"}, otlp_endpoint="none"))[0] == ""
+
+
+def test_a_wrong_endpoint_by_flag_is_an_error_and_by_opentelemetrys_variable_is_not(compose):
+    with pytest.raises(ConfigError, match="--otlp-endpoint: 'c:4318' is no http or https URL"):
+        compose(otlp_endpoint="c:4318")
+    config = compose(environ={ENDPOINT: "c:4318"})
+    assert endpoint(config) == ("", "default")
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT is ignored" in config.frontend.otel.warnings[0]
+
+
+def test_a_password_in_the_endpoint_is_not_shown(compose):
+    config = compose(otlp_endpoint="https://user:hunter2@c:4318")
+    (row,) = (row for row in option_rows(config) if row.name == "otlp-endpoint")
+    assert row.value == "https://user:***@c:4318/v1/traces"
+    assert "hunter2" in config.frontend.otlp_endpoint
+
+
+def test_the_sampler_of_opentelemetry_stands_behind_our_options(compose):
+    environ = {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.5"}
+    config = compose(environ=environ)
+    assert (config.frontend.trace_sample, config.frontend.trace_parent) == (0.5, "ignore")
+    assert config.source(BY_NAME["trace-sample"]) == "OTEL_TRACES_SAMPLER"
+    config = compose(environ=environ, trace_sample="0.02", trace_parent="trust")
+    assert (config.frontend.trace_sample, config.frontend.trace_parent) == (0.02, "trust")

@@ -45,3 +45,21 @@ def test_http_beside_encrypted_links_is_said_to_be_plain(
     assert "not encrypted" not in caplog.text
     log_listening(resolve(flags | {"host": "0.0.0.0"}, {}, tmp_path), 8000)
     assert "HTTP is not encrypted" in caplog.text
+
+
+def test_variables_of_opentelemetry_that_are_ignored_are_said_where_traces_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    environ = {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", "OTEL_TRACES_SAMPLER": "xray"}
+    log_config_sources(resolve({"config": "none", "role": "worker"}, environ, tmp_path))
+    assert not caplog.messages
+    log_config_sources(resolve({"config": "none"}, environ, tmp_path))
+    assert [message.split()[0] for message in caplog.messages] == list(environ)
+
+
+def test_the_port_of_grpc_gets_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    flags = {"config": "none", "otlp-endpoint": "http://c:4317"}
+    log_config_sources(resolve(flags, {}, tmp_path))
+    (message,) = caplog.messages
+    assert "4317" in message
+    assert "4318" in message
