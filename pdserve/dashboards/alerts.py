@@ -324,6 +324,20 @@ def _own_alerts() -> tuple[Alert, ...]:
             ),
         ),
         Alert(
+            name="PdserveSpansDropped",
+            expr="sum by (cluster, instance) "
+            '(rate(pdserve_trace_spans_dropped_total{reason!="shutdown"}[10m]))\n'
+            "> 0.01 * sum by (cluster, instance) (rate(pdserve_trace_spans_exported_total[10m]))",
+            hold="10m",
+            severity="ticket",
+            summary="{{ $labels.instance }}: traces do not reach the collector",
+            description="More than one span in a hundred is dropped.",
+            operands=(
+                "sum by (cluster, instance) (rate(pdserve_trace_spans_exported_total[10m]))",
+            ),
+            rare=("pdserve_trace_spans_dropped_total",),
+        ),
+        Alert(
             name="PdserveScrapeDown",
             expr='up{job=~"pdserve.*"} == 0',
             hold="10m",

@@ -258,9 +258,57 @@ _NODES: Final = Row(
     ),
 )
 
+_TRACES: Final = Row(
+    "Traces",
+    (
+        Panel(
+            "Traces kept",
+            "Per second, by reason; one trace may have several. docs/tracing.md has the rules.",
+            "ops",
+            (
+                Query(
+                    "sum by (reason) (rate(pdserve_traces_kept_total{CLUSTER}[RATE]))",
+                    "{{reason}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Traces not kept",
+            "Traces per second that a limit left out: rate is --trace-rate, parent the limit for "
+            "callers who ask.",
+            "ops",
+            (
+                Query(
+                    "sum by (limit) (rate(pdserve_traces_limited_total{CLUSTER}[RATE]))",
+                    "{{limit}}",
+                    rare=True,
+                ),
+            ),
+        ),
+        Panel(
+            "Spans",
+            "Spans per second that a collector took, and that were dropped, by reason; and spans "
+            "that wait for their export.",
+            "ops",
+            (
+                Query(
+                    "sum(rate(pdserve_trace_spans_exported_total{CLUSTER}[RATE]))",
+                    "exported",
+                ),
+                Query(
+                    "sum by (reason) (rate(pdserve_trace_spans_dropped_total{CLUSTER}[RATE]))",
+                    "dropped: {{reason}}",
+                    rare=True,
+                ),
+                Query("sum(pdserve_trace_spans_waiting{CLUSTER})", "waiting"),
+            ),
+        ),
+    ),
+)
+
 ROUTERS: Final = Board(
     "pdserve-routers",
     "pdserve: Routers and nodes",
-    "Choices of workers, requests that wait, the prefix index, and the cluster's nodes.",
-    (_CHOICES, _HELD, _INDEX, _NODES),
+    "Choices of workers, requests that wait, the prefix index, the cluster's nodes, traces.",
+    (_CHOICES, _HELD, _INDEX, _NODES, _TRACES),
 )

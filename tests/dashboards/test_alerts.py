@@ -101,6 +101,12 @@ def degraded(reason: str, values: str = "1x90") -> dict[str, str]:
     return gauge("degraded", values, instance="a", reason=reason)
 
 
+def spans(exported: str, dropped: str, reason: str = "undelivered") -> dict[str, str]:
+    return gauge("trace_spans_exported_total", exported, instance="a") | gauge(
+        "trace_spans_dropped_total", dropped, instance="a", reason=reason
+    )
+
+
 def members(*counts: str) -> dict[str, str]:
     series: dict[str, str] = {}
     for number, count in enumerate(counts):
@@ -281,6 +287,10 @@ CASES = (
     ),
     Case("PdserveLoopLag", "3 of 100 are slow", True, 12, lag("0+97x60")),
     Case("PdserveLoopLag", "1 of 200 is slow", False, 30, lag("0+99.5x60")),
+    Case("PdserveSpansDropped", "no collector", True, 25, spans("0x60", "0+5x60")),
+    Case("PdserveSpansDropped", "one of ten", True, 25, spans("0+90x60", "0+10x60")),
+    Case("PdserveSpansDropped", "one of a thousand", False, 40, spans("0+999x60", "0+1x60")),
+    Case("PdserveSpansDropped", "at an end", False, 40, spans("0x60", "0+9x60", "shutdown")),
     Case("PdserveScrapeDown", "no answer", True, 12, {'up{job="pdserve", instance="a"}': "0x30"}),
     Case("PdserveScrapeDown", "answers", False, 12, {'up{job="pdserve", instance="a"}': "1x30"}),
     Case("PdserveScrapeDown", "another job", False, 12, {'up{job="node", instance="a"}': "0x30"}),
@@ -368,7 +378,8 @@ def test_operands_are_parts_that_name_all_metrics() -> None:
         whole = " ".join(alert.expr.split())
         assert [one for one in alert.operands if " ".join(one.split()) not in whole] == []
         named = {one.metric for text in alert.operands for one in Reading(text).selectors}
-        assert named == {one.metric for one in Reading(alert.expr).selectors}, alert.name
+        assert not named & set(alert.rare)
+        assert named | set(alert.rare) == {one.metric for one in Reading(alert.expr).selectors}
 
 
 def test_every_alert_has_a_runbook() -> None:
