@@ -37,8 +37,18 @@ NONE = "–"
 
 def models() -> list[dict[str, Any]]:
     """The entries of .ci/models.toml."""
-    listed: list[dict[str, Any]] = tomllib.loads((HERE / "models.toml").read_text())["model"]
+    listed: list[dict[str, Any]] = _file()["model"]
     return listed
+
+
+def compared() -> list[str]:
+    """Architectures whose answers about images are compared with those of transformers."""
+    listed: list[str] = _file()["compared"]
+    return listed
+
+
+def _file() -> dict[str, Any]:
+    return tomllib.loads((HERE / "models.toml").read_text())
 
 
 def formats(model: dict[str, Any]) -> tuple[str, str]:
@@ -56,7 +66,8 @@ def engines(model: dict[str, Any]) -> str:
     if name in ARCHITECTURES and "note" not in model:
         found.append("torch (text)" if name in TEXT_PARTS else "torch")
     if name in vllm_architectures():
-        found.append("vLLM (images)" if model.get("sees") else "vLLM")
+        proved = ", compared" if name in compared() and "note" not in model else ""
+        found.append(f"vLLM (images{proved})" if model.get("sees") else "vLLM")
     return ", ".join(found) or "neither"
 
 

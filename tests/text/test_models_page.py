@@ -34,3 +34,9 @@ def test_the_page_has_the_table_of_today():
 def test_at_least_fifty_models_are_listed_once():
     names = [model["name"] for model in script().models()]
     assert len(names) == len(set(names)) >= 50
+
+
+def test_images_are_compared_for_the_architectures_that_the_table_says():
+    families = pytest.importorskip("tests.engines.vllm.vision_families")
+    tested = {f"{family.model}ForConditionalGeneration" for family in families.FAMILIES.values()}
+    assert {*script().compared()} == tested | {"Idefics3ForConditionalGeneration"}
