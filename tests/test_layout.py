@@ -44,7 +44,7 @@ ASYNCIO = {
     "pdserve/cli/trace.py": "asks once, or once a second for a while",
     "pdserve/client/stream.py": "waits for the end of a connection, under a deadline",
     "pdserve/client/transport.py": "deadlines around every wait, pauses between attempts",
-    "pdserve/observe/page_cache.py": "makes one page at a time",
+    "pdserve/observe/scrapes.py": "makes one page at a time",
     "pdserve/engine/client.py": "the engine port is asynchronous; one task keeps the core alive",
     "pdserve/engine/core_connection.py": "the node's end of the core's socket",
     "pdserve/engine/core_run.py": "deadlines of a core's start and stop",

@@ -314,7 +314,12 @@ class GenerationHandler:
             request = replace(request, deadline=max(0.001, left))
         if active.call.phases is not None:
             sink.phases = active.call.phases.add_prompt()
-        opened = await self._backend.open(request, sink, hints, sink.on_placed, sink.phases)
+        held = self._metrics.of_model(active.model).num_requests_held
+        held.value += 1
+        try:
+            opened = await self._backend.open(request, sink, hints, sink.on_placed, sink.phases)
+        finally:
+            held.value -= 1
         sink.opened(opened)
 
     # ------------------------------------------------------------------ the answer

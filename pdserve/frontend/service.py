@@ -36,7 +36,7 @@ from pdserve.frontend.model_registry import ModelRegistry
 from pdserve.frontend.preprocess.prompt_hashes import NO_HASHING, PromptHasher
 from pdserve.frontend.request_traces import RequestTraces
 from pdserve.observe.metrics import Metrics
-from pdserve.observe.page_cache import CachedPages
+from pdserve.observe.scrapes import CachedPages
 from pdserve.observe.slo import SloTable
 from pdserve.text.text_pool import TextPool, TextPoolStats
 from pdserve.tracing.sink import NO_SINK
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.messages.card import ModelCard
     from pdserve.observe.degraded import Degradations
-    from pdserve.observe.metrics import ScrapeHandler
+    from pdserve.observe.scrapes import ScrapeHandler
     from pdserve.tracing.sink import TraceSink
 
 logger = logging.getLogger("pdserve.frontend")

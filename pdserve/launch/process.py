@@ -76,6 +76,7 @@ def serve(config: Config) -> int:
     said: dict[str, object] = {"role": config.process.role, "pid": os.getpid()}
     logs.configure(config.process.log_format, config.process.log_level, screen, said)
     metrics = Metrics()
+    metrics.names = config.process.metrics_names
     degradations = Degradations(metrics)
     _note_degradations(degradations)
     _raise_file_limit(config.frontend.max_connections)

@@ -15,6 +15,7 @@ from pdserve.ids import NodeId
 from pdserve.messages.engine import PathState
 from pdserve.messages.handoff import QueueState
 from pdserve.messages.routing import Count, WorkerLoad
+from pdserve.observe.exposition import ScrapedFamily
 
 MemberReachability = Literal["alive", "suspect", "unreachable"]
 """`suspect`: some members cannot reach it. `unreachable`: the asked node has lost its link
@@ -216,3 +217,5 @@ class MetricPage(msgspec.Struct, frozen=True, array_like=True):
     """All metrics of one process."""
 
     families: tuple[MetricFamily, ...]
+    """Empty: `scraped` has taken its place."""
+    scraped: tuple[ScrapedFamily, ...] = ()

@@ -28,6 +28,7 @@ class EngineSample:
     ready: bool = False
     running: int = 0
     waiting: int = 0
+    block_tokens: int = 0
     blocks_total: int = 0
     blocks_used: int = 0
     blocks_cached: int = 0
@@ -70,6 +71,7 @@ _NUMBERS: Final = tuple(
 def _sum(one: EngineSample, other: EngineSample) -> EngineSample:
     sums = {name: getattr(one, name) + getattr(other, name) for name in _NUMBERS}
     sums["stalled_for"] = max(one.stalled_for, other.stalled_for)
+    sums["block_tokens"] = max(one.block_tokens, other.block_tokens)
     return replace(one, ready=one.ready and other.ready, **sums)
 
 
@@ -109,6 +111,9 @@ ENGINE_METRICS = (
         "gauge",
         "Share of KV blocks held by sequences, 0 to 1; reusable cached blocks count as free.",
         lambda s: s.kv_usage,
+    ),
+    EngineMetric(
+        "kv_block_tokens", "gauge", "Tokens in a KV block.", lambda s: s.block_tokens, "max"
     ),
     EngineMetric("kv_blocks", "gauge", "KV blocks of the pool.", lambda s: s.blocks_total),
     EngineMetric(

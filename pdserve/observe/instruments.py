@@ -83,14 +83,18 @@ class Family(Generic[T]):
     grow the process.
     """
 
-    __slots__ = ("_bound", "_members", "_width", "make")
+    __slots__ = ("_bound", "_make", "_members", "_width")
 
     def __init__(self, make: Callable[[], T], width: int, bound: int) -> None:
-        self.make: Callable[[], T] = make
-        """Makes the instrument of new label values."""
+        self._make: Callable[[], T] = make
         self._width = width
         self._bound = bound
         self._members: dict[tuple[str, ...], T] = {}
+
+    def make_by(self, make: Callable[[], T]) -> None:
+        """Makes all instruments anew by `make`, also those that exist."""
+        self._make = make
+        self._members.clear()
 
     def labels(self, *values: str) -> T:
         """The instrument of these label values; made at first use."""
@@ -103,7 +107,7 @@ class Family(Generic[T]):
         if len(self._members) >= self._bound:
             values = (OTHER,) * self._width
         if values not in self._members:
-            self._members[values] = self.make()
+            self._members[values] = self._make()
         return self._members[values]
 
     def remove(self, *values: str) -> None:

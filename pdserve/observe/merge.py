@@ -1,56 +1,85 @@
 """Merges the metrics of several processes that share a port into one page.
 
-Pure. Counters and histograms add up; gauges too, except those where the larger value counts. It
-works on Prometheus metric families of any origin.
+Pure. Counters and histograms add up; gauges too, except those where the larger value counts.
 """
 
 from __future__ import annotations
 
+from operator import add
 from typing import TYPE_CHECKING, Final
 
-from pdserve.observe.metrics import Metrics
+from pdserve.observe.exposition import ScrapedFamily, ScrapedSeries
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
-    from prometheus_client import Metric
+__all__ = ["merge", "sum_series"]
 
-__all__ = ["merge"]
-
-_Key = tuple[str, tuple[tuple[str, str], ...]]
-
-_OLDEST: Final = "process_start_time_seconds"
-"""Prometheus' own metric that cannot be added: the start time of the oldest process counts."""
+_COMBINE: Final[dict[str, Callable[[float, float], float]]] = {"sum": add, "max": max, "min": min}
 
 
-def merge(pages: Iterable[Iterable[Metric]]) -> list[Metric]:
+def merge(pages: Iterable[Iterable[ScrapedFamily]]) -> list[ScrapedFamily]:
     """One family for each name, in the order of first appearance."""
-    # Prometheus names families of counters without `_total`.
-    largest = {
-        one.name.removesuffix("_total") for one in Metrics.definitions() if one.combine == "max"
-    }
-    families: dict[str, Metric] = {}
-    values: dict[str, dict[_Key, float]] = {}
+    found: dict[str, list[ScrapedFamily]] = {}
     for page in pages:
         for family in page:
-            families.setdefault(family.name, family)
-            combine: Callable[[float, float], float] = float.__add__
-            if family.name in largest:
-                combine = max
-            elif family.name == _OLDEST:
-                combine = min
-            known = values.setdefault(family.name, {})
-            for sample in family.samples:
-                key = (sample.name, tuple(sorted(sample.labels.items())))
-                value = float(sample.value)
-                known[key] = combine(known[key], value) if key in known else value
-    return [_family(one, values[name]) for name, one in families.items()]
+            found.setdefault(family.name, []).append(family)
+    return [_merge(families) for families in found.values()]
 
 
-def _family(like: Metric, values: dict[_Key, float]) -> Metric:
-    from prometheus_client import Metric
+def _merge(families: list[ScrapedFamily]) -> ScrapedFamily:
+    first = families[0]
+    if len(families) == 1:
+        return first
+    bounds = first.bounds
+    if any(other.bounds != bounds for other in families):
+        bounds, families = _common_bounds(families)
+    combine = _COMBINE[first.combine]
+    series = sum_series((one for family in families for one in family.series), combine)
+    return ScrapedFamily(
+        *(first.name, first.kind, first.help, first.labels, series, bounds, first.combine)
+    )
 
-    family = Metric(like.name, like.documentation, like.type)
-    for (name, labels), value in values.items():
-        family.add_sample(name, dict(labels), value)
-    return family
+
+def sum_series(
+    series: Iterable[ScrapedSeries], combine: Callable[[float, float], float] = add
+) -> list[ScrapedSeries]:
+    """One series for each combination of label values."""
+    found: dict[tuple[str, ...], ScrapedSeries] = {}
+    for one in series:
+        known = found.get(one.values)
+        if known is None:
+            # A copy: the argument's records stay as they are.
+            found[one.values] = ScrapedSeries(one.values, one.value, one.counts)
+            continue
+        known.value = combine(known.value, one.value)
+        if one.counts:
+            known.counts = list(map(add, known.counts, one.counts))
+    return list(found.values())
+
+
+def _common_bounds(families: list[ScrapedFamily]) -> tuple[list[float], list[ScrapedFamily]]:
+    """The bounds that all histograms have, and the histograms with these."""
+    shared = sorted(set.intersection(*(set(family.bounds) for family in families)))
+    made = []
+    for family in families:
+        series = [
+            ScrapedSeries(one.values, one.value, _coarser(family.bounds, one.counts, shared))
+            for one in family.series
+        ]
+        made.append(ScrapedFamily(family.name, family.kind, family.help, family.labels, series))
+    return shared, made
+
+
+def _coarser(
+    bounds: Sequence[float], counts: Sequence[float], shared: Sequence[float]
+) -> list[float]:
+    """Counts of fewer buckets: those that lose their bound go to the next one."""
+    kept = set(shared)
+    made, open_ = [], 0.0
+    for bound, count in zip(bounds, counts, strict=False):
+        open_ += count
+        if bound in kept:
+            made.append(open_)
+            open_ = 0.0
+    return [*made, open_ + counts[-1]]

@@ -11,8 +11,8 @@ It does not know where the numbers come from: each definition names the role tha
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from itertools import accumulate
-from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar, cast
+from functools import cache
+from typing import TYPE_CHECKING, Final, Literal, TypeVar, cast
 
 from pdserve.errors import (
     Cancelled,
@@ -23,16 +23,16 @@ from pdserve.errors import (
     Unavailable,
 )
 from pdserve.observe.engine_metrics import ENGINE_LABELS, ENGINE_METRICS, merge_by_labels
+from pdserve.observe.exposition import ScrapedFamily, ScrapedSeries
 from pdserve.observe.instruments import OTHER, Counter, Family, Gauge, Histogram
 from pdserve.observe.node_metrics import NODE_METRICS, merge_by_role
+from pdserve.observe.scrapes import PLAIN, MetricNames, ScrapedPage, ScrapeForm, page_of
 from pdserve.observe.slo import SloTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from prometheus_client import Metric
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-    from prometheus_client.registry import Collector
+    from prometheus_client import ProcessCollector
 
     from pdserve.observe.engine_metrics import EngineSample
     from pdserve.observe.node_metrics import NodeSample
@@ -50,6 +50,8 @@ _DEFINITION = "definition"
 MOST_MODELS: Final = 64
 """Values of the label `model` that a process makes; further models share the value `other`."""
 _MODEL: Final = ("model",)
+_OLDEST: Final = "process_start_time_seconds"
+"""Prometheus' own metric that cannot be added: the start time of the oldest process counts."""
 _PER_MODEL: Final = 16 * (MOST_MODELS + 2)
 """Most combinations of a model and up to 16 values of a second label."""
 
@@ -98,24 +100,6 @@ class Definition:
     labels: tuple[str, ...] = ()
     combine: Combine = "sum"
     """How values of several processes that share a port become one."""
-
-
-class ScrapeHandler(Protocol):
-    """Answers a scrape: for one process, or for several that share a port."""
-
-    async def page(self, accept: str = "") -> tuple[bytes, str]:
-        """The page and its content type."""
-        ...
-
-
-class _Fixed:
-    """A Prometheus collector of families that are collected already."""
-
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> list[Metric]:
-        return self._families
 
 
 _ENGINE = tuple(
@@ -366,6 +350,13 @@ class Instruments:
         ("reason",),
     )
 
+    num_requests_held: Family[Gauge] = _gauges(
+        "num_requests_held",
+        "Prompts for which this frontend seeks a worker, those that a router holds included.",
+        "frontend",
+        _MODEL,
+    )
+
     # Metrics of the frontend, per connection and field.
     http_requests_in_flight: Gauge = _gauge(
         "http_requests_in_flight", "Requests with a body being answered.", "frontend"
@@ -590,6 +581,7 @@ class ModelMetrics:
         self.migration_gap = all_models.migration_gap.labels(model)
         self.poisoned_requests = all_models.poisoned_requests.labels(model)
         self._requests = all_models.requests
+        self.num_requests_held = all_models.num_requests_held.labels(model)
         self._finished = all_models.finished
         self._slo = all_models.slo
         self._migrations = all_models.migrations
@@ -617,6 +609,8 @@ class Metrics(Instruments):
 
     def __init__(self) -> None:
         super().__init__()
+        self.names: MetricNames = "pdserve"
+        """The names that a scrape gets which asks for none."""
         self._models: dict[str, ModelMetrics] = {}
         self._objectives = SloTable()
         self._engines: list[Callable[[], EngineSample]] = []
@@ -626,11 +620,12 @@ class Metrics(Instruments):
         """Judges requests by these objectives. Before the first request: each is a bucket's bound,
         the same ones for all models, so that buckets can be summed over models."""
         self._objectives = objectives
+        self._models.clear()
         first = _widened(LATENCY_BUCKETS, objectives.ttft)
         between = _widened(TOKEN_LATENCY_BUCKETS, objectives.itl)
-        self.time_to_first_token.make = lambda: Histogram(first)
+        self.time_to_first_token.make_by(lambda: Histogram(first))
         for family in (self.inter_token_latency, self.request_time_per_output_token):
-            family.make = lambda: Histogram(between)
+            family.make_by(lambda: Histogram(between))
 
     def of_model(self, name: str) -> ModelMetrics:
         """The instruments of a model that is served here, by its own name; empty: of requests that
@@ -661,49 +656,28 @@ class Metrics(Instruments):
 
     # ------------------------------------------------------------------ scraping
 
-    def collect(self) -> Iterator[Metric]:
-        """Prometheus client's collector protocol."""
-        for name, definition in _INSTRUMENTS.items():
-            yield _family(definition, getattr(self, name))
+    def families(self) -> list[ScrapedFamily]:
+        """Everything that a scrape of this process shows, its memory and CPU time included."""
+        made = _process_families()
+        made += [_family(one, getattr(self, name)) for name, one in _INSTRUMENTS.items()]
         engines = merge_by_labels(read() for read in self._engines)
         for definition, value in _ENGINE if engines else ():
-            metric = _empty(definition)
-            for sample in engines:
-                metric.add_metric([sample.model, sample.mode], value(sample))
-            yield metric
+            series = [ScrapedSeries((one.model, one.mode), value(one)) for one in engines]
+            made.append(_empty(definition, series))
         samples = merge_by_role(read() for read in self._nodes)
         for definition, attribute in _NODE:
-            metric = _empty(definition)
-            for sample_of_node in samples:
-                _add(metric, sample_of_node.role, getattr(sample_of_node, attribute))
-            if metric.samples:
-                yield metric
+            series = [
+                each
+                for sample in samples
+                for each in _node_series(sample.role, getattr(sample, attribute))
+            ]
+            if series:
+                made.append(_empty(definition, series))
+        return made
 
-    def families(self) -> list[Metric]:
-        """Everything that a scrape of this process shows, its memory and CPU time included."""
-        from prometheus_client import CollectorRegistry, ProcessCollector
-
-        registry = CollectorRegistry(auto_describe=False)
-        # These are the `process_*` metrics: memory, CPU time, open files.
-        ProcessCollector(registry=registry)
-        # `Metrics` satisfies the protocol `Collector` by structure.
-        registry.register(cast("Collector", self))
-        return list(registry.collect())
-
-    def render(self, accept: str = "", families: list[Metric] | None = None) -> tuple[bytes, str]:
-        """The page for `/metrics` and its content type, in the format that `accept` prefers; of
-        `families` instead of this process's own, if given."""
-        from prometheus_client import CollectorRegistry
-        from prometheus_client.exposition import choose_encoder
-
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(cast("Collector", _Fixed(families or self.families())))
-        encode, content_type = choose_encoder(accept)
-        return encode(registry), content_type
-
-    async def page(self, accept: str = "") -> tuple[bytes, str]:
-        """The page for `/metrics` and its content type; `ScrapeHandler` of one process."""
-        return self.render(accept)
+    async def page(self, form: ScrapeForm = PLAIN) -> ScrapedPage:
+        """The page for `/metrics`; `ScrapeHandler` of one process."""
+        return page_of(self.families(), form)
 
     @staticmethod
     def definitions() -> tuple[Definition, ...]:
@@ -716,58 +690,53 @@ def _widened(bounds: Sequence[float], objectives: Mapping[str, float]) -> list[f
     return sorted({*bounds, *objectives.values()})
 
 
-def _family(definition: Definition, instrument: Instrument) -> Metric:
-    """One metric with all its label values."""
-    from prometheus_client.core import HistogramMetricFamily
+@cache
+def _process_collector() -> ProcessCollector:
+    from prometheus_client import ProcessCollector
 
-    if definition.kind == "histogram":
-        histogram = HistogramMetricFamily(
-            definition.name, definition.help, labels=definition.labels
+    return ProcessCollector(registry=None)
+
+
+def _process_families() -> list[ScrapedFamily]:
+    """The standard `process_*` metrics: memory, CPU time, open files."""
+    return [
+        ScrapedFamily(
+            sample.name,
+            "counter" if family.type == "counter" else "gauge",
+            family.documentation,
+            series=[ScrapedSeries((), sample.value)],
+            combine="min" if sample.name == _OLDEST else "sum",
         )
-        members = instrument if isinstance(instrument, Family) else (((), instrument),)
-        for values, member in members:
-            assert isinstance(member, Histogram)
-            histogram.add_metric(values, _buckets(member), sum_value=member.sum)
-        return histogram
-    assert not isinstance(instrument, Histogram)
-    if isinstance(instrument, Family):
-        metric = _empty(definition)
-        for values, member in instrument:
-            assert not isinstance(member, Histogram)
-            metric.add_metric(values, member.value)
-        return metric
-    return _single(definition, instrument.value)
+        for family in _process_collector().collect()
+        for sample in family.samples
+    ]
 
 
-def _add(
-    metric: CounterMetricFamily | GaugeMetricFamily,
-    role: str,
-    value: float | Mapping[str, float] | None,
-) -> None:
-    """Adds one node's value, or its values by label; None adds nothing."""
-    if value is None:
-        return
+def _family(definition: Definition, instrument: Instrument) -> ScrapedFamily:
+    """One metric with all its label values."""
+    members: Iterable[tuple[tuple[str, ...], Counter | Gauge | Histogram]]
+    members = instrument if isinstance(instrument, Family) else [((), instrument)]
+    made = _empty(definition, [])
+    for values, member in members:
+        if isinstance(member, Histogram):
+            made.bounds = list(member.bounds)
+            made.series.append(ScrapedSeries(values, member.sum, list(member.counts)))
+        else:
+            made.series.append(ScrapedSeries(values, member.value))
+    return made
+
+
+def _node_series(role: str, value: float | Mapping[str, float] | None) -> Iterator[ScrapedSeries]:
+    """One node's value, or its values by label; None has none."""
     if isinstance(value, int | float):
-        metric.add_metric([role], value)
-        return
-    for label, one in value.items():
-        metric.add_metric([role, label], one)
+        yield ScrapedSeries((role,), value)
+    elif value is not None:
+        for label, one in value.items():
+            yield ScrapedSeries((role, label), one)
 
 
-def _single(definition: Definition, value: float) -> Metric:
-    metric = _empty(definition)
-    metric.add_metric([], value)
-    return metric
-
-
-def _empty(definition: Definition) -> CounterMetricFamily | GaugeMetricFamily:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    make = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
-    return make(definition.name, definition.help, labels=definition.labels)
-
-
-def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Cumulative counts by upper bound, as the exposition format wants them."""
-    bounds = [*(repr(float(bound)) for bound in histogram.bounds), "+Inf"]
-    return list(zip(bounds, accumulate(histogram.counts), strict=True))
+def _empty(definition: Definition, series: list[ScrapedSeries]) -> ScrapedFamily:
+    return ScrapedFamily(
+        *(definition.name, definition.kind, definition.help, definition.labels, series),
+        combine=definition.combine,
+    )

@@ -12,7 +12,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from pdserve import __version__
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, PdserveError
+from pdserve.observe.scrapes import ScrapeForm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from pdserve.edge.hosts import HostRule
     from pdserve.observe.degraded import Degradations
-    from pdserve.observe.metrics import ScrapeHandler
+    from pdserve.observe.scrapes import ScrapeHandler
 
 _SHUTDOWN = 1.0
 """Seconds for a scrape in progress to end."""
@@ -98,9 +99,26 @@ class ProbeServer:
         if request.path == "/health":
             return self._health()
         if request.path == "/metrics":
-            page, content_type = await self._pages.page(request.headers.get("Accept", ""))
-            return web.Response(body=page, headers={"Content-Type": content_type})
+            return await self._metrics(request)
         return web.json_response({"error": "only /live, /health and /metrics"}, status=404)
+
+    async def _metrics(self, request: web.BaseRequest) -> web.Response:
+        from aiohttp import web
+
+        try:
+            form = ScrapeForm.asked(
+                request.headers.get("Accept", ""),
+                request.headers.get("Accept-Encoding", ""),
+                request.query.get("names"),
+                self._pages.names,
+            )
+        except PdserveError as error:
+            return web.json_response({"error": error.message}, status=400)
+        page = await self._pages.page(form)
+        headers = {"Content-Type": page.content_type}
+        if page.encoding:
+            headers["Content-Encoding"] = page.encoding
+        return web.Response(body=page.body, headers=headers)
 
     def _health(self) -> web.Response:
         from aiohttp import web

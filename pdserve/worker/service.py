@@ -262,6 +262,7 @@ class WorkerService:
             ready=engine.state is EngineState.READY,
             running=stats.running,
             waiting=stats.waiting,
+            block_tokens=0 if engine.capabilities is None else engine.capabilities.block_size,
             blocks_total=stats.blocks_total,
             blocks_used=stats.blocks_used,
             blocks_cached=stats.blocks_cached,

@@ -1,5 +1,6 @@
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdserve.observe.exposition import ScrapedFamily, ScrapedSeries, render
 from pdserve.observe.merge import merge
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.node_metrics import NodeSample
@@ -8,7 +9,7 @@ M = ("model", "m")
 
 
 def samples(families):
-    page, _ = Metrics().render("", families)
+    page = render(families)
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(page.decode())
@@ -80,3 +81,25 @@ def test_one_page_is_itself():
     one.requests.labels("m", "completed").value = 3
     families = one.families()
     assert samples(merge([families])) == samples(families)
+
+
+def test_histograms_with_other_bounds_keep_those_that_all_have():
+    def family(bounds, counts):
+        series = [ScrapedSeries(("m",), 1.0, counts)]
+        return ScrapedFamily("x", "histogram", "Of x.", ("model",), series, bounds)
+
+    one, other = family([1.0, 2.0, 4.0], [1, 2, 4, 8]), family([1.0, 3.0, 4.0], [10, 20, 40, 80])
+    (both,) = merge([[one], [other]])
+    assert both.bounds == [1.0, 4.0]
+    assert both.series == [ScrapedSeries(("m",), 2.0, [11, 66, 88])]
+    assert (one.series[0].counts, one.bounds) == ([1, 2, 4, 8], [1.0, 2.0, 4.0])
+
+
+def test_pages_are_not_changed_by_their_sum():
+    one, other, _ = two()
+    one.of_model("m").time_to_first_token.observe(0.001)
+    other.of_model("m").time_to_first_token.observe(0.001)
+    pages = [one.families(), other.families()]
+    before = [render(page) for page in pages]
+    merge(pages)
+    assert [render(page) for page in pages] == before

@@ -6,16 +6,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve import errors
 from pdserve.observe.engine_metrics import EngineSample
+from pdserve.observe.exposition import render
 from pdserve.observe.instruments import OTHER
 from pdserve.observe.metrics import MOST_MODELS, Metrics, outcome_of
+from pdserve.observe.scrapes import ScrapeForm
 
 M = ("model", "m")
-OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 
 def scrape(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    page, content_type = metrics.render()
-    assert content_type.startswith("text/plain")
+    page = render(metrics.families())
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(page.decode())
@@ -104,12 +104,12 @@ def test_models_beyond_the_bound_share_a_value():
     assert len(metrics.e2e_request_latency) == MOST_MODELS + 2
 
 
-def test_openmetrics_is_served_to_whoever_asks():
+async def test_openmetrics_is_served_to_whoever_asks():
     metrics = Metrics()
     metrics.unknown_fields.labels("user_id").inc()
-    page, content_type = metrics.render(OPENMETRICS)
-    assert content_type.startswith("application/openmetrics-text")
-    families = {family.name for family in parse_openmetrics(page.decode())}
+    page = await metrics.page(ScrapeForm(openmetrics=True))
+    assert page.content_type.startswith("application/openmetrics-text")
+    families = {family.name for family in parse_openmetrics(page.body.decode())}
     assert "pdserve_unknown_fields" in families
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from pdserve.observe.exposition import render
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.node_metrics import NODE_METRICS, NodeSample, merge_by_role
 
@@ -10,7 +11,7 @@ def page(*samples: NodeSample) -> list[str]:
     metrics = Metrics()
     for sample in samples:
         metrics.attach_node(lambda sample=sample: sample)  # type: ignore[misc]
-    return metrics.render()[0].decode().splitlines()
+    return render(metrics.families()).decode().splitlines()
 
 
 def test_every_field_of_a_sample_has_a_name() -> None:

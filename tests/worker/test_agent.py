@@ -28,6 +28,7 @@ from pdserve.messages.worker_stream import (
     OutputBatch,
     WorkerMigrationHint,
 )
+from pdserve.observe.exposition import render
 from pdserve.observe.metrics import Metrics
 from pdserve.runtime.topics.replicated_set import SetView
 from pdserve.runtime.topics.service import Topics
@@ -511,7 +512,7 @@ async def test_a_worker_whose_pool_runs_out_asks_for_relief_where_there_is_anoth
         assert w.moving == [WorkerMigrationHint(2, "kv")], "the latest of those that have begun"
         await asyncio.sleep(5.0)
         assert w.moving == [WorkerMigrationHint(2, "kv")]
-        assert 'moves_asked_total{reason="kv"} 1.0' in w.service.metrics.render()[0].decode()
+        assert 'moves_asked_total{reason="kv"} 1.0' in render(w.service.metrics.families()).decode()
 
 
 @virtually

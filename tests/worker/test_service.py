@@ -7,6 +7,7 @@ from pdserve.blocks.hashing import hash_secret_id
 from pdserve.engine.port import EngineState
 from pdserve.errors import ConfigError, Draining, EngineDied, NotReady
 from pdserve.messages.engine import EngineCapabilities, EngineStats, LoadProgress
+from pdserve.observe.exposition import render
 from pdserve.observe.metrics import Metrics
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.service import WorkerService
@@ -197,9 +198,9 @@ async def test_a_restart_shows_in_health_and_metrics_and_keeps_the_card(model):
     world.engine.reported = EngineStats(output_tokens=3)
     sample = world.service.sample()
     assert (sample.ready, sample.restarts, sample.output_tokens) == (True, 1, 10)
-    assert find(world.metrics.render()[0].decode(), "pdserve_engine_restarts_total") == 1
+    assert find(render(world.metrics.families()).decode(), "pdserve_engine_restarts_total") == 1
     world.engine.stalls, world.engine.stalled_for = 2, 3.5
-    page = world.metrics.render()[0].decode()
+    page = render(world.metrics.families()).decode()
     labels = '{model="tiny",mode="aggregated"}'
     assert find(page, f"pdserve_engine_stalls_total{labels}") == 2
     assert find(page, f"pdserve_engine_stalled_seconds{labels}") == 3.5

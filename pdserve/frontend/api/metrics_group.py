@@ -11,13 +11,12 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import PdserveError
-from pdserve.messages.status import MetricFamily, MetricPage, MetricSample, Scrape
+from pdserve.messages.status import MetricPage, Scrape
 from pdserve.observe.merge import merge
+from pdserve.observe.scrapes import PLAIN, ScrapedPage, ScrapeForm, page_of
 from pdserve.runtime.rpc_methods import SCRAPE
 
 if TYPE_CHECKING:
-    from prometheus_client import Metric
-
     from pdserve.ids import NodeId, Seconds
     from pdserve.net.base import IncomingCall
     from pdserve.observe.degraded import Degradations
@@ -37,6 +36,7 @@ class GroupMetrics:
     def __init__(
         self, node: Node, group: str, metrics: Metrics, degradations: Degradations
     ) -> None:
+        self.names = metrics.names
         self._node = node
         self._group = group
         self._metrics = metrics
@@ -45,20 +45,20 @@ class GroupMetrics:
         self._asking: asyncio.Task[list[MetricPage]] | None = None
         node.serve(SCRAPE, self._scrape)
 
-    async def page(self, accept: str = "") -> tuple[bytes, str]:
+    async def page(self, form: ScrapeForm = PLAIN) -> ScrapedPage:
         """The page of the whole group. Concurrent scrapes share one call of the siblings."""
         if self._asking is None or self._asking.done():
             self._asking = self._node.tasks.spawn(self._ask_all(), "numbers of siblings")
         asking = self._asking
         await asyncio.wait({asking})
         others = [] if asking.cancelled() else asking.result()
-        pages = [self._metrics.families(), *map(decode_families, others)]
-        return self._metrics.render(accept, merge(pages))
+        pages = [self._metrics.families(), *(page.scraped for page in others)]
+        return page_of(merge(pages), form)
 
     def _scrape(self, scrape: Scrape, call: IncomingCall) -> MetricPage:
         if scrape.group != self._group:
             return MetricPage(())
-        return encode_families(self._metrics.families())
+        return MetricPage((), tuple(self._metrics.families()))
 
     async def _ask_all(self) -> list[MetricPage]:
         # A frontend that has just joined may serve before its card is here. It answers with an
@@ -91,31 +91,3 @@ class GroupMetrics:
             words = "; ".join(f"{node}: {why}" for node, why in sorted(silent.items()))
             text = f"/metrics lacks the numbers of frontends that share its port: {words}"
             self._degradations.add(_SILENT, text)
-
-
-def encode_families(families: list[Metric]) -> MetricPage:
-    """Encodes metric families for another frontend."""
-    return MetricPage(
-        tuple(
-            MetricFamily(
-                one.name,
-                one.type,
-                one.documentation,
-                tuple(MetricSample(s.name, dict(s.labels), float(s.value)) for s in one.samples),
-            )
-            for one in families
-        )
-    )
-
-
-def decode_families(page: MetricPage) -> list[Metric]:
-    """Decodes metric families from another frontend."""
-    from prometheus_client import Metric
-
-    families = []
-    for one in page.families:
-        family = Metric(one.name, one.help, one.kind)
-        for sample in one.samples:
-            family.add_sample(sample.name, sample.labels, sample.value)
-        families.append(family)
-    return families

@@ -23,6 +23,7 @@ from pdserve.frontend.preprocess.input_processor import (
     check_chars_to_count,
 )
 from pdserve.frontend.preprocess.sampling import check_prompt_tokens
+from pdserve.observe.scrapes import ScrapeForm
 from pdserve.protocols.anthropic_messages import messages_model, messages_models
 from pdserve.protocols.completion_responses import (
     Detokenized,
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
     from pdserve.frontend.http.body_reader import RequestBody
     from pdserve.frontend.http.http_request import HttpRequest
     from pdserve.ids import Bytes, Seconds
-    from pdserve.observe.metrics import Metrics, ScrapeHandler
+    from pdserve.observe.metrics import Metrics
+    from pdserve.observe.scrapes import ScrapeHandler
     from pdserve.protocols.completion_requests import TokenizeRequest
     from pdserve.text.text_pool import TextPool, TextWork
 
@@ -188,8 +190,19 @@ class UtilityEndpoints:
 
     async def metrics(self, call: HttpRequest) -> HttpResponse:
         """`GET /metrics`: Prometheus's text format."""
-        page, kind = await self._pages.page(call.http.headers.get("Accept", ""))
-        return HttpResponse(200, page, kind.encode(), call.headers)
+        headers = call.http.headers
+        page = await self._pages.page(
+            ScrapeForm.asked(
+                headers.get("Accept", ""),
+                headers.get("Accept-Encoding", ""),
+                call.http.rel_url.query.get("names"),
+                self._pages.names,
+            )
+        )
+        lines = call.headers
+        if page.encoding:
+            lines += b"Content-Encoding: %s\r\n" % page.encoding.encode()
+        return HttpResponse(200, page.body, page.content_type.encode(), lines)
 
     async def version(self, call: HttpRequest) -> HttpResponse:
         """`GET /version`"""

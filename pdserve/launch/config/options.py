@@ -17,6 +17,7 @@ from pdserve.ids import MAX_CHOICES
 from pdserve.launch.config import units
 from pdserve.net import address
 from pdserve.observe.logs import LEVELS
+from pdserve.observe.scrapes import METRIC_NAMES
 from pdserve.tracing.export.otel_env import traces_url, without_password
 from pdserve.tracing.rules import PARENT_MODES
 from pdserve.worker.config import (
@@ -360,6 +361,15 @@ OPTIONS: tuple[Option, ...] = (
         "Address that --metrics-port listens on, for probes and scrapes from other machines.",
         "HOST",
         "as --host",
+    ),
+    Option(
+        "metrics-names",
+        "process.metrics_names",
+        "server",
+        "Names on /metrics: pdserve, vllm (vLLM's names for the same numbers), or both. "
+        "/metrics?names=vllm asks for them, too.",
+        "NAMES",
+        _choice(*METRIC_NAMES),
     ),
     _count(
         "frontends",

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from pdserve.observe.logs import LogFormat
+    from pdserve.observe.scrapes import MetricNames
     from pdserve.tracing.export.otel_env import OtelSettings
 
 PREFIX = "PDSERVE_"
@@ -54,6 +55,8 @@ class ProcessConfig:
     """The configuration file that was read, if one was."""
     metrics_port: int | None = None
     """A second port for probes and scrapes; None: only the API's port."""
+    metrics_names: MetricNames = "pdserve"
+    """The names on /metrics where a scrape asks for none."""
     metrics_host: str = ""
     """Address of that port; empty: the API's host."""
     aggregated: bool = False

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.launch.roles.base import RoleContext
     from pdserve.messages.status import NodeReport
-    from pdserve.observe.metrics import ScrapeHandler
+    from pdserve.observe.scrapes import ScrapeHandler
     from pdserve.runtime.node import Node
     from pdserve.worker.service import WorkerService
 

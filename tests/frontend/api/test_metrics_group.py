@@ -6,9 +6,11 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from pdserve.frontend.api.metrics_group import GroupMetrics, decode_families, encode_families
+from pdserve.frontend.api.metrics_group import GroupMetrics
 from pdserve.messages.node import NodeCard
+from pdserve.messages.status import MetricPage
 from pdserve.observe.degraded import Degradations
+from pdserve.observe.exposition import render
 from pdserve.observe.metrics import Metrics
 from pdserve.runtime.rpc_methods import SCRAPE
 from pdserve.wire.codec import decoder, encode
@@ -27,8 +29,8 @@ class Sibling:
         self.metrics, self.degradations, self.group = metrics, degradations, group
 
     async def completed(self) -> float:
-        page, _ = await self.group.page()
-        return find(page.decode(), 'pdserve_requests_total{outcome="completed"}') or 0.0
+        page = await self.group.page()
+        return find(page.body.decode(), 'pdserve_requests_total{outcome="completed"}') or 0.0
 
 
 @asynccontextmanager
@@ -133,6 +135,6 @@ def test_families_survive_the_journey() -> None:
     metrics.requests.labels("m", "completed").value = 5
     metrics.of_model("m").time_to_first_token.observe(0.5)
     families = metrics.families()
-    page = encode_families(families)
+    page = MetricPage((), tuple(families))
     travelled = decoder(type(page))(encode(page))
-    assert metrics.render("", decode_families(travelled)) == metrics.render("", families)
+    assert render(travelled.scraped) == render(families)

@@ -98,6 +98,7 @@ def sample(option):
         "lora": {"poet": "/adapters/poet"},
         "slo-ttft": {"": 0.5, "org/name": 2.0},
         "slo-itl": {"org/name": 0.05},
+        "metrics-names": "vllm",
         "queue-order": "fifo",
         "served-model-name": ("one", "two"),
         "cors-origins": ("https://example.org",),

@@ -1,0 +1,127 @@
+"""Answers scrapes: what a scraper asks for, the page in that form, and a cache of pages.
+
+The cache keeps scrapes without a key cheap: rendering takes milliseconds of the event loop, and a
+page of several processes a round of requests. Owned by the frontend's service and the probes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
+
+from pdserve.errors import InvalidRequest
+from pdserve.observe.exposition import OPENMETRICS, content_type, render
+from pdserve.observe.vllm_names import vllm_families
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.ids import Seconds
+    from pdserve.observe.exposition import ScrapedFamily
+
+__all__ = [
+    "METRIC_NAMES",
+    "PLAIN",
+    "CachedPages",
+    "MetricNames",
+    "ScrapeForm",
+    "ScrapeHandler",
+    "ScrapedPage",
+    "page_of",
+]
+
+MetricNames = Literal["pdserve", "vllm", "both"]
+METRIC_NAMES: Final[tuple[MetricNames, ...]] = ("pdserve", "vllm", "both")
+
+_FRESH: Final[Seconds] = 0.1
+"""How long a page is reused. Ten pages a second are 2 % of the loop; scrapers come every few
+seconds.
+"""
+_WORTH_IT: Final = 1400
+"""Bytes from which on a page is compressed: less fits one packet."""
+_LEVEL: Final = 1
+"""Of gzip: a page of metrics shrinks to a tenth at once, and hardly further."""
+
+
+class ScrapeForm(NamedTuple):
+    """The form of a page."""
+
+    names: MetricNames = "pdserve"
+    openmetrics: bool = False
+    gzip: bool = False
+
+    @classmethod
+    def asked(
+        cls, accept: str, encodings: str, names: str | None, default: MetricNames
+    ) -> ScrapeForm:
+        """Reads the headers `Accept` and `Accept-Encoding`, and the parameter `names`.
+
+        Errors: `InvalidRequest` for names that are not known.
+        """
+        if names is not None and names not in METRIC_NAMES:
+            raise InvalidRequest(
+                f"'names' must be one of {', '.join(METRIC_NAMES)}, as in /metrics?names=vllm",
+                param="names",
+            )
+        words = encodings.replace(" ", "").lower().split(",")
+        zipped = any(
+            word.partition(";")[0] == "gzip" and not word.endswith((";q=0", ";q=0.0"))
+            for word in words
+        )
+        chosen = default if names is None else names
+        return cls(chosen, OPENMETRICS in accept, zipped)
+
+
+PLAIN: Final = ScrapeForm()
+
+
+class ScrapedPage(NamedTuple):
+    """The answer to a scrape."""
+
+    body: bytes
+    content_type: str
+    encoding: str = ""
+    """The header `Content-Encoding`; empty: none."""
+
+
+class ScrapeHandler(Protocol):
+    """Answers a scrape: for one process, or for several that share a port."""
+
+    names: MetricNames
+    """The names that a scrape gets which asks for none."""
+
+    async def page(self, form: ScrapeForm = PLAIN) -> ScrapedPage: ...
+
+
+def page_of(families: list[ScrapedFamily], form: ScrapeForm) -> ScrapedPage:
+    """The page in this form."""
+    if form.names != "pdserve":
+        others = families if form.names == "both" else []
+        families = [*others, *vllm_families(families)]
+    body = render(families, openmetrics=form.openmetrics)
+    kind = content_type(openmetrics=form.openmetrics)
+    if form.gzip and len(body) >= _WORTH_IT:
+        return ScrapedPage(gzip.compress(body, _LEVEL, mtime=0), kind, "gzip")
+    return ScrapedPage(body, kind)
+
+
+class CachedPages:
+    """Renders at most one page at a time, and none while the last one of its form is fresh."""
+
+    def __init__(self, pages: ScrapeHandler, time: Callable[[], Seconds]) -> None:
+        self.names = pages.names
+        self._pages = pages
+        self._time = time
+        self._turn = asyncio.Lock()
+        self._kept: dict[ScrapeForm, tuple[Seconds, ScrapedPage]] = {}
+
+    async def page(self, form: ScrapeForm = PLAIN) -> ScrapedPage:
+        """A page in this form; there are twelve forms."""
+        async with self._turn:
+            kept = self._kept.get(form)
+            if kept is not None and self._time() - kept[0] < _FRESH:
+                return kept[1]
+            page = await self._pages.page(form)
+            self._kept[form] = (self._time(), page)
+            return page
