@@ -9,10 +9,15 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import shutil
+import time
 import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Any, Final
 
+from pdserve.cli.console.head import as_numbers, head_lines
+from pdserve.cli.console.overview import overview
+from pdserve.cli.console.pages import MetricsPage, overview_of_pages
 from pdserve.cli.console.reach import OPTIONS, add_reach, reach_of
 from pdserve.cli.parser import Parser
 from pdserve.cli.status_tables import age, as_json, render
@@ -20,13 +25,17 @@ from pdserve.errors import ConfigError, Unavailable
 from pdserve.launch import exit_codes
 
 if TYPE_CHECKING:
+    from pdserve.cli.console.overview import Overview
     from pdserve.cli.console.reach import Reach
     from pdserve.ids import Seconds
     from pdserve.messages.status import ClusterStatus
 
-__all__ = ["OPTIONS", "fetch", "health_of", "run"]
+__all__ = ["OPTIONS", "fetch", "health_of", "metrics_of", "run"]
 
 _HTTP_TIMEOUT: Final[Seconds] = 5.0
+_BETWEEN: Final[Seconds] = 1.0
+"""Time between the two scrapes that rates need."""
+_WIDEST: Final = 120
 
 
 def run(arguments: list[str]) -> int:
@@ -43,11 +52,14 @@ def run(arguments: list[str]) -> int:
     add_reach(parser)
     parsed = parser.parse(arguments)
     if parsed.url:
-        health = health_of(parsed.url)
-        print(json.dumps(health, indent=2) if parsed.json else _health_text(parsed.url, health))
+        print(_over_http(parsed.url, as_object=parsed.json))
         return exit_codes.OK
     status = asyncio.run(_ask(reach_of(parsed)))
-    print(json.dumps(as_json(status), indent=2) if parsed.json else render(status))
+    if parsed.json:
+        shown = as_json(status) | {"overview": as_numbers(overview(status, minute=True))}
+        print(json.dumps(shown, indent=2))
+    else:
+        print(render(status, min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)))
     return exit_codes.OK
 
 
@@ -94,7 +106,33 @@ def fetch(url: str, path: str) -> bytes:
         ) from None
 
 
-def _health_text(url: str, health: dict[str, Any]) -> str:
+def metrics_of(url: str) -> MetricsPage:
+    """A scrape. Errors: as `fetch`; `Unavailable` if it is no page of metrics."""
+    try:
+        return MetricsPage.read(fetch(url, "/metrics").decode(), time.monotonic())
+    except ValueError:
+        raise Unavailable(f"{url}/metrics is no page of metrics") from None
+
+
+def _over_http(url: str, *, as_object: bool) -> str:
+    """The health of a server, and its overview if its metrics can be read."""
+    health = health_of(url)
+    try:
+        pages = [metrics_of(url)]
+        time.sleep(_BETWEEN)
+        pages.append(metrics_of(url))
+    except Unavailable:
+        # A server that starts, or one of another release.
+        seen = None
+    else:
+        seen = overview_of_pages(pages, health, url)
+    if as_object:
+        numbers = {} if seen is None else {"overview": as_numbers(seen)}
+        return json.dumps(health | numbers, indent=2)
+    return _health_text(url, health, seen)
+
+
+def _health_text(url: str, health: dict[str, Any], seen: Overview | None) -> str:
     from pdserve.cli.outputs import printable
     from pdserve.launch.drain import requests_in_words
 
@@ -105,5 +143,7 @@ def _health_text(url: str, health: dict[str, Any]) -> str:
         f"pdserve {health.get('version', '?')}, up {age(uptime)}, {memory} MiB",
         f"{requests_in_words(health.get('active_requests', 0))} in progress",
     ]
+    if seen is not None:
+        lines += ["", *head_lines(seen, 100)[1:]]
     lines += [f"degraded: {name}: {why}" for name, why in health.get("degraded", {}).items()]
     return "\n".join(map(printable, lines))

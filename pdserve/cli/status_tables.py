@@ -6,42 +6,84 @@ Names and reasons come from other machines, so control characters are removed.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from pdserve.cli.console.head import head_lines, milliseconds, percent, rate
+from pdserve.cli.console.layout import Table, lines_of
+from pdserve.cli.console.overview import Overview, Traffic, alone, latency, overview
 from pdserve.cli.outputs import printable
 from pdserve.launch.config.units import approximate_size
 from pdserve.launch.drain import describe
+from pdserve.messages.status import EngineWindow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from pdserve.ids import Seconds
     from pdserve.messages.engine import PathState
     from pdserve.messages.status import ClusterStatus, MemberStatus
 
-__all__ = ["age", "as_json", "render"]
+__all__ = ["age", "as_json", "notes", "render", "tables"]
+
+_WIDE: Final = 100_000
+"""Text for files and pipes is as wide as it is."""
 
 _Rows = list[tuple[str, ...]]
 
 
-def render(status: ClusterStatus, before: ClusterStatus | None = None) -> str:
-    """Tables of everything. Args: `before` is an earlier status of the same node, for rates."""
+def render(status: ClusterStatus, width: int = 100) -> str:
+    """The overview over the last minute, what calls for attention, and tables of everything."""
+    seen = overview(status, minute=True)
     sections = [
-        _title(status),
-        _table(_members(status)),
-        _table(_models(status)),
-        _table(_workers(status)),
-        _table(_handoffs(status)),
-        _table(_paths(status, before)),
-        _table(_routers(status, before)),
-        _table(_frontends(status)),
-        _notes("degraded", _degradations(status)),
-        _notes("gets no requests", _conflicts(status)),
-        _notes("did not answer", _silent(status)),
+        "\n".join([_title(status), *head_lines(seen, width)[1:]]),
+        "\n".join(_notes("degraded", seen.degraded)),
+        "\n".join(notes(status)),
+        *("\n".join(lines_of(table, _WIDE)) for table in tables(status, minute=True)),
     ]
     return "\n\n".join(section for section in sections if section)
+
+
+def tables(
+    status: ClusterStatus, before: ClusterStatus | None = None, *, minute: bool = False
+) -> list[Table]:
+    """Tables of everything. Args: `before` is an earlier status of the same node, for rates of what
+    has no window; `minute`: rates over 60 s, not 10."""
+    found = (
+        Table(*_split(_members(status)), ("PID", "VERSION", "HOST", "ADDRESS"), "NOTE"),
+        Table(
+            *_split(_models(status, overview(status, minute=minute))),
+            (
+                *("ALIASES", "ADAPTERS", "TOKENS", "CONTEXT", "ENGINE", "CACHED", "IN/S"),
+                *("WORKERS", "ITL P99", "TTFT P50", "ERR/S"),
+            ),
+        ),
+        Table(
+            *_split(_workers(status, minute=minute)),
+            ("TOKENS", "BLOCKS", "CACHED", "SERVES", "HIT", "READY", "IN/S", "MODE", "WAITING"),
+        ),
+        Table(*_split(_handoffs(status)), ("BY", "ENDED", "UNDER WAY"), "WHY"),
+        Table(*_split(_paths(status, before)), ("FAILURES", "RECEIVED", "SENT"), "NOTE"),
+        Table(
+            *_split(_routers(status, before)),
+            ("INDEXED", "BOOKINGS", "POLICY", "REFUSED", "CACHED", "TTFT/PREDICTED"),
+        ),
+        Table(*_split(_frontends(status, minute=minute)), ("GROUP", "REROUTED", "CONNECTIONS")),
+    )
+    return [table for table in found if table.rows]
+
+
+def _split(rows: _Rows) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    return rows[0], rows[1:]
+
+
+def notes(status: ClusterStatus) -> list[str]:
+    """Nodes that get no requests or did not answer, with the reasons."""
+    return [
+        *_notes("gets no requests", sorted(status.conflicts.items())),
+        *_notes("did not answer", _silent(status)),
+    ]
 
 
 def as_json(value: Any) -> Any:
@@ -71,10 +113,11 @@ def age(seconds: Seconds) -> str:
 
 
 def _title(status: ClusterStatus) -> str:
+    name = alone(status) or f"cluster {status.cluster}"
     members, models = len(status.members), len(status.models)
     when = time.strftime("%H:%M:%S", time.localtime(status.now))
     return (
-        f"cluster {_clean(status.cluster)} as {_clean(status.asked)} sees it at {when}: "
+        f"{_clean(name)} as {_clean(status.asked)} sees it at {when}: "
         f"{_count(members, 'member')}, {_count(models, 'model')}"
     )
 
@@ -117,33 +160,79 @@ def _why(member: MemberStatus) -> str:
     return member.reason
 
 
-def _models(status: ClusterStatus) -> _Rows:
-    rows: _Rows = [("MODEL", "WORKERS", "ENGINE", "CONTEXT", "TOKENS", "ALIASES", "ADAPTERS")]
+def _models(status: ClusterStatus, seen: Overview) -> _Rows:
+    rates = (
+        "REQ/S",
+        "ERR/S",
+        "IN/S",
+        "OUT/S",
+        "CACHED",
+        "TTFT P50",
+        "TTFT P99",
+        "ITL P50",
+        "ITL P99",
+    )
+    slo = ("SLO KEPT",) if seen.all.slo else ()
+    rows: _Rows = [
+        (
+            *("MODEL", "WORKERS", *rates, *slo, "ENGINE", "CONTEXT", "TOKENS", "ALIASES"),
+            "ADAPTERS",
+        )
+    ]
     for model in status.models:
         engine = " ".join(word for word in (model.engine, model.dtype) if word not in ("", "none"))
         workers, context = str(len(model.workers)), str(model.max_model_len)
         aliases = ", ".join(model.aliases)
         adapters = ", ".join(model.adapters)
-        rows.append((model.name, workers, engine, context, model.tokens or "-", aliases, adapters))
-    # Few clusters have adapters: without any the column is left out.
-    return rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows]
+        traffic = seen.models.get(model.name, Traffic())
+        kept = (percent(traffic.kept("both"), 1),) if slo else ()
+        rows.append(
+            (
+                *(model.name, workers, *_traffic(traffic), *kept, engine, context),
+                *(model.tokens or "-", aliases, adapters),
+            )
+        )
+    return rows
 
 
-def _workers(status: ClusterStatus) -> _Rows:
+def _traffic(traffic: Traffic) -> tuple[str, ...]:
+    """Rates and latencies of one model."""
+    return (
+        *map(rate, (traffic.requests, traffic.errors, traffic.input, traffic.output)),
+        percent(traffic.cached),
+        *(milliseconds(latency(traffic.ttft, share)) for share in (0.5, 0.99)),
+        *(milliseconds(latency(traffic.itl, share)) for share in (0.5, 0.99)),
+    )
+
+
+def _workers(status: ClusterStatus, *, minute: bool) -> _Rows:
     rows: _Rows = [
-        ("WORKER", "READY", "RUNNING", "WAITING", "KV USED", "CACHED", "BLOCKS", "SERVES", "TOKENS")
+        (
+            *("WORKER", "READY", "MODE", "RUNNING", "WAITING", "IN/S", "OUT/S", "ITL", "HIT"),
+            *("KV USED", "CACHED", "BLOCKS", "SERVES", "TOKENS"),
+        )
     ]
     for member in status.members:
         load = None if member.report is None else member.report.worker
         if load is None:
             continue
+        assert member.report is not None
         used = f"{load.blocks_used / load.blocks_total:.0%}" if load.blocks_total else "-"
+        parts = member.report.handoffs
+        window = (member.report.minute if minute else member.report.recent) or EngineWindow()
+        seconds = window.seconds or 1.0
+        prompts = window.prompt_tokens
         rows.append(
             (
                 member.node,
                 "yes" if load.ready else "no",
+                parts.mode if parts is not None else "",
                 str(load.running),
                 str(load.waiting),
+                rate(prompts / seconds),
+                rate(window.output_tokens / seconds),
+                milliseconds(load.itl or None) if load.running else "-",
+                percent(window.cached_tokens / prompts if prompts else None),
                 used,
                 str(load.blocks_cached),
                 str(load.blocks_total),
@@ -260,31 +349,20 @@ def _rate(status: ClusterStatus, before: ClusterStatus, member: MemberStatus) ->
     return "-"
 
 
-def _frontends(status: ClusterStatus) -> _Rows:
-    rows: _Rows = [("FRONTEND", "ACTIVE", "CONNECTIONS", "REROUTED", "HTTP", "GROUP")]
+def _frontends(status: ClusterStatus, *, minute: bool) -> _Rows:
+    heads = ("FRONTEND", "ACTIVE", "REQ/S", "ERR/S", "CONNECTIONS", "REROUTED", "HTTP", "GROUP")
+    rows: _Rows = [heads]
     for member in status.members:
         numbers = None if member.report is None else member.report.frontend
         if numbers is None:
             continue
-        row = (str(numbers.active), str(numbers.connections), str(numbers.rerouted))
-        rows.append((member.node, *row, member.http, member.group or "-"))
+        traffic = Traffic()
+        for window in numbers.minute if minute else numbers.recent:
+            traffic.add(window)
+        rates = (rate(traffic.requests), rate(traffic.errors))
+        row = (str(numbers.active), *rates, str(numbers.connections), str(numbers.rerouted))
+        rows.append((member.node, *row, member.http, member.group))
     return rows
-
-
-def _degradations(status: ClusterStatus) -> Iterator[tuple[str, str]]:
-    """Degradations. Nodes of one process share theirs, which are listed once."""
-    seen: set[tuple[str, int, str]] = set()
-    for member in status.members:
-        told = member.report.degraded if member.report is not None else {}
-        for name in sorted({*told, *(member.degraded if member.report is None else ())}):
-            key = (member.host, member.pid, name)
-            if key not in seen:
-                seen.add(key)
-                yield member.node, f"{name}: {told[name]}" if name in told else name
-
-
-def _conflicts(status: ClusterStatus) -> Iterator[tuple[str, str]]:
-    yield from sorted(status.conflicts.items())
 
 
 def _silent(status: ClusterStatus) -> Iterator[tuple[str, str]]:
@@ -293,25 +371,12 @@ def _silent(status: ClusterStatus) -> Iterator[tuple[str, str]]:
             yield member.node, member.silence
 
 
-# ---------------------------------------------------------------------- layout
+# ---------------------------------------------------------------------- notes
 
 
-def _table(rows: _Rows) -> str:
-    """A table with aligned columns; empty if it has only a heading."""
-    if len(rows) == 1:
-        return ""
-    shown = [[_clean(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    return "\n".join(_line(row, widths) for row in shown)
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _notes(title: str, notes: Iterable[tuple[str, str]]) -> str:
+def _notes(title: str, notes: Iterable[tuple[str, str]]) -> list[str]:
     lines = [f"  {_clean(node)}: {_clean(text)}" for node, text in notes]
-    return "\n".join([title.upper(), *lines]) if lines else ""
+    return [title.upper(), *lines] if lines else []
 
 
 def _clean(text: str) -> str:

@@ -1,7 +1,6 @@
-"""Runs `pdserve top`: redraws a cluster's status or one server's metrics about once a second.
+"""Runs `pdserve top`: shows a server or a cluster, again about once a second.
 
-Owns the terminal while it runs and restores it. `status_tables` (a cluster) or `dashboard` (one
-server, over HTTP) make the text.
+`console.viewer` decides what is shown, `console.terminal` owns the terminal.
 """
 
 from __future__ import annotations
@@ -9,64 +8,52 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
-import shutil
+import signal
 import sys
-import time
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
+from pdserve.cli.console.head import degraded_lines, head_lines
+from pdserve.cli.console.layout import lines_of
+from pdserve.cli.console.overview import overview
+from pdserve.cli.console.pages import MetricsPage, overview_of_pages
 from pdserve.cli.console.reach import add_reach, reach_of
-from pdserve.cli.dashboard import MetricsPage, dashboard
+from pdserve.cli.console.terminal import KeyReader, Terminal
+from pdserve.cli.console.viewer import View, Viewer
 from pdserve.cli.parser import Parser
-from pdserve.cli.status import fetch, health_of
-from pdserve.cli.status_tables import render
-from pdserve.errors import ConfigError, DialFailed, HandshakeRefused, PdserveError, Unavailable
+from pdserve.cli.status import health_of, metrics_of
+from pdserve.cli.status_tables import notes, tables
+from pdserve.errors import ConfigError, DialFailed, HandshakeRefused, PdserveError
 from pdserve.launch import exit_codes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
+    from pdserve.cli.console.layout import Table
     from pdserve.cli.console.reach import Reach
     from pdserve.ids import Seconds
     from pdserve.messages.status import ClusterStatus
 
-__all__ = ["Viewport", "frame", "run"]
+__all__ = ["run"]
 
 _INTERVAL: Final[Seconds] = 1.0
-_ENTER: Final = "\x1b[?1049h\x1b[?25l"
-"""Switches to the terminal's alternate screen, so that its content comes back later, and hides the
-cursor."""
-_LEAVE: Final = "\x1b[?25h\x1b[?1049l"
-_HINT: Final = "q quits; arrows, PageUp, PageDown, g, G scroll"
+_ESCAPE: Final[Seconds] = 0.1
+"""A byte that begins a key's sequence is the Escape key if nothing follows for so long."""
 _SERVER: Final = "http://127.0.0.1:8000"
 """Default address of `pdserve` on this machine."""
-_WINDOW: Final = 10
-"""Number of scrapes over which a server's rates are computed."""
-_KEYS: Final = {
-    **dict.fromkeys(("k", "\x1b[A", "\x1bOA"), (-1, 0)),
-    **dict.fromkeys(("j", "\x1b[B", "\x1bOB", "\r", "\n"), (1, 0)),
-    **dict.fromkeys(("l", "\x1b[C", "\x1bOC"), (0, 16)),
-    **dict.fromkeys(("h", "\x1b[D", "\x1bOD"), (0, -16)),
-    **dict.fromkeys((" ", "\x1b[6~"), (20, 0)),
-    "\x1b[5~": (-20, 0),
-    "g": (-(10**6), -(10**6)),
-    "G": (10**6, 0),
-}
-"""(lines, columns) by which each key scrolls."""
-_KEY: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|\x1bO.|.", re.DOTALL)
-"""One key: a terminal's escape sequence, or a character."""
+_WINDOWS: Final = (10, 60)
+"""Numbers of scrapes over which a server's rates are computed."""
+_FIRST: Final = ("WORKER READY", "MODEL WORKERS", "ROUTER ROUTED", "FRONTEND ACTIVE", "WORKER MODE")
+"""Tables that change most stand first."""
+_DESCRIPTION: Final = """\
+Watch a server or a cluster in the terminal; q or Ctrl-C ends, ? shows the keys. If nothing says
+which, it takes the only one that runs on this machine: a server of this user, the cluster whose
+router is at 127.0.0.1:7700, else what answers over HTTP on port 8000."""
 
 
 def run(arguments: list[str]) -> int:
-    """Redraws until it is stopped."""
-    parser = Parser(
-        "pdserve top",
-        "Watch a server or a cluster in the terminal; q or Ctrl-C ends. If nothing says which, it\n"
-        "takes the only one that runs on this machine: a server of this user, the cluster whose\n"
-        "router is at 127.0.0.1:7700, else what answers over HTTP on port 8000.",
-    )
+    """Shows it until it is stopped."""
+    parser = Parser("pdserve top", _DESCRIPTION)
     parser.own.add_argument("--url", metavar="URL", default="", help="A server, over HTTP.")
     add_reach(parser)
     parsed = parser.parse(arguments)
@@ -79,7 +66,7 @@ def run(arguments: list[str]) -> int:
 
 
 async def _watch(reach: Reach) -> None:
-    """Watches the cluster, or this machine's server if no cluster was named."""
+    """Watches what was named, or what runs on this machine."""
     try:
         await _Top(_Cluster(reach)).run()
     except DialFailed:
@@ -93,57 +80,17 @@ async def _watch(reach: Reach) -> None:
 
 async def _answers(server: _Server) -> bool:
     try:
-        await server.look()
+        await server.look(minute=False)
     except PdserveError:
         return False
     return True
 
 
-@dataclass(slots=True)
-class Viewport:
-    """The visible part of the text: its first line and column."""
-
-    line: int = 0
-    column: int = 0
-
-    def press(self, key: str) -> bool:
-        """Scrolls; returns False for any other key."""
-        if key not in _KEYS:
-            return False
-        lines, columns = _KEYS[key]
-        self.line, self.column = max(0, self.line + lines), max(0, self.column + columns)
-        return True
-
-
-def keys_of(typed: str) -> list[str]:
-    """The keys in one read: a key that is held down brings several."""
-    return _KEY.findall(typed)
-
-
-def frame(text: str, size: tuple[int, int], view: Viewport | None = None) -> str:
-    """`text` as drawn over the last frame of a terminal of `size` (columns, lines).
-
-    Args: `view` is moved back if it has left the text.
-    """
-    columns, lines = size
-    view = view or Viewport()
-    whole = text.split("\n")
-    room = max(1, lines - 3)
-    view.line = min(view.line, max(0, len(whole) - room))
-    view.column = min(view.column, max(0, max(map(len, whole)) - columns + 1))
-    shown = whole[view.line : view.line + room]
-    below = len(whole) - view.line - len(shown)
-    more = [f"… {below} more lines"] if below else []
-    cut = [line[view.column : view.column + columns - 1] for line in shown]
-    body = "".join(f"{line}\x1b[K\n" for line in (*cut, *more, ""))
-    return f"\x1b[H{body}{_HINT[: columns - 1]}\x1b[J"
-
-
 class _Source(Protocol):
     """What is watched."""
 
-    async def look(self) -> str:
-        """The current text. Errors: `PdserveError`."""
+    async def look(self, *, minute: bool) -> View:
+        """How it is now, with rates over 10 or 60 s. Errors: `PdserveError`."""
         ...
 
     async def close(self) -> None:
@@ -152,18 +99,25 @@ class _Source(Protocol):
 
 
 class _Cluster:
-    """A cluster, as one of its nodes sees it."""
+    """A cluster, or a server without one, as one of its nodes sees it."""
 
     def __init__(self, reach: Reach) -> None:
         self._visitor = reach.client()
         self._before: ClusterStatus | None = None
 
-    async def look(self) -> str:
+    async def look(self, *, minute: bool) -> View:
         before, self._before = self._before, await self._visitor.status()
-        return render(self._before, before)
+        now = self._before
+        found = tables(now, before, minute=minute)
+        found.sort(key=_place)
+        return View(overview(now, minute=minute), found, notes(now))
 
     async def close(self) -> None:
         await self._visitor.close()
+
+
+def _place(table: Table) -> int:
+    return _FIRST.index(table.name) if table.name in _FIRST else len(_FIRST)
 
 
 class _Server:
@@ -171,19 +125,15 @@ class _Server:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._pages: deque[MetricsPage] = deque(maxlen=_WINDOW + 1)
+        self._pages: deque[MetricsPage] = deque(maxlen=_WINDOWS[-1] + 1)
 
-    async def look(self) -> str:
-        return await asyncio.to_thread(self._read)
+    async def look(self, *, minute: bool) -> View:
+        return await asyncio.to_thread(self._read, _WINDOWS[minute])
 
-    def _read(self) -> str:
+    def _read(self, count: int) -> View:
         health = health_of(self._url)
-        try:
-            page = MetricsPage.read(fetch(self._url, "/metrics").decode(), time.monotonic())
-        except ValueError:
-            raise Unavailable(f"{self._url}/metrics is no page of metrics") from None
-        self._pages.append(page)
-        return dashboard(self._pages, health, self._url)
+        self._pages.append(metrics_of(self._url))
+        return View(overview_of_pages(list(self._pages)[-count - 1 :], health, self._url))
 
     async def close(self) -> None:
         pass
@@ -194,78 +144,154 @@ class _Top:
 
     def __init__(self, source: _Source) -> None:
         self._source = source
-        self._view = Viewport()
-        self._text = ""
+        self._viewer = Viewer()
+        self._terminal = Terminal()
+        self._reader = KeyReader()
+        self._escape: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
         """Runs the display. Errors: those of the first query; later ones are shown, because
         nodes may come back."""
-        self._over = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._over = self._loop.create_future()
+        self._again = asyncio.Event()
         try:
-            self._text = await self._source.look()
-            with _screen(), self._keys():
-                while not self._over.done():
-                    self._draw()
-                    await asyncio.wait({self._over}, timeout=_INTERVAL)
-                    self._text = await self._next(self._text)
+            self._viewer.view = await self._source.look(minute=self._viewer.minute)
+            if not self._terminal.shows:
+                await self._print_forever()
+                return
+            with self._signals(), self._screen(), self._keys():
+                await self._show_forever()
         finally:
             await self._source.close()
 
-    async def _next(self, text: str) -> str:
+    async def _print_forever(self) -> None:
+        """For files and pipes: everything, one look after the other."""
+        while True:
+            view = self._viewer.view
+            parts = [head_lines(view.overview, 100), degraded_lines(view.overview, 100), view.notes]
+            parts += [lines_of(table, 1000) for table in view.tables]
+            text = "\n\n".join("\n".join(part) for part in parts if part)
+            sys.stdout.write(f"{text}\n\n")
+            sys.stdout.flush()
+            await asyncio.sleep(_INTERVAL)
+            await self._look()
+
+    async def _show_forever(self) -> None:
+        while not self._over.done():
+            self._draw()
+            self._again.clear()
+            waiting = self._loop.create_task(self._again.wait(), name="another look")
+            await asyncio.wait(
+                {waiting, self._over}, timeout=_INTERVAL, return_when=asyncio.FIRST_COMPLETED
+            )
+            waiting.cancel()
+            if not self._over.done():
+                looking = self._loop.create_task(self._look(), name="look")
+                await asyncio.wait({looking, self._over}, return_when=asyncio.FIRST_COMPLETED)
+                if not looking.done():
+                    looking.cancel()
+                    await asyncio.wait({looking})
+                    return
+                looking.result()
+
+    async def _look(self) -> None:
         try:
-            return await self._source.look()
+            self._viewer.view = await self._source.look(minute=self._viewer.minute)
         except (HandshakeRefused, ConfigError):
             raise
         except PdserveError as error:
-            old = text.partition("\n\n")[2] if text.startswith("(") else text
-            return f"({error.message}; this is the last answer)\n\n{old}"
+            self._viewer.trouble = error.message
+        else:
+            self._viewer.trouble = ""
 
     def _draw(self) -> None:
-        text = self._text
-        if sys.stdout.isatty():
-            size = shutil.get_terminal_size()
-            sys.stdout.write(frame(text, (size.columns, size.lines), self._view))
-        else:
-            sys.stdout.write(f"{text}\n\n")
-        sys.stdout.flush()
+        size = self._terminal.size()
+        if not self._terminal.draw(self._viewer.screen(*size), size):
+            self._loop.call_later(_ESCAPE, self._draw_if_on)
+
+    def _draw_if_on(self) -> None:
+        if not self._over.done():
+            self._draw()
+
+    # ------------------------------------------------------------------ terminal
+
+    @contextlib.contextmanager
+    def _screen(self) -> Iterator[None]:
+        self._terminal.enter()
+        try:
+            yield
+        finally:
+            self._terminal.leave()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Ends in order on a signal, stops and comes back, and follows the window's size."""
+        found: dict[signal.Signals, Callable[[], None]] = {
+            signal.SIGINT: self._end,
+            signal.SIGTERM: self._end,
+            signal.SIGHUP: self._end,
+            signal.SIGTSTP: self._pause,
+            signal.SIGWINCH: self._draw_if_on,
+        }
+        for number, handle in found.items():
+            self._loop.add_signal_handler(number, handle)
+        try:
+            yield
+        finally:
+            for number in found:
+                self._loop.remove_signal_handler(number)
+
+    def _pause(self) -> None:
+        self._terminal.leave()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        # It goes on here, in the foreground again.
+        self._terminal.enter()
+        self._draw()
+
+    def _end(self) -> None:
+        if not self._over.done():
+            self._over.set_result(None)
 
     @contextlib.contextmanager
     def _keys(self) -> Iterator[None]:
         """Makes keys take effect without Enter."""
-        if not sys.stdin.isatty():
+        if not self._terminal.hears:
             yield
             return
-        import termios
-        import tty
-
         descriptor = sys.stdin.fileno()
-        before: list[Any] = termios.tcgetattr(descriptor)
-        loop = asyncio.get_running_loop()
-        tty.setcbreak(descriptor)
-        loop.add_reader(descriptor, self._on_key, descriptor)
+        self._loop.add_reader(descriptor, self._on_input, descriptor)
         try:
             yield
         finally:
-            loop.remove_reader(descriptor)
-            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+            self._loop.remove_reader(descriptor)
+            if self._escape is not None:
+                self._escape.cancel()
 
-    def _on_key(self, descriptor: int) -> None:
-        keys = keys_of(os.read(descriptor, 1024).decode(errors="replace"))
-        if any([self._view.press(key) for key in keys]):
-            self._draw()
-        ended = not keys or "q" in keys or "Q" in keys
-        if ended and not self._over.done():
-            self._over.set_result(None)
+    def _on_input(self, descriptor: int) -> None:
+        try:
+            typed = os.read(descriptor, 1024)
+        except OSError:
+            typed = b""
+        if not typed:
+            self._end()
+            return
+        self._press(self._reader.keys(typed))
+        if self._reader.unfinished:
+            self._escape = self._loop.call_later(_ESCAPE, self._on_silence)
 
+    def _on_silence(self) -> None:
+        self._press(self._reader.keys(b"", last=True))
 
-@contextlib.contextmanager
-def _screen() -> Iterator[None]:
-    if not sys.stdout.isatty():
-        yield
-        return
-    sys.stdout.write(_ENTER)
-    try:
-        yield
-    finally:
-        sys.stdout.write(_LEAVE)
-        sys.stdout.flush()
+    def _press(self, keys: list[str]) -> None:
+        minute = self._viewer.minute
+        for key in keys:
+            if not self._viewer.press(key):
+                self._end()
+                return
+            # What a key does may depend on what the one before has shown.
+            self._viewer.screen(*self._terminal.size())
+        if self._viewer.minute != minute:
+            self._again.set()
+        if keys:
+            self._draw_if_on()

@@ -43,7 +43,7 @@ from pdserve.tracing.sink import NO_SINK
 from pdserve.tracing.tracer import Tracer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from pdserve.frontend.config import FrontendConfig
@@ -109,6 +109,8 @@ class FrontendService:
         self._port = config.port
         self._listener: asyncio.Server | None = None
         self._tasks: tuple[asyncio.Task[None], ...] = ()
+        self.on_second: Callable[[], None] = lambda: None
+        """Called about once a second after `start`; must be quick and must not raise."""
 
     @property
     def port(self) -> int:
@@ -297,6 +299,7 @@ class FrontendService:
         while True:
             await asyncio.sleep(SWEEP)
             try:
+                self.on_second()
                 self._server.sweep(self._loop.time())
             except Exception:
                 logger.exception("a sweep failed")

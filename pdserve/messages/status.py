@@ -81,6 +81,49 @@ class RouterStats(msgspec.Struct, frozen=True, array_like=True):
     """Migration hints sent: another worker would have begun the request sooner."""
 
 
+class LatencyCounts(msgspec.Struct, frozen=True, array_like=True):
+    """A histogram's growth, without empty buckets at both ends."""
+
+    bounds: tuple[float, ...] = ()
+    """Upper bounds in seconds; the first bucket begins at 0 unless it is empty."""
+    counts: tuple[Count, ...] = ()
+    """Observations per bucket; one more than bounds: those above the last bound."""
+
+
+class ModelWindow(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What a frontend did for one model in the last seconds."""
+
+    model: str = ""
+    """Its served name; empty: requests that ended before their model was known."""
+    seconds: float = 0.0
+    """Length of the window: 10 or 60 s, and less after the start."""
+    requests: Count = 0
+    """Requests that have ended."""
+    errors: Count = 0
+    """Those of them that failed by the servers' fault, or were refused."""
+    prompt_tokens: Count = 0
+    """Prompt tokens of requests that have got a first token."""
+    uncached_tokens: Count = 0
+    """Those of them that were computed."""
+    output_tokens: Count = 0
+    """Tokens sent to clients."""
+    ttft: LatencyCounts = LatencyCounts()
+    itl: LatencyCounts = LatencyCounts()
+    slo: dict[str, tuple[Count, Count]] = {}
+    """By objective (`ttft`, `itl`, `both`): requests that kept it, and that did not."""
+
+
+class EngineWindow(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What a worker's engine did in the last seconds."""
+
+    seconds: float = 0.0
+    prompt_tokens: Count = 0
+    cached_tokens: Count = 0
+    computed_tokens: Count = 0
+    output_tokens: Count = 0
+    preemptions: Count = 0
+
+
 class FrontendStats(msgspec.Struct, frozen=True, array_like=True):
     """What a frontend has in progress."""
 
@@ -90,6 +133,10 @@ class FrontendStats(msgspec.Struct, frozen=True, array_like=True):
     """Open client connections."""
     rerouted: Count = 0
     """Requests that were rerouted because a worker did not take them, in this life."""
+    recent: tuple[ModelWindow, ...] = ()
+    """By model, over the last 10 s."""
+    minute: tuple[ModelWindow, ...] = ()
+    """By model, over the last 60 s."""
 
 
 class HandoffStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -124,6 +171,10 @@ class NodeReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """KV transfer paths of a worker."""
     drain: DrainState | None = None
     """Drain progress of its process; None: it is not draining."""
+    recent: EngineWindow | None = None
+    """A worker's engine over the last 10 s."""
+    minute: EngineWindow | None = None
+    """The same over the last 60 s."""
 
 
 class MemberStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

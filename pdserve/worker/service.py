@@ -103,6 +103,8 @@ class WorkerService:
         self._watcher: asyncio.Task[None] | None = None
         self._engine_begun = False
         """The engine's `start` was called."""
+        self.on_second: Callable[[], None] = lambda: None
+        """Called about once a second after the start; must be quick and must not raise."""
         self.engine = make_engine(self._spec())
         metrics.attach_engine(self.sample)
         # From the moment the model has loaded
@@ -195,6 +197,7 @@ class WorkerService:
         while True:
             await asyncio.sleep(_WATCH_INTERVAL)
             self._totals.note(self.engine.stats())
+            self.on_second()
 
     # ------------------------------------------------------------------ requests
 

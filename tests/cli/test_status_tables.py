@@ -6,12 +6,14 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from pdserve.cli.status_tables import age, as_json, render
+from pdserve.cli.console.layout import lines_of
+from pdserve.cli.status_tables import age, as_json, render, tables
 from pdserve.ids import NodeId
 from pdserve.messages.engine import PathState
 from pdserve.messages.routing import WorkerLoad
 from pdserve.messages.status import (
     ClusterStatus,
+    EngineWindow,
     FrontendStats,
     HandoffStats,
     MemberStatus,
@@ -35,6 +37,10 @@ def router(routed=10):
 
 def status(*members, now=NOW, **fields):
     return ClusterStatus(cluster="test", asked=NodeId("r1"), now=now, members=members, **fields)
+
+
+def with_rates(now, before):
+    return "\n".join(line for table in tables(now, before) for line in lines_of(table, 1000))
 
 
 def row(text, word):
@@ -71,13 +77,18 @@ def test_sections_without_rows_are_left_out():
 
 def test_numbers_of_each_role():
     load = WorkerLoad(
-        ready=True, running=3, waiting=2, blocks_total=8, blocks_used=2, blocks_cached=4
+        ready=True, running=3, waiting=2, blocks_total=8, blocks_used=2, blocks_cached=4, itl=0.005
     )
+    window = EngineWindow(seconds=60, prompt_tokens=600, cached_tokens=240, output_tokens=1200)
     text = render(
         status(
             router(),
             member(
-                "w1", "worker", NodeReport(worker=load), models=("tiny",), tokens=("exact (sim)",)
+                "w1",
+                "worker",
+                NodeReport(worker=load, minute=window),
+                models=("tiny",),
+                tokens=("exact (sim)",),
             ),
             member("f1", "frontend", NodeReport(frontend=FrontendStats(5, 7, 1)), http="h:80"),
             models=(
@@ -87,10 +98,11 @@ def test_numbers_of_each_role():
             ),
         )
     )
-    assert "w1      yes    3        2        25%      4       8       tiny    exact (sim)" in text
+    wanted = ["w1", "yes", "3", "2", "10.0", "20.0", "5.0", "ms", "40%", "25%", "4", "8", "tiny"]
+    assert row(text, "w1      yes")[: len(wanted)] == wanted
     assert "r1      10      1        2" in text
-    assert "f1        5       7            1         h:80  -" in text
-    assert "tiny   1        instant  0        exact (sim)" in text
+    assert row(text, "f1        5") == ["f1", "5", "0.0", "0.0", "7", "1", "h:80"]
+    assert row(text, "tiny")[-4:] == ["instant", "0", "exact", "(sim)"]
 
 
 def test_adapters_have_a_column_if_there_are_any():
@@ -120,7 +132,7 @@ def test_where_prompts_were_prefilled_and_how_their_kv_came():
     assert line.split()[1:7] == ["p1", "shm", "0", "B", "3.0", "MiB"]
     moved = (replace(paths[0], received_bytes=7 << 20),)
     now = status(member("d1", "worker", NodeReport(handoffs=decode, paths=moved)), now=NOW + 2)
-    assert "2.0 MiB" in render(now, then)
+    assert "2.0 MiB" in with_rates(now, then)
     down = (replace(paths[0], down="the peer has ended"),)
     assert "down: the peer has ended" in render(
         status(member("d1", "worker", NodeReport(paths=down)))
@@ -131,9 +143,9 @@ def test_where_prompts_were_prefilled_and_how_their_kv_came():
 
 def test_rates_need_two_statuses_of_the_same_life():
     before, after = status(router(10)), status(router(30), now=NOW + 4)
-    assert row(render(after, before), "r1      3")[4] == "5.0"
+    assert row(with_rates(after, before), "r1      3")[4] == "5.0"
     reborn = status(msgspec.structs.replace(router(30), epoch=1), now=NOW + 4)
-    assert row(render(reborn, before), "r1      3")[4] == "-"
+    assert row(with_rates(reborn, before), "r1      3")[4] == "-"
 
 
 def test_a_router_shows_who_waits_and_how_well_it_chooses():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import secrets
 import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ import pytest
 
 from pdserve.launch import exit_codes
 from tests.e2e.server import PATIENCE, Server
+from tests.support.screen import Terminal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -140,50 +141,50 @@ def test_another_key_another_name_and_nobody_are_one_line_each(trio, tmp_path):
         assert not done.stdout
 
 
-class Terminal:
+def top(trio: Trio, *whom: str, columns: int = 80, lines: int = 24, **own: str) -> Terminal:
     """`pdserve top` on a terminal of its own."""
-
-    def __init__(self, trio: Trio, *whom: str) -> None:
-        self.ours, theirs = pty.openpty()
-        command = [sys.executable, "-m", "pdserve", "top", *whom]
-        self.process = subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ(trio.home)
-        )
-        os.close(theirs)
-        self.drawn = ""
-
-    def until(self, met) -> None:
-        """Read until `met(drawn)`."""
-        deadline = time.monotonic() + PATIENCE
-        while not met(self.drawn):
-            assert time.monotonic() < deadline, self.drawn
-            try:
-                self.drawn += os.read(self.ours, 65536).decode()
-            except OSError as error:
-                raise AssertionError(f"ended: {self.drawn}") from error
-
-    def close(self) -> int:
-        try:
-            return self.process.wait(PATIENCE)
-        finally:
-            self.process.kill()
-            os.close(self.ours)
+    command = [sys.executable, "-m", "pdserve", "top", *whom]
+    return Terminal(command, environ(trio.home) | {"TERM": "xterm"} | own, columns, lines)
 
 
-@pytest.mark.parametrize("end", ["q", "Ctrl-C"])
+@pytest.mark.parametrize("end", ["q", "Ctrl-C", "SIGTERM"])
 def test_top_draws_again_and_again_and_gives_the_terminal_back(trio, end):
-    terminal = Terminal(trio, "--join", trio.seed)
+    terminal = top(trio, "--join", trio.seed)
     try:
-        terminal.until(lambda drawn: drawn.count("\x1b[H") >= 3)
-        assert "PER SECOND" in terminal.drawn
-        if end == "q":
-            os.write(terminal.ours, b"q")
+        first = terminal.shows("cluster pdserve, 3 nodes", "worker-", "q quit")
+        assert terminal.screen.alternate
+        assert not terminal.screen.cursor_shown
+        # The ages of nodes go on.
+        terminal.until(lambda lines: lines != first)
+        if end == "SIGTERM":
+            terminal.process.terminate()
         else:
-            terminal.process.send_signal(signal.SIGINT)
-        terminal.until(lambda drawn: drawn.endswith("\x1b[?25h\x1b[?1049l"))
+            terminal.type("q" if end == "q" else "\x03")
+        assert terminal.ended() == exit_codes.OK
+        assert terminal.screen.scrolled == 0
     finally:
-        status = terminal.close()
-    assert status == exit_codes.OK
+        terminal.close()
+
+
+def test_top_that_fails_gives_the_terminal_back_and_then_says_why(trio):
+    """Its cluster refuses it from now on; such errors end it."""
+    failing = (
+        "import pdserve.cli.top as top, pdserve.cli.main as main, sys\n"
+        "whole = top.Viewer.press\n"
+        "top.Viewer.press = lambda self, key: 1 / 0 if key == 'x' else whole(self, key)\n"
+        "top.Viewer.screen = lambda self, *size, old=top.Viewer.screen: "
+        "1 / 0 if self.minute else old(self, *size)\n"
+        "sys.exit(main.main())\n"
+    )
+    command = [sys.executable, "-c", failing, "top", "--join", trio.seed]
+    terminal = Terminal(command, environ(trio.home) | {"TERM": "xterm"})
+    try:
+        terminal.shows("q quit")
+        terminal.type("w")
+        assert terminal.ended() == exit_codes.FAILED
+        assert "ZeroDivisionError" in "\n".join(terminal.screen.text)
+    finally:
+        terminal.close()
 
 
 # ---------------------------------------------------------------------- a server without a cluster
@@ -215,7 +216,8 @@ def test_a_server_without_a_cluster_is_found_without_flags(alone):
     assert {m["role"] for m in shown["members"]} == {"router", "worker", "frontend"}
     assert {m["pid"] for m in shown["members"]} == {alone.server.process.pid}
     assert all(m["report"] and not m["report"]["degraded"] for m in shown["members"])
-    assert shown == alone.shown("--port", str(alone.server.port)) | {"now": shown["now"]}
+    named = alone.shown("--port", str(alone.server.port))
+    assert named["members"][0]["node"] == shown["members"][0]["node"]
 
 
 def test_one_of_several_servers_is_named(alone, tiny_model):
@@ -251,13 +253,59 @@ def test_a_killed_servers_socket_is_removed_and_a_bad_path_only_degrades(alone, 
         assert "/no/s" in degraded["no_admin_socket"]
 
 
-def test_top_shows_a_server_without_a_cluster(alone):
-    terminal = Terminal(alone)
+@pytest.mark.parametrize(("columns", "lines"), [(80, 24), (60, 15), (120, 40)])
+def test_top_fits_any_terminal_and_every_row_is_reached(alone, columns, lines):
+    alone.server.post("/v1/completions", {"prompt": "hello", "max_tokens": 2})
+    terminal = top(alone, columns=columns, lines=lines, NO_COLOR="1")
     try:
-        terminal.until(lambda drawn: drawn.count("\x1b[H") >= 2)
-        assert f":{alone.server.port}" in terminal.drawn
-        os.write(terminal.ours, b"q")
-        terminal.until(lambda drawn: drawn.endswith("\x1b[?25h\x1b[?1049l"))
+        essential = ("requests", "errors", "running", "held", "TTFT", "ITL", "KV cache", "q quit")
+        shown = "\n".join(terminal.shows(f"pdserve at 127.0.0.1:{alone.server.port}", *essential))
+        assert "WORKER" in shown
+        nodes = [member["node"] for member in alone.shown()["members"]]
+        terminal.type("G")
+        terminal.shows("NODE  ", *nodes)
+        terminal.type("/front\r")
+        terminal.until(lambda text: not any(line.startswith("worker") for line in text))
+        terminal.shows("FRONTEND")
+        terminal.type("\x1b")
+        terminal.type("\x1b[H?")
+        terminal.shows("PageUp, PageDown")
+        terminal.type("?")
+        terminal.shows("WORKER")
+        terminal.resize(200 - columns, 50)
+        terminal.shows("q quit")
+        terminal.until(lambda text: text[49].startswith("q quit"))
+        terminal.type("q")
+        assert terminal.ended() == exit_codes.OK
+        assert terminal.screen.scrolled == 0
+        assert terminal.screen.styles <= {"0", "1", "7"}, "NO_COLOR"
     finally:
-        status = terminal.close()
-    assert status == exit_codes.OK
+        terminal.close()
+
+
+def test_a_terminal_that_takes_nothing_does_not_keep_top_from_ending(alone):
+    terminal = top(alone)
+    try:
+        terminal.shows("q quit")
+        termios.tcflow(terminal.theirs, termios.TCOOFF)
+        terminal.type("jjj/x\r\x1bs")
+        time.sleep(2.5)
+        termios.tcflow(terminal.theirs, termios.TCOON)
+        terminal.type("q")
+        assert terminal.ended() == exit_codes.OK
+    finally:
+        terminal.close()
+
+
+def test_the_overview_is_the_same_over_http(alone):
+    alone.server.post("/v1/completions", {"prompt": "hello", "max_tokens": 2})
+    text = alone.run("status", "--url", alone.server.url).stdout
+    for word in ("is ok", "requests  ", "TTFT  ", "KV cache  "):
+        assert word in text
+    over_http = json.loads(alone.run("status", "--json", "--url", alone.server.url).stdout)
+    assert over_http["status"] == "ok"
+    inside = alone.shown()["overview"]
+    assert set(inside) == set(over_http["overview"])
+    assert inside["requests_per_second"] > 0
+    assert inside["ttft_p50"] is not None
+    assert list(inside["models"]) == [alone.server.get("/v1/models")[1]["data"][0]["id"]]

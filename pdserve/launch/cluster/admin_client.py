@@ -191,7 +191,7 @@ def choose_socket(
         return Path(config.admin_socket)
     if config.join or config.admin_socket == "none":
         return None
-    found = admin_socket.find(environ)
+    found = admin_socket.find(environ, everywhere=port is not None)
     if port is not None:
         return _at_port(found, port)
     router = bool(found) and _listens(DEFAULT_ROUTER_PORT)

@@ -81,10 +81,14 @@ def _is_private(folder: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and closed
 
 
-def find(environ: Mapping[str, str]) -> list[AdminSocket]:
-    """The sockets of this user's running servers, by port. Those of ended servers are removed."""
-    found = {one.path: one for folder in folders(environ) for one in _sockets(folder)}
-    return sorted(one for one in found.values() if _answers(one.path))
+def find(environ: Mapping[str, str], *, everywhere: bool = False) -> list[AdminSocket]:
+    """The sockets of this user's running servers, by port: those of the first folder that has any,
+    or of all folders. Sockets of ended servers are removed."""
+    found: list[AdminSocket] = []
+    for folder in dict.fromkeys(folders(environ)):
+        if everywhere or not found:
+            found += [one for one in _sockets(folder) if _answers(one.path)]
+    return sorted(found)
 
 
 def _sockets(folder: Path) -> Iterator[AdminSocket]:

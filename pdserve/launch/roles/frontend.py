@@ -18,6 +18,7 @@ from pdserve.launch.frontend_processes import FrontendProcesses, is_child_fronte
 from pdserve.launch.frontend_traces import FrontendTraces
 from pdserve.launch.metrics_samples import sample_node
 from pdserve.launch.ready_message import ready_line, served_line
+from pdserve.launch.recent_windows import FrontendRecent
 from pdserve.launch.roles.base import node_card, node_report
 from pdserve.messages.status import FrontendStats
 from pdserve.net.address import join as join_address
@@ -72,12 +73,21 @@ class FrontendRole:
         )
         self._context = context
         context.metrics.attach_node(lambda: sample_node(node, rerouted=self.backend.rerouted))
+        self._recent = FrontendRecent(context.metrics, node.now)
+        self.service.on_second = self._recent.note
         StatusService(node, self._report, time.time)
         self.traces.serve(self.service.tracer.watches)
 
     def _report(self) -> NodeReport:
         service = self.service
-        numbers = FrontendStats(service.active_requests, service.connections, self.backend.rerouted)
+        recent, minute = self._recent.windows()
+        numbers = FrontendStats(
+            service.active_requests,
+            service.connections,
+            self.backend.rerouted,
+            recent=recent,
+            minute=minute,
+        )
         return replace(node_report(self._context, self), frontend=numbers)
 
     async def begin(self) -> None:

@@ -17,6 +17,7 @@ from pdserve.engine_core.engine_loader import check_installed
 from pdserve.launch.cpus import read_cpu_limits
 from pdserve.launch.metrics_samples import sample_node
 from pdserve.launch.ready_message import loaded_line
+from pdserve.launch.recent_windows import EngineRecent
 from pdserve.launch.roles.base import node_card, node_report
 from pdserve.runtime.status import StatusService
 from pdserve.runtime.traces import TraceService
@@ -76,15 +77,20 @@ class WorkerRole:
             context.degradations,
         )
         context.metrics.attach_node(lambda: sample_node(node, self.worker.topics))
+        self._recent = EngineRecent(self.worker.service, node.now)
+        self.worker.service.on_second = self._recent.note
         StatusService(node, self._report, time.time)
         TraceService(node)
 
     def _report(self) -> NodeReport:
+        recent, minute = self._recent.windows()
         return replace(
             node_report(self._context, self),
             worker=self.worker.agent.load(),
             handoffs=self.worker.agent.handoffs(),
             paths=tuple(self.worker.service.engine.paths()),
+            recent=recent,
+            minute=minute,
         )
 
     def _make_engine(self, spec: EngineSpec) -> CoreClient:

@@ -50,7 +50,9 @@ def test_servers_are_found_by_port_in_all_folders(
         admin_socket.listen(admin_socket.default_path(80, {})),
         admin_socket.listen(admin_socket.default_path(9000, runtime)),
     ):
-        assert [one.port for one in admin_socket.find(runtime)] == [80, 8000, 9000]
+        assert [one.port for one in admin_socket.find(runtime)] == [8000, 9000]
+        every = admin_socket.find(runtime, everywhere=True)
+        assert [one.port for one in every] == [80, 8000, 9000]
         assert [one.port for one in admin_socket.find({})] == [80]
 
 
