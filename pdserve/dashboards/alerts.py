@@ -333,9 +333,10 @@ def _own_alerts() -> tuple[Alert, ...]:
             summary="{{ $labels.instance }}: traces do not reach the collector",
             description="More than one span in a hundred is dropped.",
             operands=(
+                "sum by (cluster, instance) "
+                '(rate(pdserve_trace_spans_dropped_total{reason!="shutdown"}[10m]))',
                 "sum by (cluster, instance) (rate(pdserve_trace_spans_exported_total[10m]))",
             ),
-            rare=("pdserve_trace_spans_dropped_total",),
         ),
         Alert(
             name="PdserveScrapeDown",

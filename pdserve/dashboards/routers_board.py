@@ -298,7 +298,6 @@ _TRACES: Final = Row(
                 Query(
                     "sum by (reason) (rate(pdserve_trace_spans_dropped_total{CLUSTER}[RATE]))",
                     "dropped: {{reason}}",
-                    rare=True,
                 ),
                 Query("sum(pdserve_trace_spans_waiting{CLUSTER})", "waiting"),
             ),

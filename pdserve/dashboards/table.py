@@ -98,5 +98,3 @@ class Alert:
     operands: tuple[str, ...]
     """Parts of `expr` that have values while the condition is false. A condition is an empty vector
     then, which says nothing about its names; its operands do."""
-    rare: tuple[str, ...] = ()
-    """Metrics of `expr` that are in no operand: their series begin with a rare event."""

@@ -15,7 +15,7 @@ PANELS = [panel for board in BOARDS for row in board.rows for panel in row.panel
 QUERIES = [query for panel in PANELS for query in panel.queries]
 UNITS = {"s", "reqps", "ops", "short", "none", "percentunit", "bytes", "Bps"}
 """Grafana's names of units: an unknown one would be printed behind each number."""
-MOST_RARE = 8
+MOST_RARE = 7
 """Queries that may be empty on a sound cluster."""
 
 

@@ -12,6 +12,7 @@ import math
 import re
 import shlex
 import signal
+import subprocess
 import threading
 import urllib.error
 import urllib.request
@@ -44,6 +45,7 @@ SEEN = (
     'rate(pdserve_slo_total{result="bad"}[1m])',
     "pdserve_router_held_total > 0",
     "pdserve_router_prediction_ratio",
+    "rate(pdserve_trace_spans_dropped_total[1m])",
     "pdserve:error_budget",
 )
 """What must have happened before the expressions are computed."""
@@ -56,8 +58,12 @@ MAY_BE_UNDEFINED = (
 class Cluster:
     """Router, frontend, prefill and decode worker, and what clients do to them."""
 
-    def __init__(self, router: Server, prefill: Server, decode: Server, front: Server) -> None:
+    def __init__(
+        self, router: Server, prefill: Server, decode: Server, front: Server, port: int
+    ) -> None:
         self.router, self.prefill, self.decode, self.front = router, prefill, decode, front
+        self.prometheus = port
+        """Where it will be."""
         self.ended = threading.Event()
 
     def targets(self) -> list[str]:
@@ -107,6 +113,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     home = {"XDG_CONFIG_HOME": str(tmp_path)}
     probes = "--metrics-port=0"
     kept = ("--threads=1", "--kv-memory=64MiB", "--max-sequences=4", probes)
+    port = free_port()
     slo = ("--slo-ttft=50ms", "--slo-itl=1s")
     with Server(None, "--role=router", "--listen=127.0.0.1:0", probes, **home) as router:
         join = "--join=" + router.wait_for_line(r"router \S+ at (\S+)")[1]
@@ -115,19 +122,24 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
             Server(None, *worker, "--mode=prefill", **home) as prefill,
             Server(None, *worker, "--mode=decode", "--disagg-min-tokens=64", **home) as decode,
             # Without the native extension: something is degraded.
-            Server(None, "--role=frontend", join, *slo, PDSERVE_PURE="1", **home) as front,
+            # And no Prometheus takes traces: spans are dropped.
+            Server(
+                *(None, "--role=frontend", join, *slo, f"--otlp-endpoint=http://127.0.0.1:{port}"),
+                PDSERVE_PURE="1",
+                **home,
+            ) as front,
         ):
             for server in (prefill, decode, front):
                 server.wait_for_line("ready: ")
             wait_sound(front, 1)
-            yield Cluster(router, prefill, decode, front)
+            yield Cluster(router, prefill, decode, front, port)
 
 
 @pytest.fixture
 def prometheus(cluster: Cluster, tmp_path: Path) -> Iterator[Prometheus]:
     """Has scraped the cluster under load, and still does."""
     with (
-        configured(tmp_path, cluster.targets()) as prometheus,
+        configured(tmp_path, cluster.targets(), cluster.prometheus) as prometheus,
         ThreadPoolExecutor(CALLERS) as pool,
     ):
         callers = [pool.submit(cluster.load, number) for number in range(CALLERS)]
@@ -144,26 +156,27 @@ def prometheus(cluster: Cluster, tmp_path: Path) -> Iterator[Prometheus]:
 
 
 @contextlib.contextmanager
-def configured(folder: Path, targets: list[str]) -> Iterator[Prometheus]:
+def configured(folder: Path, targets: list[str], port: int) -> Iterator[Prometheus]:
     """A Prometheus with the command's own files, but quicker."""
     flags = [flag for target in targets for flag in ("--target", target)]
     assert main(["dashboards", "--out", str(folder), *flags]) == 0
-    with hurried(folder / "prometheus.yml") as prometheus:
+    with hurried(folder / "prometheus.yml", port) as prometheus:
         yield prometheus
 
 
 @contextlib.contextmanager
-def hurried(config: Path) -> Iterator[Prometheus]:
+def hurried(config: Path, port: int) -> Iterator[Prometheus]:
     """A Prometheus that scrapes more often than the configuration says."""
     config.write_text(config.read_text().replace("15s", "500ms"))
-    with Prometheus(config, free_port()) as prometheus:
+    with Prometheus(config, port) as prometheus:
         yield prometheus
 
 
-def shells(title: str) -> list[str]:
-    """The commands below a heading of docs/observability.md."""
+def shells(title: str) -> list[list[str]]:
+    """The commands below a heading of docs/observability.md, by block."""
     page = (ROOT / "docs/observability.md").read_text(encoding="utf-8")
-    return blocks(re.split(r"\n## ", page.partition(f"\n## {title}\n")[2])[0])[0].splitlines()
+    found = blocks(re.split(r"\n## ", page.partition(f"\n## {title}\n")[2])[0])
+    return [block.splitlines() for block in found]
 
 
 def expressions() -> Iterator[str]:
@@ -205,10 +218,11 @@ def test_every_expression_has_a_value(prometheus: Prometheus) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_the_pages_first_commands_lead_to_boards_and_alerts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As they stand there, but for the ports."""
-    serve, write, scrape = map(shlex.split, shells("From nothing to a board"))
+    commands, (ask, trace) = shells("From nothing to a board and a trace")
+    serve, write, scrape = map(shlex.split, commands)
     program("prometheus")
     monkeypatch.chdir(tmp_path)
     home = {"XDG_CONFIG_HOME": str(tmp_path)}
@@ -216,8 +230,17 @@ def test_the_pages_first_commands_lead_to_boards_and_alerts(
         assert main([*write[1:], "--target", f"127.0.0.1:{server.port}"]) == 0
         assert scrape == ["prometheus", *Prometheus.flags(Path("monitoring/prometheus.yml"))]
         pods(Path("monitoring/prometheus.yml"), server.port)
-        with hurried(Path("monitoring/prometheus.yml")) as prometheus:
-            server.post("/v1/completions", {"model": "bundled", "prompt": "x", "max_tokens": 9})
+        with hurried(Path("monitoring/prometheus.yml"), free_port()) as prometheus:
+            answer = subprocess.run(
+                shlex.split(ask.replace("8000", str(server.port))),
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=PATIENCE,
+            ).stdout
+            (request,) = re.findall(r"^x-request-id: (\S+)", answer, re.M)
+            assert main([*shlex.split(trace)[1:], "--port", str(server.port)]) == 0
+            assert request[:12] in capsys.readouterr().out
             prometheus.wait_for('pdserve_slo_total{cluster="pdserve", result="good"}')
             assert prometheus.wait_for('pdserve_slo_total{cluster="lab", instance="pod-1"}')
             rules = prometheus.get("rules", type="alert")["groups"][0]["rules"]
