@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pdserve.observe.metrics import ModelMetrics
     from pdserve.observe.slo import SloCause
 
-__all__ = ["count_ended", "observed"]
+__all__ = ["count_ended", "observed", "request_itl"]
 
 
 def count_ended(
@@ -53,13 +53,14 @@ def observed(
     ttft = None if first is None else first - arrival
     return Observed(
         ttft=ttft,
-        itl=_itl(answer),
+        itl=request_itl(answer),
         before={} if ttft is None else _before(answer, ttft),
         after=_after(answer),
     )
 
 
-def _itl(answer: ResponseBuilder) -> Seconds | None:
+def request_itl(answer: ResponseBuilder) -> Seconds | None:
+    """The inter-token latency of the request, see `observe.slo`."""
     return mean_itl(
         (choice.first, choice.last, choice.completion_tokens)
         for choice in answer.choices
@@ -112,6 +113,6 @@ def _count_tokens(metrics: ModelMetrics, answer: ResponseBuilder) -> None:
     longest = max(choice.completion_tokens for choice in answer.choices)
     metrics.request_max_generation_tokens.observe(longest)
     metrics.request_decode.observe(_decode(answer))
-    itl = _itl(answer)
+    itl = request_itl(answer)
     if itl is not None:
         metrics.request_time_per_output_token.observe(itl)

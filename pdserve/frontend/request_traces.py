@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from pdserve.frontend.placement import TRACE_ID_HEADER, cached_tokens
+from pdserve.frontend.request_metrics import request_itl
 from pdserve.tracing.keep import RequestFacts
 from pdserve.tracing.tree import TraceRoot
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.plan import RequestPlan
     from pdserve.ids import Seconds
     from pdserve.messages.trace import AttributeValue
+    from pdserve.observe.slo import Objectives, SloTable
     from pdserve.tracing.phases import RequestPhases
     from pdserve.tracing.tracer import Tracer
 
@@ -36,9 +38,13 @@ Attributes = dict[str, "AttributeValue"]
 class RequestTraces:
     """Traces the requests of one frontend."""
 
-    def __init__(self, tracer: Tracer, later: Callable[[Callable[[], None]], object]) -> None:
-        """`later` runs a callback in a later turn of the event loop."""
+    def __init__(
+        self, tracer: Tracer, slos: SloTable, later: Callable[[Callable[[], None]], object]
+    ) -> None:
+        """`slos` has the models' objectives; `later` runs a callback in a later turn of the event
+        loop."""
         self.tracer = tracer
+        self._slos = slos
         self._later = later
 
     def begin(self, call: HttpRequest) -> None:
@@ -65,8 +71,9 @@ class RequestTraces:
         now = phases.time()
         failed = status >= 500 or (status == 200 and phases.error_type not in ("", "Cancelled"))
         answer = None if active is None else active.answer
-        facts = request_facts(phases, active, answer, failed=failed)
         model = "" if active is None else active.model
+        objectives = self._slos.of(model)
+        facts = request_facts(phases, active, answer, objectives, failed=failed)
         if not self.tracer.end(phases, facts, model):
             return
         if answer is not None:
@@ -86,16 +93,19 @@ def request_facts(
     phases: RequestPhases,
     active: ActiveRequest | None,
     answer: ResponseBuilder | None,
+    objectives: Objectives,
     *,
     failed: bool,
 ) -> RequestFacts:
     """What decides whether the trace is kept."""
     prompts = phases.prompts
+    asked = None if active is None else active.hints.slo_ttft
     return RequestFacts(
         failed=failed,
         ttft=_ttft(answer),
-        itl=_itl(answer),
-        slo_ttft=None if active is None else active.hints.slo_ttft,
+        itl=None if answer is None or objectives.itl is None else request_itl(answer),
+        slo_ttft=asked or objectives.ttft,
+        slo_itl=objectives.itl,
         moves=max([len(prompt.moves) for prompt in prompts], default=0),
         preemptions=max([prompt.preemptions for prompt in prompts], default=0),
         attempts=max([len(prompt.attempts) for prompt in prompts], default=0),
@@ -107,13 +117,6 @@ def _ttft(answer: ResponseBuilder | None) -> Seconds | None:
     if answer is None or answer.first_token is None:
         return None
     return answer.first_token - answer.arrival
-
-
-def _itl(answer: ResponseBuilder | None) -> Seconds | None:
-    if answer is None or answer.first_token is None or answer.last_token is None:
-        return None
-    tokens = max([choice.completion_tokens for choice in answer.choices], default=0)
-    return (answer.last_token - answer.first_token) / (tokens - 1) if tokens > 1 else None
 
 
 def _copy_times(phases: RequestPhases, answer: ResponseBuilder) -> None:
@@ -195,7 +198,7 @@ def _answered(plan: RequestPlan, answer: ResponseBuilder, phases: RequestPhases)
     if answer.first_token is not None:
         first = answer.first_token - phases.arrival
         found["gen_ai.response.time_to_first_chunk"] = first
-    reasons = dict.fromkeys(reason for sink in answer.sinks for reason in sink.reasons)
+    reasons = dict.fromkeys(c.finish_reason for c in answer.choices if c.done and c.finish_reason)
     if reasons:
         found["gen_ai.response.finish_reasons"] = tuple(reasons)
     return found

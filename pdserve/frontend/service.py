@@ -146,7 +146,9 @@ class FrontendService:
         self._models = ModelRegistry(self._backend, self._pool, config.parser_modules)
         self._bodies = bodies = BodyReader(config)
         self._active_requests = active_requests = ActiveRequests(config, bodies, SystemClock().now)
-        traces = RequestTraces(self.tracer, loop.call_soon)
+        traces = RequestTraces(
+            self.tracer, SloTable(config.slo_ttft, config.slo_itl), loop.call_soon
+        )
         self._generations = GenerationHandler(
             config,
             self._backend,

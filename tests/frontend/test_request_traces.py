@@ -221,3 +221,11 @@ async def test_a_watch_keeps_all_requests_of_a_model():
         await client.post(CHAT, HELLO)
         await until(lambda: kept)
     assert kept[0].kept == ("watch",)
+
+
+async def test_the_models_objectives_are_rules_too():
+    script = Script(tokens=tokens("one two three"), interval=0.005)
+    async with traced(script, trace_sample=0.0, slo_itl={MODEL: 0.001}) as (client, kept, _):
+        await client.post(CHAT, HELLO)
+        await until(lambda: kept)
+    assert kept[0].kept == ("slo_itl",)

@@ -65,7 +65,7 @@ class PromptSink:
 
     __slots__ = (
         *("_answer", "_begun", "_choices", "_finished", "_left", "_stopped", "_stream"),
-        *("course", "phases", "reasons"),
+        *("course", "phases"),
     )
 
     def __init__(self, answer: ResponseBuilder, choices: list[ChoiceSink]) -> None:
@@ -81,8 +81,6 @@ class PromptSink:
         """The prompt's placement and times."""
         self.phases: PromptPhases | None = None
         """What the prompt goes through; None: it is not recorded."""
-        self.reasons: list[str] = []
-        """Why its choices ended, one for each that did."""
 
     def on_placed(self, placement: Placement) -> None:
         """Called for each worker that is asked to take the prompt."""
@@ -175,7 +173,6 @@ class PromptSink:
         """Handles a choice that is done. Without `finish` it was ended here, by a stop string, and
         the engine would continue it."""
         self._left -= 1
-        self.reasons.append("stop" if finish is None else finish.reason)
         if finish is None:
             self._answer.stop_string = self._answer.time()
         if self._left:
@@ -208,8 +205,6 @@ class ResponseBuilder(ABC):
         self.time = time
         self.arrival = arrival
         self.first_token: Seconds | None = None
-        self.last_token: Seconds | None = None
-        """When the last choice ended."""
         self.stop_string: Seconds | None = None
         """When a stop string ended a choice."""
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -241,8 +236,6 @@ class ResponseBuilder(ABC):
     def on_prompt_done(self) -> None:
         """Called when all choices of one prompt have ended."""
         self._prompts_left -= 1
-        if self._prompts_left == 0:
-            self.last_token = self.time()
         if self._prompts_left == 0 and not self.finished.done():
             self.finished.set_result(None)
 
