@@ -5,7 +5,7 @@ Carries no text: the frontend tokenizes prompts and detokenizes outputs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -170,6 +170,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     """
     image_tokens: tuple[int, ...] = ()
     """Tokens that the frontend expects each of `images` to take; 0: it does not know."""
+    trace: bool = False
+    """The worker reports `WorkerPhase`s with the first token and with the end. An older one ignores
+    the flag."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -227,6 +230,28 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """(token id, logprob), most likely first."""
 
 
+MAX_WORKER_PHASES: Final = 16
+"""Most phases in one report; later ones are left out."""
+
+
+class WorkerPhase(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a request's time at a worker, told if the request asks for it."""
+
+    name: str
+    """`chunk`: a step computed a part of the prompt; `preempted`: without KV blocks;
+    `handoff_queue`, `handoff_open`, `handoff_fill`, `handoff_activate`: the prompt was prefilled by
+    another worker."""
+    start: float
+    """Seconds since the request arrived at the worker."""
+    end: float
+    tokens: int = 0
+    node: str = ""
+    """The other worker."""
+    backend: str = ""
+    """What moved the KV."""
+    attempt: int = 0
+
+
 class Finish(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How one choice ended, and what it cost."""
 
@@ -246,6 +271,8 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Seconds from that step to the first output token."""
     embedding: bytes = b""
     """With `pooling`: the embedding, little-endian float32; its delta has no tokens."""
+    phases: tuple[WorkerPhase, ...] = ()
+    """Those since the first token."""
 
 
 class FirstTokenStats(msgspec.Struct, frozen=True, array_like=True):
@@ -269,6 +296,8 @@ class FirstTokenStats(msgspec.Struct, frozen=True, array_like=True):
     """
     image_tokens: tuple[int, ...] = ()
     """Tokens that each image of the prompt took."""
+    phases: tuple[WorkerPhase, ...] = ()
+    """Those up to the first token."""
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from pdserve.ids import Seconds
+from pdserve.messages.request import MAX_WORKER_PHASES
 from pdserve.messages.trace import Span, SpanEvent, Trace
 
 if TYPE_CHECKING:
+    from pdserve.messages.request import WorkerPhase
     from pdserve.messages.trace import AttributeValue, SpanKind
     from pdserve.tracing.phases import (
         AttemptPhase,
@@ -31,6 +33,14 @@ MAX_ATTRIBUTE: Final = 256
 """Most characters of an attribute's text."""
 
 _NAMESPACE: Final = "pdserve."
+_HANDOFF: Final = "handoff_"
+_PARTS: Final = {
+    "chunk": "prefill.chunk",
+    "preempted": "preempted",
+    **{f"{_HANDOFF}{name}": f"handoff.{name}" for name in ("queue", "open", "fill", "activate")},
+}
+"""Names of spans by the names of a worker's phases."""
+_MOST_PARTS: Final = 2 * MAX_WORKER_PHASES
 _IDS: Final = 1 << 64
 
 Attributes = dict[str, "AttributeValue"]
@@ -163,20 +173,44 @@ class _Tree:
         """The worker's part of an attempt that brought a token."""
         started, finish, first = attempt.started, attempt.finish, attempt.first
         known = started or finish
+        arrived = attempt.sent
         if known is not None:
-            queue, prefill = known.queue_seconds, known.prefill_seconds
-            arrived = _arrival(attempt.sent, first, queue + prefill)
+            queue, own = known.queue_seconds, known.queue_seconds + known.prefill_seconds
+            phases = () if started is None else started.phases
+            handoff = [phase.start for phase in phases if phase.name.startswith(_HANDOFF)]
+            if handoff:
+                queue = min(handoff)
+            arrived = _arrival(attempt.sent, first, max([own, *(phase.end for phase in phases)]))
             begun = min(arrived + queue, first)
             self._child(span, "queue", arrived, begun, {})
-            done = min(begun + prefill, first)
-            self._child(span, "prefill", begun, done, _prefill_attributes(attempt))
+            done = first if handoff else min(arrived + own, first)
+            prefill = self._child(span, "prefill", begun, done, _prefill_attributes(attempt))
+            self._parts(prefill, phases, arrived)
         about: Attributes = {}
         if finish is not None:
             tokens = max(0, finish.completion_tokens - attempt.tokens_before)
             about = {"tokens": tokens, "preemptions": attempt.preemptions}
             if tokens > 1:
                 about["itl_mean"] = max(0.0, end - first) / (tokens - 1)
-        self._child(span, "decode", first, end, about)
+        decode = self._child(span, "decode", first, end, about)
+        if finish is not None:
+            self._parts(decode, finish.phases, arrived)
+
+    def _parts(self, parent: Span, phases: tuple[WorkerPhase, ...], arrived: Seconds) -> None:
+        """What the worker tells of itself, in its own time since the request's arrival there."""
+        for phase in phases[:_MOST_PARTS]:
+            about: Attributes = {
+                name: value
+                for name, value in (
+                    ("tokens", phase.tokens),
+                    ("node", phase.node),
+                    ("backend", phase.backend),
+                    ("attempt", phase.attempt),
+                )
+                if value
+            }
+            name = _PARTS.get(phase.name, f"worker.{_clip(phase.name)}")
+            self._child(parent, name, arrived + phase.start, arrived + phase.end, about)
 
     def _move(self, parent: Span, move: MovePhase) -> None:
         about: Attributes = {

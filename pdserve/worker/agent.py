@@ -237,7 +237,9 @@ class WorkerAgent:
     def _start(self, booking: int, started: FirstTokenStats) -> None:
         """Publishes a first token. Routers that queue requests wait for this event and for
         the end."""
-        self._sequences.put(booking_key(booking), encode(started))
+        # Routers do not trace, and all of them get this.
+        brief = replace(started, phases=()) if started.phases else started
+        self._sequences.put(booking_key(booking), encode(brief))
         self._started.add(booking)
         self._flush_soon()
 

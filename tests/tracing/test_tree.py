@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.ids import NodeId
-from pdserve.messages.request import Finish, FirstTokenStats
+from pdserve.messages.request import Finish, FirstTokenStats, WorkerPhase
 from pdserve.messages.routing import RouteDecision
 from pdserve.tracing.context import TraceContext
 from pdserve.tracing.phases import (
@@ -265,3 +265,63 @@ def test_whatever_the_times_are_spans_nest(seed: int) -> None:
                 trace_id=b"t" * 16, root_id=draw.getrandbits(64), end=at(), request_id="r", name="n"
             ),
         )
+
+
+def test_what_a_worker_tells_of_itself_is_within_its_prefill_and_decode() -> None:
+    phases = request()
+    told = (WorkerPhase("chunk", 0.5, 1.0, 8), WorkerPhase("chunk", 1.0, 1.5, 4))
+    started = FirstTokenStats(0, 0.5, 1.0, 0.9, phases=told)
+    finish = Finish(
+        reason="stop",
+        completion_tokens=5,
+        preemptions=1,
+        phases=(WorkerPhase("preempted", 3.0, 3.5), WorkerPhase("new one", 90.0, 99.0)),
+    )
+    prompt(phases).add_attempt(attempt(started=started, finish=finish))
+    trace = build(phases)
+    (prefill,), (decode,) = named(trace, "pdserve.prefill"), named(trace, "pdserve.decode")
+    assert [
+        (span.name, span.start, span.end, span.attributes) for span in children(trace, prefill)
+    ] == [
+        ("pdserve.prefill.chunk", 3.5, 4.0, {"pdserve.tokens": 8}),
+        ("pdserve.prefill.chunk", 4.0, 4.5, {"pdserve.tokens": 4}),
+    ]
+    assert [(span.name, span.start, span.end) for span in children(trace, decode)] == [
+        ("pdserve.preempted", 6.0, 6.5),
+        ("pdserve.worker.new one", 9.0, 9.0),
+    ]
+
+
+def test_a_remote_prefill_has_the_phases_of_its_handoff() -> None:
+    phases = request()
+    told = (
+        WorkerPhase("handoff_admit", 0.0, 0.25),
+        WorkerPhase("handoff_queue", 0.25, 0.5, attempt=0),
+        WorkerPhase("handoff_open", 0.5, 0.75, node="p", attempt=1),
+        WorkerPhase("handoff_fill", 0.75, 1.75, 12, "p", "tcp", 1),
+        WorkerPhase("handoff_activate", 1.75, 2.0, node="p", attempt=1),
+    )
+    started = FirstTokenStats(
+        0, 1.5, 0.5, 0.4, 12, "remote; node=p; reason=always", phases=told[1:]
+    )
+    prompt(phases).add_attempt(attempt(started=started))
+    trace = build(phases)
+    (queue,), (prefill,) = named(trace, "pdserve.queue"), named(trace, "pdserve.prefill")
+    assert (queue.start, queue.end, prefill.start, prefill.end) == (2.75, 3.0, 3.0, 5.0)
+    assert prefill.attributes["pdserve.where"] == "remote; node=p; reason=always"
+    parts = children(trace, prefill)
+    assert [span.name for span in parts] == [
+        f"pdserve.handoff.{name}" for name in ("queue", "open", "fill", "activate")
+    ]
+    assert parts[2].attributes == {
+        "pdserve.tokens": 12,
+        "pdserve.node": "p",
+        "pdserve.backend": "tcp",
+        "pdserve.attempt": 1,
+    }
+    assert [(span.start, span.end) for span in parts] == [
+        (3.0, 3.25),
+        (3.25, 3.5),
+        (3.5, 4.5),
+        (4.5, 4.75),
+    ]

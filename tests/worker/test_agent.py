@@ -19,7 +19,7 @@ from pdserve.messages.kv_events import (
     PoolCleared,
 )
 from pdserve.messages.node import NodeCard, model_card, summarize_card
-from pdserve.messages.request import Finish, FirstTokenStats, TokenDelta
+from pdserve.messages.request import Finish, FirstTokenStats, TokenDelta, WorkerPhase
 from pdserve.messages.routing import LOAD, SEQUENCES, WorkerLoad, booking_key, booking_of
 from pdserve.messages.worker_stream import (
     WORKER_STREAM,
@@ -316,7 +316,8 @@ async def test_a_first_token_is_told_at_once_and_how_it_came() -> None:
         await w.open(2, booking=42)
         await w.nodes.until(lambda: w.bookings == [41, 42])
         assert set(w.held[-1].items.values()) == {b""}
-        started = FirstTokenStats(64, 0.5, 0.25, 0.125)
+        told_to_the_frontend = (WorkerPhase("chunk", 0.5, 0.75, 64),)
+        started = FirstTokenStats(64, 0.5, 0.25, 0.125, phases=told_to_the_frontend)
         for choice in (0, 1):  # of several choices the first that comes counts
             delta = TokenDelta(handle=1, choice=choice, tokens=[1], started=started)
             w.service.engine.sinks[1].on_delta(delta)

@@ -204,6 +204,7 @@ class Scheduler(RemoteAdmission, FastForward):
         short."""
         plan = StepPlan()
         self.unsteered = 0
+        self._planning = now
         if self.ready:
             self._resume()
         preemptions = self.counters.preemptions
@@ -316,6 +317,9 @@ class Scheduler(RemoteAdmission, FastForward):
         self._run(sequence)
         submission = self._submissions[sequence.handle]
         self._begin(submission)
+        if sequence.preempted_at is not None:
+            sequence.note("preempted", sequence.preempted_at, now)
+            sequence.preempted_at = None
         if sequence.first_step is None:
             # A simulated step begins when the last one ended, which may be just before the arrival.
             sequence.first_step = max(sequence.arrival, now)
@@ -347,6 +351,8 @@ class Scheduler(RemoteAdmission, FastForward):
                 if per_token < 0:
                     per_token = took / plan.num_tokens
                 sequence.work += per_token * chunk.count
+                if sequence.request.trace:
+                    sequence.note("chunk", now - took, now, chunk.count)
             sequence.num_computed = end = chunk.start + chunk.count
             if end >= sequence.commit_at:
                 self._commit(sequence)

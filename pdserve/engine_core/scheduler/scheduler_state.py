@@ -111,6 +111,8 @@ class SchedulerState:
         self._submissions: dict[int, Submission] = {}
         self._deadlines = RequestDeadlines()
         self._arrivals = 0
+        self._planning: Seconds = 0.0
+        """When the present step was planned."""
         self._unstarted = 0
         self._uncounted = 0
         """Number of submissions that do not count in the stats."""
@@ -287,6 +289,8 @@ class SchedulerState:
         sequence.status = SequenceStatus.WAITING
         self._set_computed(sequence, 0)
         sequence.preemptions += 1
+        if sequence.request.trace:
+            sequence.preempted_at = self._planning
         self.counters.preemptions += 1
         self.waiting.push(sequence)
 

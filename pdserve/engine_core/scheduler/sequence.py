@@ -10,6 +10,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pdserve.messages.request import MAX_WORKER_PHASES, WorkerPhase
+
 if TYPE_CHECKING:
     from pdserve.ids import Seconds, SequenceKey
     from pdserve.messages.request import GenerateRequest, SamplingParams
@@ -75,6 +77,21 @@ class Sequence:
     copy_from: int | None = None
     """Source of the copy-on-write copy for the block with the prompt's last token; None once the
     copy is planned."""
+    phases: list[WorkerPhase] = field(default_factory=list)
+    """Phases that are not reported yet, of a request that asks for them."""
+    preempted_at: Seconds | None = None
+    """When it lost its blocks, until it has blocks again."""
+
+    def note(self, name: str, start: Seconds, end: Seconds, tokens: int = 0) -> None:
+        """Records a phase to be reported; later ones than can be reported are left out."""
+        if len(self.phases) < MAX_WORKER_PHASES:
+            since = max(0.0, start - self.arrival)
+            self.phases.append(WorkerPhase(name, since, max(since, end - self.arrival), tokens))
+
+    def take_phases(self) -> tuple[WorkerPhase, ...]:
+        """The phases since the last call."""
+        phases, self.phases = tuple(self.phases), []
+        return phases
 
     @property
     def key(self) -> SequenceKey:

@@ -126,6 +126,7 @@ def finish_record(
         queue_seconds=first_step - sequence.arrival,
         prefill_seconds=first_token - first_step,
         embedding=embedding,
+        phases=sequence.take_phases() if sequence.phases else (),
     )
 
 
@@ -139,4 +140,5 @@ def first_token_stats(sequence: Sequence) -> FirstTokenStats:
         sequence.first_token - sequence.first_step,
         sequence.work,
         sequence.received_tokens,
+        phases=sequence.take_phases() if sequence.phases else (),
     )

@@ -519,6 +519,8 @@ class DispatchedRequest:
         request = self.received.continuation(self.request)
         if self._deaths.suspect(self._ways.now(), self._ways.standing):
             request = replace(request, suspect=True)
+        if self._phases is not None and self._phases.traced:
+            request = replace(request, trace=True)
         remaining = self.remaining
         if remaining is None or self._spent < _NOTICED:
             return request

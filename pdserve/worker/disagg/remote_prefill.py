@@ -22,6 +22,7 @@ from pdserve.errors import (
 )
 from pdserve.ids import NodeLife
 from pdserve.messages.handoff import AttemptAck, AttemptOpened, NotifyHandoff, PrefillItem
+from pdserve.messages.request import MAX_WORKER_PHASES, WorkerPhase
 from pdserve.runtime.rpc_methods import OPEN_ATTEMPT
 from pdserve.worker.disagg.fence import Fence, Holder
 from pdserve.worker.disagg.kv_fetch import KvFetcher
@@ -156,6 +157,9 @@ class RemotePrefillRequest:
         """Time when the present phase began."""
         self._claimed = now
         self._line = ""
+        self._began = now
+        self._reports: list[WorkerPhase] = []
+        """Phases for the frontend, if the request asks for them."""
 
     @property
     def state(self) -> DecodeState:
@@ -233,7 +237,8 @@ class RemotePrefillRequest:
         if started is not None:
             if self.state is not DecodeState.ACTIVE:
                 self.feed(DecodeEvent.FIRST, _Word(started=started))
-            delta = replace(delta, started=replace(started, prefill=self._line))
+            phases = (*self._reports, *started.phases)
+            delta = replace(delta, started=replace(started, prefill=self._line, phases=phases))
         if delta.finish is not None:
             self._choices -= 1
             if not self._choices:
@@ -358,7 +363,31 @@ class RemotePrefillRequest:
         """Records the duration of a phase; the next one begins."""
         now = self._owner.node.now()
         self._owner.tally.phase(name, now - self._since)
+        if self.request.trace:
+            self._report(name, now)
         self._since = now
+
+    def _report(self, name: str, now: Seconds) -> None:
+        if len(self._reports) >= MAX_WORKER_PHASES:
+            return
+        holder = self.fence.holder
+        node = "" if holder is None else holder.life.node
+        self._reports.append(
+            WorkerPhase(
+                f"handoff_{name}",
+                max(0.0, self._since - self._began),
+                now - self._began,
+                tokens_of(self.request) - self._cached if name == "fill" else 0,
+                node,
+                self._backend(node) if name == "fill" else "",
+                self.fence.attempts,
+            )
+        )
+
+    def _backend(self, node: str) -> str:
+        """What moves KV from that worker."""
+        paths = self._owner.engine.paths()
+        return next((path.backend for path in paths if path.node == node and not path.down), "")
 
     # ------------------------------------------------------------------ what is done
 
@@ -455,7 +484,7 @@ class RemotePrefillRequest:
         assert self._ticket is not None
         if event is DecodeEvent.OPENED:
             self._watch_lease()
-        request = replace(self.request, deadline=self._rest())
+        request = replace(self.request, deadline=self._rest(), trace=False)
         opened = AttemptOpened(attempt=holder.attempt, ticket=self._ticket, request=request)
         callers, self._callers = self._callers, []
         for call in callers:

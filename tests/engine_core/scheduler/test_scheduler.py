@@ -14,7 +14,13 @@ from pdserve.engine_core.scheduler.scheduler import Scheduler
 from pdserve.engine_core.scheduler.scheduler_state import SchedulerLimits
 from pdserve.errors import ConfigError, ContextLengthExceeded, InvalidRequest, Overloaded
 from pdserve.kv.block_pool import BlockPool
-from pdserve.messages.request import Finish, GenerateRequest, SamplingParams, TokenDelta
+from pdserve.messages.request import (
+    MAX_WORKER_PHASES,
+    Finish,
+    GenerateRequest,
+    SamplingParams,
+    TokenDelta,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -249,6 +255,43 @@ def test_a_preempted_sequence_resumes_with_its_output():
     bench.run()
     assert bench.ends[victim, 0].completion_tokens == 9
     assert bench.ends[victim, 0].preemptions == 1
+
+
+def test_a_request_that_asks_is_told_what_took_its_time():
+    bench = Bench(max_batch_tokens=4, max_sequences=2)
+    bench.now = 10.0
+    bench.submit(request(6, max_tokens=2, trace=True))
+    bench.submit(request([1] * 6, max_tokens=2))
+    bench.run()
+    asked, silent = (
+        next(delta.started for delta in bench.deltas if delta.handle == handle and delta.started)
+        for handle in (1, 2)
+    )
+    assert [(p.name, p.start, p.end, p.tokens) for p in asked.phases] == [
+        ("chunk", 1.0, 1.0, 4),
+        ("chunk", 2.0, 2.0, 2),
+    ]
+    assert silent.phases == ()
+    assert [end.phases for end in bench.ends.values()] == [(), ()]
+
+
+def test_a_request_that_asks_is_told_when_it_was_without_blocks():
+    bench = Bench(blocks=4, cache=False)
+    bench.submit(request([1] * 3, max_tokens=12, trace=True))
+    victim = bench.submit(request([2] * 3, max_tokens=9, trace=True))
+    bench.run()
+    assert [p.name for p in bench.ends[victim, 0].phases] == ["preempted"]
+    (without,) = bench.ends[victim, 0].phases
+    assert 0 < without.start < without.end
+    assert bench.ends[1, 0].phases == ()
+
+
+def test_no_more_phases_are_told_than_a_report_may_have():
+    bench = Bench(max_batch_tokens=2, max_sequences=2)
+    bench.submit(request([1] * 60, max_tokens=1, trace=True))
+    bench.run()
+    (started,) = (delta.started for delta in bench.deltas if delta.started)
+    assert len(started.phases) == MAX_WORKER_PHASES
 
 
 def test_nothing_is_admitted_in_the_step_of_a_preemption():

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pdserve.messages.engine import EngineSpec
-    from pdserve.messages.request import TokenDelta
+    from pdserve.messages.request import FirstTokenStats, TokenDelta
     from pdserve.runtime.node import Node
     from tests.runtime.cluster import Cluster
 
@@ -83,6 +83,7 @@ class Sink:
         self.tokens: dict[int, list[int]] = {}
         self.finished = 0
         self.where: list[str] = []
+        self.started: list[FirstTokenStats] = []
         self.error: Exception | None = None
         self.received = 0
 
@@ -91,6 +92,7 @@ class Sink:
         self.finished += delta.finish is not None
         if delta.started is not None:
             self.where.append(delta.started.prefill)
+            self.started.append(delta.started)
             self.received = delta.started.received_tokens
 
     def on_error(self, error: Exception) -> None:
@@ -173,6 +175,31 @@ async def test_tokens_are_those_of_one_worker() -> None:
         assert whole.d.stats().received_tokens == sum(
             (17, 23, 24, 25, 31, 32, 33, 63, 64, 65, 100, 150)
         )
+        await whole.close()
+
+
+@virtually
+async def test_a_request_that_asks_is_told_how_its_prompt_came() -> None:
+    async with cluster() as nodes:
+        whole = Whole(nodes)
+        await whole.begin("p")
+        sink = await whole.ask(asked("traced", [9] * 45, trace=True))
+        (started,) = sink.started
+        assert [phase.name for phase in started.phases] == [
+            "handoff_queue",
+            "handoff_open",
+            "handoff_fill",
+            "handoff_activate",
+        ]
+        ends = [phase.end for phase in started.phases]
+        assert [phase.start for phase in started.phases[1:]] == ends[:-1]
+        fill = started.phases[2]
+        assert (fill.node, fill.backend, fill.attempt, fill.tokens) == ("p", "fake", 1, 45)
+        assert fill.end > fill.start
+        silent = await whole.ask(asked("silent", [8] * 45))
+        assert silent.started[0].phases == ()
+        local = await whole.ask(asked("local", [4] * 16, trace=True))
+        assert [phase.name for phase in local.started[0].phases] == ["chunk"]
         await whole.close()
 
 

@@ -157,6 +157,9 @@ def _agrees(account: TrackedRequest, prompt: PromptPhases) -> Iterator[str]:
     if whole and account.enough is None and len(finished) != 1:
         yield f"its attempts ended so: {ends}"
     yield from _one_after_another(prompt)
+    for attempt in prompt.attempts:
+        if attempt.started is not None and bool(attempt.started.phases) != prompt.traced:
+            yield f"it is traced: {prompt.traced}; its worker tells {attempt.started.phases}"
     begun = [attempt for attempt in prompt.attempts if attempt.first]
     if len(finished) > 1 or finished not in ([], begun[-1:]) or (finished and account.error):
         yield f"an attempt of it has finished: {ends}"
