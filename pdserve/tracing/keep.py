@@ -1,8 +1,8 @@
 """Decides which traces are kept: by the caller's wish, by lot, or for what happened.
 
-`reasons` is the rule, a pure function of what is known at a request's end. `early_reasons` is its
-part that is known at the beginning. Two token buckets bound how many traces are kept: one for all,
-and one for those that only callers ask for.
+`tail_reasons` is the rule for what happened, a pure function of what is known at a request's end.
+Token buckets bound how many traces are kept: one for all, and one for those that only callers ask
+for. `tracer.py` joins them.
 """
 
 from __future__ import annotations

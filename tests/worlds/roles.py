@@ -25,9 +25,9 @@ from pdserve.router.node import RouterNode
 from pdserve.runtime.hash_secret import HashSecrets
 from pdserve.sim.virtual_model import VirtualModel
 from pdserve.testing.scripted import ENGINE
-from pdserve.tracing.delivery import SpanQueue
-from pdserve.tracing.keep import TraceRules
+from pdserve.tracing.export.delivery import SpanQueue
 from pdserve.tracing.ring import TraceRing
+from pdserve.tracing.rules import TraceRules
 from pdserve.tracing.sink import TraceSinks
 from pdserve.tracing.tracer import Tracer
 from pdserve.worker.config import WorkerConfig

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.tracing.keep import TraceRules
+from pdserve.tracing.rules import TraceRules
 from tests.worlds.batch import BatchResult, run_blocks, total
 from tests.worlds.faults import KINDS, Fault
 from tests.worlds.handoff_scenarios import draw_handoffs
