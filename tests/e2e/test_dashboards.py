@@ -107,12 +107,18 @@ class Cluster:
         self.decode.core().send_signal(signal.SIGKILL)
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
+@pytest.fixture(
+    params=[
+        # The bundled model without computing it: a third of the processor's time.
+        pytest.param(("--engine=sim", "--engine-option=content=on"), id="sim"),
+        pytest.param((), id="torch", marks=pytest.mark.long),
+    ]
+)
+def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
     program("prometheus")
     home = {"XDG_CONFIG_HOME": str(tmp_path)}
     probes = "--metrics-port=0"
-    kept = ("--threads=1", "--kv-memory=64MiB", "--max-sequences=4", probes)
+    kept = ("--threads=1", "--kv-memory=64MiB", "--max-sequences=4", probes, *request.param)
     port = free_port()
     slo = ("--slo-ttft=50ms", "--slo-itl=1s")
     with Server(None, "--role=router", "--listen=127.0.0.1:0", probes, **home) as router:
