@@ -85,6 +85,7 @@ def test_routers_know_exactly_what_vllm_holds(rng: random.Random) -> None:
         assert router.parents[name] != name
 
 
+@pytest.mark.timeout(400)  # a long run has 2,000 examples: 20 s of an idle core
 @given(st.randoms(use_true_random=False))
 def test_nothing_is_kept_of_blocks_that_are_gone(rng: random.Random) -> None:
     names, pool, router = make(), VllmPool(rng, SIZE), Router()
