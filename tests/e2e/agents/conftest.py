@@ -16,6 +16,7 @@ import pytest
 
 from tests.e2e.agents.actor import ENGINE
 from tests.e2e.agents.scene import ROOT, Scene, ServerInside
+from tests.e2e.agents.terminal import Terminal
 from tests.e2e.clients.snippets import MODEL, PORT
 from tests.e2e.model import MARKERS, THINKS, write_model
 
@@ -77,6 +78,11 @@ class Stage(Scene):
     def agent(self, *command: str, **environ: str) -> subprocess.Popen[str]:
         """An agent at work in the folder. Its exit status is the caller's business."""
         return self.start(command, self.work, environ)
+
+    def terminal(self, *command: str, **environ: str) -> Terminal:
+        """An agent that is used in a terminal."""
+        home = {"HOME": str(self.work)}
+        return Terminal([*self.inside, *command], self.work, home | environ)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tests.e2e.server import PATIENCE, Server
 from tests.support.metrics_page import find
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 ROOT = Path(tests.__path__[0]).parent
 _ASK = f"""
@@ -88,6 +88,14 @@ class Scene:
                 return
             assert time.monotonic() < end, f"{_cancelled(now)} cancelled, of {cancelled}; {held}"
 
+    def wait_for_answer(self, runs: Callable[[], bool]) -> None:
+        """Until the server is in the middle of an answer to a program, which `runs`."""
+        end = time.monotonic() + PATIENCE
+        begun = self.tokens
+        while self.tokens < begun + 100:
+            assert time.monotonic() < end, "there is no answer"
+            assert runs(), "the program has ended"
+
     def chat(self, text: str) -> Any:
         """What the server answers to one message."""
         body = {"model": MODEL, "messages": [{"role": "user", "content": text}]}
@@ -117,12 +125,8 @@ class Scene:
     def interrupt_in_the_answer(self, running: subprocess.Popen[str]) -> str:
         """Interrupts a program, as Ctrl-C in a terminal does, when its answer has begun. Returns
         what it said."""
-        end = time.monotonic() + PATIENCE
-        begun = self.tokens
         try:
-            while self.tokens < begun + 100:
-                assert time.monotonic() < end, "there is no answer"
-                assert running.poll() is None, "the program has ended"
+            self.wait_for_answer(lambda: running.poll() is None)
             os.killpg(running.pid, signal.SIGINT)
         finally:
             said = finished(running)
@@ -140,7 +144,7 @@ def finished(running: subprocess.Popen[str]) -> str:
     return said
 
 
-def kill(running: subprocess.Popen[str]) -> None:
+def kill(running: subprocess.Popen[Any]) -> None:
     """Ends a program that takes too long, which ends its output."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(running.pid, signal.SIGKILL)

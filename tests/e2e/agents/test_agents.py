@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.agents.conftest import Stage, program
 from tests.e2e.agents.scene import finished
+from tests.e2e.agents.terminal import ESCAPE, Terminal
 from tests.e2e.clients.snippets import environ, snippet
 
 if TYPE_CHECKING:
@@ -52,22 +53,30 @@ def script(tool: str) -> list[dict[str, str]]:
     ]
 
 
+CLAUDE = environ("Claude Code") | {
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    "DISABLE_TELEMETRY": "1",
+    "IS_SANDBOX": "1",
+}
+
+
 def start_claude(stage: Stage, prompt: str) -> subprocess.Popen[str]:
     return stage.agent(
         *(str(program("claude")), "-p", prompt),
         *("--output-format", "stream-json", "--verbose", "--dangerously-skip-permissions"),
-        **environ("Claude Code"),
-        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
-        DISABLE_TELEMETRY="1",
-        IS_SANDBOX="1",
+        **CLAUDE,
     )
 
 
-def start_codex(stage: Stage, prompt: str, *more: str) -> subprocess.Popen[str]:
-    """The page's length of the context is left out: `more` may have another."""
+def configure_codex(stage: Stage, more: str = "") -> None:
+    """Write the page's configuration without the context's length."""
     config = snippet("Codex", "toml")
     length = next(line for line in config.splitlines() if line.startswith("model_context_window"))
-    (stage.work / "config.toml").write_text(config.replace(length, ""))
+    (stage.work / "config.toml").write_text(config.replace(length, "") + more)
+
+
+def start_codex(stage: Stage, prompt: str, *more: str) -> subprocess.Popen[str]:
+    configure_codex(stage)
     retries = [f"model_providers.pdserve.{kind}_max_retries=0" for kind in ("request", "stream")]
     return stage.agent(
         *(str(program("codex")), "exec", "--json", "--skip-git-repo-check"),
@@ -77,6 +86,22 @@ def start_codex(stage: Stage, prompt: str, *more: str) -> subprocess.Popen[str]:
         CODEX_HOME=str(stage.work),
         **environ("Codex"),
     )
+
+
+def claude_terminal(stage: Stage) -> Terminal:
+    """Claude Code, which was used before in this folder."""
+    known = {str(stage.work): {"hasTrustDialogAccepted": True}}
+    key = {"approved": [CLAUDE["ANTHROPIC_API_KEY"]], "rejected": []}
+    settings = {"hasCompletedOnboarding": True, "theme": "dark", "projects": known}
+    settings |= {"customApiKeyResponses": key}
+    (stage.work / ".claude.json").write_text(json.dumps(settings))
+    return stage.terminal(str(program("claude")), **CLAUDE)
+
+
+def codex_terminal(stage: Stage) -> Terminal:
+    """Codex, which was used before in this folder."""
+    configure_codex(stage, f'\n[projects."{stage.work}"]\ntrust_level = "trusted"\n')
+    return stage.terminal(str(program("codex")), CODEX_HOME=str(stage.work), **environ("Codex"))
 
 
 def events(said: str) -> list[dict[str, Any]]:
@@ -158,3 +183,30 @@ def test_an_agent_that_is_interrupted_frees_its_request(
     acting.wait_until_free(1)
     assert acting.tokens < len(STORY.split())
     assert acting.chat("anything") == IDLE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "begin", "ready"),
+    [("claude", claude_terminal, "❯"), ("codex", codex_terminal, "Ask Codex")],
+)
+def test_escape_in_a_terminal_frees_the_request_and_the_agent_goes_on(
+    stage: Callable[..., Stage], name: str, begin: Callable[[Stage], Terminal], ready: str
+) -> None:
+    """The agent's process lives on: it has to hang up by itself. Codex asks for a title besides."""
+    program(name)
+    said = [
+        {"if": "single-line task title", "say": "Tell a story"},
+        {"if": "once more", "say": "Thereafter."},
+    ]
+    acting = stage([*said, *script("")], PLENTY, STEP_MS)
+    with begin(acting) as terminal:
+        terminal.wait_for(ready)
+        terminal.enter("STORY, please")
+        acting.wait_for_answer(lambda: terminal.runs)
+        terminal.type(ESCAPE)
+        terminal.wait_for("nterrupted")
+        acting.wait_until_free(1)
+        assert acting.tokens < len(STORY.split())
+        terminal.enter("Tell it once more")
+        terminal.wait_for("Thereafter")
