@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from pdserve.text.output_parts import OutputParser
 
+pytestmark = pytest.mark.timeout(600 if is_long() else 60)
 EVERY = [(name, sample) for name in FORMATS for sample in CORPORA[name].SAMPLES]
 DRAWN = [(name, sample) for name, sample in EVERY if name in SLICE]
 every_sample = pytest.mark.parametrize(
@@ -216,7 +217,7 @@ def slipped(data: st.DataObject, text: str) -> str:
 
 
 @seed(SEED)
-@settings(max_examples=EXAMPLES * 4, deadline=None, database=None)
+@settings(max_examples=EXAMPLES * 2, deadline=None, database=None)
 @given(st.data())
 @pytest.mark.parametrize("name", SLICE)
 def test_a_complete_call_has_valid_arguments_whatever_the_model_wrote(
