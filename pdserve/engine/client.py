@@ -222,6 +222,11 @@ class CoreClient:
         return self._restarts.total
 
     @property
+    def pid(self) -> int | None:
+        """The id of the core's process; None: it has none at the moment."""
+        return None if self._life is None else self._life.pid
+
+    @property
     def stalled_for(self) -> Seconds:
         """Seconds without progress although the core has work; 0 while it makes progress."""
         return 0.0 if self._life is None else self._life.stalled_for

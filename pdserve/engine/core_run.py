@@ -165,6 +165,11 @@ class CoreRun:
         return EngineStalled(f"the engine stalled for {self._stall.age:.3g} s in {seen.what}")
 
     @property
+    def pid(self) -> int | None:
+        """The id of the core's process."""
+        return self._launcher.pid
+
+    @property
     def stalled_for(self) -> Seconds:
         """Seconds without progress although the core has work; 0 while it makes progress."""
         return self._stall.age

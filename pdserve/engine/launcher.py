@@ -29,6 +29,12 @@ class CoreLauncher(Protocol):
         """The core's heartbeat; None before `launch`. It stays readable after the core's end."""
         ...
 
+    @property
+    def pid(self) -> int | None:
+        """The id of the process that the core runs in; None before `launch`, or if it is this
+        one."""
+        ...
+
     async def launch(self) -> socket.socket:
         """Start the core; returns the node's end of its socket, which the caller owns. Raises
         `OSError`. Called once.

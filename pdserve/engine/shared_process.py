@@ -88,6 +88,10 @@ class _Place:
         generation = self._generation
         return None if generation is None else generation.process.pages[self._member]
 
+    @property
+    def pid(self) -> int | None:
+        return None if self._generation is None else self._generation.process.pid
+
     async def launch(self) -> socket.socket:
         self._generation, ours = await self._shared.join(self._member)
         return ours

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Final, Literal
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["ENGINE_LABELS", "ENGINE_METRICS", "EngineMetric", "EngineSample", "merge_by_labels"]
+__all__ = [
+    "ENGINE_LABELS",
+    "ENGINE_METRICS",
+    "ENGINE_PROCESS_METRICS",
+    "EngineMetric",
+    "EngineSample",
+    "merge_by_labels",
+    "one_by_process",
+    "sum_by_labels",
+]
 
 ENGINE_LABELS: Final = ("model", "mode")
 
@@ -47,6 +56,11 @@ class EngineSample:
     failed_loads: int = 0
     images: int = 0
     images_unexpected: int = 0
+    pid: int | None = None
+    """The engine's process; None: it has none of its own."""
+    memory: int = 0
+    """Of that process, as in `ProcessUsage`."""
+    cpu: float = 0.0
 
     @property
     def kv_usage(self) -> float:
@@ -63,9 +77,8 @@ def merge_by_labels(samples: Iterable[EngineSample]) -> list[EngineSample]:
     return list(merged.values())
 
 
-_NUMBERS: Final = tuple(
-    one.name for one in fields(EngineSample) if one.name not in (*ENGINE_LABELS, "ready")
-)
+_OTHERS: Final = (*ENGINE_LABELS, "ready", "pid", "memory", "cpu")
+_NUMBERS: Final = tuple(one.name for one in fields(EngineSample) if one.name not in _OTHERS)
 
 
 def _sum(one: EngineSample, other: EngineSample) -> EngineSample:
@@ -73,6 +86,33 @@ def _sum(one: EngineSample, other: EngineSample) -> EngineSample:
     sums["stalled_for"] = max(one.stalled_for, other.stalled_for)
     sums["block_tokens"] = max(one.block_tokens, other.block_tokens)
     return replace(one, ready=one.ready and other.ready, **sums)
+
+
+def one_by_process(samples: Iterable[EngineSample]) -> list[EngineSample]:
+    """One sample for each engine process, for its memory and CPU time. Its mode names all that it
+    does, as in `decode+prefill`."""
+    found: dict[int, EngineSample] = {}
+    for sample in samples:
+        if sample.pid is None:
+            continue
+        known = found.get(sample.pid)
+        if known is None:
+            found[sample.pid] = sample
+        elif sample.mode not in known.mode.split("+"):
+            mode = "+".join(sorted([*known.mode.split("+"), sample.mode]))
+            found[sample.pid] = replace(known, mode=mode)
+    return list(found.values())
+
+
+def sum_by_labels(
+    samples: Iterable[EngineSample], read: Callable[[EngineSample], float]
+) -> dict[tuple[str, str], float]:
+    """Sums of a number by model and mode."""
+    sums: dict[tuple[str, str], float] = {}
+    for sample in samples:
+        key = (sample.model, sample.mode)
+        sums[key] = sums.get(key, 0.0) + read(sample)
+    return sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +248,20 @@ ENGINE_METRICS = (
     ),
 )
 """All metrics of engines, in the order of `docs/metrics.md`."""
+
+ENGINE_PROCESS_METRICS = (
+    EngineMetric(
+        "engine_process_resident_memory_bytes",
+        "gauge",
+        "Resident memory of the engine's process and of those that it has started. The mode names "
+        "all that it does, as in decode+prefill.",
+        lambda s: s.memory,
+    ),
+    EngineMetric(
+        "engine_process_cpu_seconds_total",
+        "counter",
+        "CPU time of these processes; begins anew when the engine restarts.",
+        lambda s: s.cpu,
+    ),
+)
+"""Metrics of engine processes; several engines may share one."""

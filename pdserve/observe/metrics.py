@@ -22,7 +22,14 @@ from pdserve.errors import (
     RequestError,
     Unavailable,
 )
-from pdserve.observe.engine_metrics import ENGINE_LABELS, ENGINE_METRICS, merge_by_labels
+from pdserve.observe.engine_metrics import (
+    ENGINE_LABELS,
+    ENGINE_METRICS,
+    ENGINE_PROCESS_METRICS,
+    merge_by_labels,
+    one_by_process,
+    sum_by_labels,
+)
 from pdserve.observe.exposition import ScrapedFamily, ScrapedSeries
 from pdserve.observe.instruments import OTHER, Counter, Family, Gauge, Histogram
 from pdserve.observe.node_metrics import NODE_METRICS, merge_by_role
@@ -115,6 +122,10 @@ _ENGINE = tuple(
         metric.read,
     )
     for metric in ENGINE_METRICS
+)
+_ENGINE_PROCESS = tuple(
+    (Definition(f"pdserve_{one.name}", one.kind, one.help, "worker", ENGINE_LABELS), one.read)
+    for one in ENGINE_PROCESS_METRICS
 )
 _NODE = tuple(
     (
@@ -654,16 +665,25 @@ class Metrics(Instruments):
         """Export what `read` reports of one node of this process. Quick, no raise."""
         self._nodes.append(read)
 
+    @property
+    def engine_memory(self) -> int:
+        """Resident memory of this process's engine processes, in bytes."""
+        return sum(one.memory for one in one_by_process(read() for read in self._engines))
+
     # ------------------------------------------------------------------ scraping
 
     def families(self) -> list[ScrapedFamily]:
         """Everything that a scrape of this process shows, its memory and CPU time included."""
         made = _process_families()
         made += [_family(one, getattr(self, name)) for name, one in _INSTRUMENTS.items()]
-        engines = merge_by_labels(read() for read in self._engines)
+        read = [engine() for engine in self._engines]
+        engines, processes = merge_by_labels(read), one_by_process(read)
         for definition, value in _ENGINE if engines else ():
             series = [ScrapedSeries((one.model, one.mode), value(one)) for one in engines]
             made.append(_empty(definition, series))
+        for definition, value in _ENGINE_PROCESS if processes else ():
+            sums = sum_by_labels(processes, value)
+            made.append(_empty(definition, [ScrapedSeries(*each) for each in sums.items()]))
         samples = merge_by_role(read() for read in self._nodes)
         for definition, attribute in _NODE:
             series = [
@@ -682,7 +702,7 @@ class Metrics(Instruments):
     @staticmethod
     def definitions() -> tuple[Definition, ...]:
         """All metrics, for the documentation."""
-        sampled = (*_ENGINE, *_NODE)
+        sampled = (*_ENGINE, *_ENGINE_PROCESS, *_NODE)
         return (*_INSTRUMENTS.values(), *(definition for definition, _ in sampled))
 
 

@@ -109,6 +109,7 @@ class VirtualTimeEngine:
         self.restarts = 0
         self.stalls = 0
         self.stalled_for: Seconds = 0.0
+        self.pid: int | None = None
         self.capabilities: EngineCapabilities | None = None
         self.leaked = 0
         """Blocks that closed cores could not account for."""

@@ -32,6 +32,7 @@ class ThreadLauncher:
         self._thread: threading.Thread | None = None
         self._ended: asyncio.Event | None = None
         self.page: HeartbeatPage | None = None
+        self.pid: int | None = None
         self._status = 0
         self._ours: socket.socket | None = None
 

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec.structs import replace
 
 from pdserve.blocks.hashing import hash_secret_id
+from pdserve.clock import SystemClock
 from pdserve.engine.port import Engine, EngineState
 from pdserve.errors import Draining, NotReady
+from pdserve.limits.process_usage import UsageReader
 from pdserve.messages.engine import EngineSpec
 from pdserve.messages.lora import LoraSummary
 from pdserve.observe.engine_metrics import EngineSample
@@ -66,6 +68,11 @@ class SupervisedEngine(Engine, Protocol):
         """Seconds without progress although there was work to do."""
         ...
 
+    @property
+    def pid(self) -> int | None:
+        """The id of its process; None: it has none, or none of its own."""
+        ...
+
     def set_model(self, path: str, loras: tuple[LoraAdapter, ...] = ()) -> None:
         """Load the model in this directory, and these adapters; before `start`, if its spec names
         none."""
@@ -100,6 +107,7 @@ class WorkerService:
         self._model_name = config.served_model_name[0] if config.served_model_name else ""
         self._draining = False
         self._totals = CumulativeStats()
+        self._usage = UsageReader(SystemClock().now)
         self._watcher: asyncio.Task[None] | None = None
         self._engine_begun = False
         """The engine's `start` was called."""
@@ -259,6 +267,7 @@ class WorkerService:
         self._totals.note(self.engine.stats())
         stats = self._totals.snapshot()
         engine = self.engine
+        usage = self._usage.read(engine.pid)
         return EngineSample(
             model=self._model_name,
             mode=self.config.mode,
@@ -284,4 +293,7 @@ class WorkerService:
             restarts=engine.restarts,
             stalls=engine.stalls,
             stalled_for=engine.stalled_for,
+            pid=engine.pid,
+            memory=usage.memory,
+            cpu=usage.cpu,
         )

@@ -101,6 +101,26 @@ def test_the_second_listener_serves_probes_and_nothing_else(server):
     assert server.get("/health", port)[1]["status"] == "ok"
     assert find(server.get("/metrics", port)[1], "pdserve_engine_ready") == 2
     assert server.get("/v1/models", port)[0] == 404
+    assert server.get("/metrics?names=sglang", port)[0] == 400
+
+
+def test_both_listeners_have_vllms_names(server):
+    assert ask(server, KEY)[0] == 200
+    for port in (None, int(server.wait_for_line(r"probes at http://\S+:(\d+)")[1])):
+        page = server.get("/metrics?names=vllm", *(() if port is None else (port,)))[1]
+        assert find(page, 'vllm:num_requests_running{engine="0",model_name="tiny"}') == 0
+        assert (find(page, 'vllm:e2e_request_latency_seconds_count{engine="0"}') or 0) >= 1
+        assert find(page, "pdserve_engine_ready") is None
+
+
+def test_the_memory_of_the_engine_is_told(server):
+    engine = psutil.Process(server.core().pid).memory_info().rss
+    page = server.get("/metrics")[1]
+    told = find(page, "pdserve_engine_process_resident_memory_bytes")
+    assert told == pytest.approx(engine, rel=0.2)
+    assert (find(page, "pdserve_engine_process_cpu_seconds_total") or 0) > 0
+    own = psutil.Process(server.process.pid).memory_info().rss
+    assert server.get("/health")[1]["memory_bytes"] == pytest.approx(own + engine, rel=0.2)
 
 
 def test_keys_are_read_again_on_a_hangup(server, keys):

@@ -42,6 +42,7 @@ class PlayedCarrier:
     def __init__(self) -> None:
         self.core: socket.socket | None = None
         self.page = HeartbeatPage.in_memory()
+        self.pid: int | None = None
         self.kills = 0
         self.immortal = False
         self.refuse: OSError | None = None

@@ -26,6 +26,7 @@ class FakeEngine:
         self.restarts = 0
         self.stalls = 0
         self.stalled_for = 0.0
+        self.pid = None
         self.capabilities = None
         self.reported = EngineStats()
         self.stopped = 0

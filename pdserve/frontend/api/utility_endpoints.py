@@ -6,8 +6,6 @@ text pool with it.
 
 from __future__ import annotations
 
-import os
-import resource
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -23,6 +21,7 @@ from pdserve.frontend.preprocess.input_processor import (
     check_chars_to_count,
 )
 from pdserve.frontend.preprocess.sampling import check_prompt_tokens
+from pdserve.limits.process_usage import own_memory
 from pdserve.observe.scrapes import ScrapeForm
 from pdserve.protocols.anthropic_messages import messages_model, messages_models
 from pdserve.protocols.completion_responses import (
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.dispatch.backend import Backend
     from pdserve.frontend.http.body_reader import RequestBody
     from pdserve.frontend.http.http_request import HttpRequest
-    from pdserve.ids import Bytes, Seconds
+    from pdserve.ids import Seconds
     from pdserve.observe.metrics import Metrics
     from pdserve.observe.scrapes import ScrapeHandler
     from pdserve.protocols.completion_requests import TokenizeRequest
@@ -74,6 +73,7 @@ class UtilityEndpoints:
         self._pool = pool
         self._active_requests = active_requests
         self._unknown = UnknownFields(metrics)
+        self._metrics = metrics
         self._time = time
         self._started = time()
         self._degraded = degraded
@@ -168,7 +168,7 @@ class UtilityEndpoints:
             version=__version__,
             uptime_seconds=round(self._time() - self._started, 3),
             active_requests=len(self._active_requests.active),
-            memory_bytes=resident_memory(),
+            memory_bytes=own_memory() + self._metrics.engine_memory,
             degraded=dict(self._degraded),
         )
         reply = _json(call, answer, 200 if status == "ok" else 503)
@@ -217,12 +217,3 @@ class UtilityEndpoints:
 
 def _json(call: HttpRequest, answer: msgspec.Struct, status: int = 200) -> HttpResponse:
     return HttpResponse(status, _encode(answer), headers=call.headers)
-
-
-def resident_memory() -> Bytes:
-    """Resident memory of this process in bytes; its peak where the system reports nothing else."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
