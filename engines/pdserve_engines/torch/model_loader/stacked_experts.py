@@ -1,8 +1,8 @@
 """Reads experts that a checkpoint stores as one tensor for all of a layer: GPT-OSS and Qwen3-VL.
 
-The forward pass wants each matrix by itself, as [out_features, in_features], the layout of PyTorch's
-`Linear`. Experts are read one at a time, since the weights of a layer may be a large part of the
-model.
+The forward pass wants each matrix by itself, as [out_features, in_features], the layout of
+PyTorch's `Linear`. Experts are read one at a time, since the weights of a layer may be a large part
+of the model.
 """
 
 from __future__ import annotations
