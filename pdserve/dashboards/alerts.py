@@ -167,23 +167,20 @@ def _worker_alerts(promise: Promise) -> tuple[Alert, ...]:
         ),
         Alert(
             name="PdserveHeldWhileIdle",
-            expr="sum by (cluster) (pdserve_router_held) > 0\n"
-            "and on (cluster) (min by (cluster) ((pdserve_num_requests_running"
+            expr="sum by (cluster, model) (min_over_time(pdserve_num_requests_held[1m])) > 0\n"
+            "and on (cluster, model) min by (cluster, model) ((pdserve_num_requests_running"
             '{mode!="prefill"}\n'
             '  + pdserve_num_requests_waiting{mode!="prefill"}) and pdserve_engine_ready == 1)'
-            " == 0)\n"
-            "and on (cluster) (count by (cluster) (count by (cluster, model) "
-            "(pdserve_engine_ready)) == 1)",
+            " == 0",
             hold="2m",
             severity="ticket",
-            summary="requests wait in a router while a worker is idle",
-            description="Routers hold {{ $value }} requests and a worker that is ready has none. "
-            "Looked at in clusters of one model only.",
+            summary="{{ $labels.model }}: requests wait for a worker while one is idle",
+            description="{{ $value }} requests have no worker, and a worker of the model that is "
+            "ready has no request.",
             operands=(
-                "sum by (cluster) (pdserve_router_held)",
+                "sum by (cluster, model) (min_over_time(pdserve_num_requests_held[1m]))",
                 '(pdserve_num_requests_running{mode!="prefill"} '
                 '+ pdserve_num_requests_waiting{mode!="prefill"}) and pdserve_engine_ready == 1',
-                "count by (cluster) (count by (cluster, model) (pdserve_engine_ready))",
             ),
         ),
         Alert(

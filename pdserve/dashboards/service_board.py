@@ -127,11 +127,11 @@ _TRAFFIC: Final = Row(
         ),
         Panel(
             "In flight",
-            "Requests being answered, and of these the ones that wait in a router for a worker.",
+            "Requests being answered, and of these the prompts that have no worker yet.",
             "short",
             (
                 Query("sum(pdserve_http_requests_in_flight{CLUSTER})", "answered"),
-                Query("sum(pdserve_router_held{CLUSTER})", "held"),
+                Query("sum(pdserve_num_requests_held{MODEL})", "held"),
             ),
         ),
         Panel(

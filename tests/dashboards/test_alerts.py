@@ -193,7 +193,7 @@ CASES = (
         "one worker idles",
         True,
         5,
-        gauge("router_held", "3x20", role="router")
+        gauge("num_requests_held", "3x20", model="m")
         | (ready("1x20") | load("0x20", "0x20"))
         | (ready("1x20", "b") | load("9x20", "2x20", "b")),
     ),
@@ -202,14 +202,14 @@ CASES = (
         "all work",
         False,
         9,
-        gauge("router_held", "3x20", role="router") | ready("1x20") | load("4x20", "0x20"),
+        gauge("num_requests_held", "3x20", model="m") | ready("1x20") | load("4x20", "0x20"),
     ),
     Case(
         "PdserveHeldWhileIdle",
         "the idle one is not ready",
         False,
         9,
-        gauge("router_held", "3x20", role="router")
+        gauge("num_requests_held", "3x20", model="m")
         | (ready("0x20") | load("0x20", "0x20"))
         | (ready("1x20", "b") | load("9x20", "2x20", "b")),
     ),
@@ -218,16 +218,18 @@ CASES = (
         "another model's worker idles",
         False,
         9,
-        gauge("router_held", "3x20", role="router")
+        gauge("num_requests_held", "3x20", model="m")
         | (ready("1x20", model="n") | load("0x20", "0x20"))
         | (ready("1x20", "b") | load("9x20", "2x20", "b")),
     ),
     Case(
         "PdserveHeldWhileIdle",
-        "nothing waits",
+        "each finds a worker at once",
         False,
         9,
-        gauge("router_held", "0x20", role="router") | ready("1x20") | load("0x20", "0x20"),
+        gauge("num_requests_held", "0 1 0 2 0 1 0x20", model="m")
+        | ready("1x20")
+        | load("0x20", "0x20"),
     ),
     Case("PdservePrefillBacklog", "five seconds", True, 6, queue("50000x20", "0+600000x20")),
     Case("PdservePrefillBacklog", "nothing is computed", True, 6, queue("50000x20", "7x20")),

@@ -47,8 +47,20 @@ SEEN = (
     "pdserve_router_prediction_ratio",
     "rate(pdserve_trace_spans_dropped_total[1m])",
     "pdserve:error_budget",
+    'vllm:request_success_total{finished_reason="stop"}',
 )
 """What must have happened before the expressions are computed."""
+VLLM_HISTOGRAMS = (
+    *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+    *("request_time_per_output_token_seconds", "request_queue_time_seconds"),
+    *("request_prefill_time_seconds", "request_decode_time_seconds"),
+    *("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens"),
+)
+VLLM_COUNTERS = (
+    *("prompt_tokens_total", "generation_tokens_total", "request_success_total"),
+    *("num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total"),
+)
+VLLM_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 MAY_BE_UNDEFINED = (
     "pdserve_prefill_queue_tokens",  # over tokens per second: 0/0 where no prefill worker works
 )
@@ -104,6 +116,8 @@ class Cluster:
         """What else clients do, and an engine that dies."""
         assert self.post("/v1/completions", {"model": "bundled", "prompt": "x", "n": -1}) == 400
         assert self.post("/v1/completions", {"model": "nobody", "prompt": "x"}) == 404
+        stops = {"stop": list("aeinot"), "max_tokens": 400}
+        assert self.post("/v1/completions", {"model": "bundled", "prompt": "x"} | stops) == 200
         self.decode.core().send_signal(signal.SIGKILL)
 
 
@@ -124,16 +138,13 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
     with Server(None, "--role=router", "--listen=127.0.0.1:0", probes, **home) as router:
         join = "--join=" + router.wait_for_line(r"router \S+ at (\S+)")[1]
         worker = ("--role=worker", join, *kept)
+        flags = (join, *slo, f"--otlp-endpoint=http://127.0.0.1:{port}")
         with (
             Server(None, *worker, "--mode=prefill", **home) as prefill,
             Server(None, *worker, "--mode=decode", "--disagg-min-tokens=64", **home) as decode,
             # Without the native extension: something is degraded.
             # And no Prometheus takes traces: spans are dropped.
-            Server(
-                *(None, "--role=frontend", join, *slo, f"--otlp-endpoint=http://127.0.0.1:{port}"),
-                PDSERVE_PURE="1",
-                **home,
-            ) as front,
+            Server(None, "--role=frontend", *flags, PDSERVE_PURE="1", **home) as front,
         ):
             for server in (prefill, decode, front):
                 server.wait_for_line("ready: ")
@@ -166,7 +177,13 @@ def configured(folder: Path, targets: list[str], port: int) -> Iterator[Promethe
     """A Prometheus with the command's own files, but quicker."""
     flags = [flag for target in targets for flag in ("--target", target)]
     assert main(["dashboards", "--out", str(folder), *flags]) == 0
-    with hurried(folder / "prometheus.yml", port) as prometheus:
+    config = folder / "prometheus.yml"
+    settings = yaml.safe_load(config.read_text())
+    (job,) = yaml_of("vLLM's names")[0]["scrape_configs"]
+    job["static_configs"] = [{"targets": targets}]
+    settings["scrape_configs"].append(job)
+    config.write_text(yaml.safe_dump(settings))
+    with hurried(config, port) as prometheus:
         yield prometheus
 
 
@@ -176,6 +193,33 @@ def hurried(config: Path, port: int) -> Iterator[Prometheus]:
     config.write_text(config.read_text().replace("15s", "500ms"))
     with Prometheus(config, port) as prometheus:
         yield prometheus
+
+
+def vllm_expressions() -> Iterator[str]:
+    """What programs made for vLLM ask: its board, autoscalers, gateways of llm-d and AIBrix."""
+    model = 'model_name="bundled"'
+    for name in VLLM_HISTOGRAMS:
+        rate = f"rate(vllm:{name}_bucket{{{model}}}[{WINDOW}])"
+        yield f"histogram_quantile(0.95, sum by (le) ({rate}))"
+        mean = [f"sum(rate(vllm:{name}_{end}{{{model}}}[{WINDOW}]))" for end in ("sum", "count")]
+        yield " / ".join(mean)
+    for name in VLLM_COUNTERS:
+        yield f"sum(rate(vllm:{name}{{{model}}}[{WINDOW}]))"
+    for name in VLLM_GAUGES:
+        yield f'vllm:{name}{{{model}, engine="0"}}'
+    for reason in ("stop", "length", "abort"):
+        yield f'vllm:request_success_total{{{model}, finished_reason="{reason}"}}'
+    yield str(trigger()["query"])
+
+
+def yaml_of(title: str) -> list[Any]:
+    """The YAML below a heading of docs/observability.md, by block."""
+    return [yaml.safe_load("\n".join(block)) for block in shells(title)]
+
+
+def trigger() -> dict[str, Any]:
+    (found,) = yaml_of("vLLM's names")[1]["triggers"]
+    return dict(found["metadata"])
 
 
 def shells(title: str) -> list[list[str]]:
@@ -214,7 +258,7 @@ def in_test(expr: str) -> str:
 @pytest.mark.timeout(240)
 def test_every_expression_has_a_value(prometheus: Prometheus) -> None:
     empty = []
-    for expr in expressions():
+    for expr in (*expressions(), *vllm_expressions()):
         values = prometheus.values(expr)
         if all(map(math.isnan, values)) and not any(name in expr for name in MAY_BE_UNDEFINED):
             empty.append(f"{expr}: {values}")
