@@ -92,8 +92,10 @@ FLAGS: Final = {
     "--kv-events-config": "routers get the events of all workers, leave it out",
     "--api-server-count": "use --frontends",
     "--allowed-origins": "use --cors-origins",
-    "--log-requests": "use --log-level debug",
-    "--disable-log-requests": "requests are not logged, leave it out",
+    "--disable-log-requests": "requests are not logged without --log-requests, leave it out",
+    "--enable-log-requests": "use --log-requests",
+    "--otlp-traces-endpoint": "use --otlp-endpoint with the collector's HTTP port",
+    "--enable-trace": "use --trace-sample",
 }
 """Flag to a remedy, which follows "is unknown: "."""
 

@@ -80,6 +80,7 @@ from pdserve.messages.engine import (
 from pdserve.messages.engine_errors import error_of
 from pdserve.messages.kv_events import PoolCleared
 from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.observe.logs import about
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -768,6 +769,10 @@ def _post_request(life: CoreRun, command: Submit | SubmitRemote | PrefillForPeer
         life.post(command)
     except ProtocolError as error:
         raise PayloadTooLarge(f"the request is too large: {error.message}") from error
+    if _log.isEnabledFor(logging.DEBUG):
+        request, handle = command.request.request_id, command.handle
+        # Lines of the engine have only the handle where they do not know the request.
+        _log.debug("request %s is handle %d here", request, handle, extra=about(request))
 
 
 def _deliver(sink: TokenSink | PrefillSink, error: PdserveError) -> None:

@@ -9,12 +9,13 @@ runs the core in a thread.
 from __future__ import annotations
 
 import socket
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from pdserve.engine.process import CoreProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from pdserve.observe.heartbeat import HeartbeatPage
 
@@ -63,10 +64,13 @@ class ProcessLauncher:
         *,
         log_format: str = "text",
         log_level: str = "info",
+        log_fields: Mapping[str, str] = MappingProxyType({}),
         on_line: Callable[[str], None] | None = None,
     ) -> None:
-        """`on_line` gets each line of the child's stderr; by default it is copied to ours."""
-        self._log = ("--log-format", log_format, "--log-level", log_level)
+        """`log_fields` are in each of the child's JSON lines. `on_line` gets each line of the
+        child's stderr; by default it is copied to ours."""
+        fields = [f"{name}={value}" for name, value in log_fields.items()]
+        self._log = ("--log-format", log_format, "--log-level", log_level, "--log-fields", *fields)
         self._on_line = on_line
         self._process: CoreProcess | None = None
         self.page: HeartbeatPage | None = None

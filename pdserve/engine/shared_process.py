@@ -15,12 +15,13 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from pdserve.engine.process import CoreProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from pdserve.engine.launcher import CoreLauncher
     from pdserve.ids import Seconds
@@ -41,11 +42,14 @@ class SharedCoreProcess:
         *,
         log_format: str = "text",
         log_level: str = "info",
+        log_fields: Mapping[str, str] = MappingProxyType({}),
         on_line: Callable[[str], None] | None = None,
     ) -> None:
-        """`on_line` gets each line of the process's stderr; by default it is copied to ours."""
+        """`log_fields` are in each of the process's JSON lines. `on_line` gets each line of the
+        process's stderr; by default it is copied to ours."""
         self._members = members
-        self._log = ("--log-format", log_format, "--log-level", log_level)
+        fields = [f"{name}={value}" for name, value in log_fields.items()]
+        self._log = ("--log-format", log_format, "--log-level", log_level, "--log-fields", *fields)
         self._on_line = on_line
         self._generation: _Generation | None = None
         self._launching = asyncio.Lock()

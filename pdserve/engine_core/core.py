@@ -72,6 +72,7 @@ from pdserve.messages.engine import (
     SubmitRemote,
 )
 from pdserve.messages.engine_errors import failed_event, rejected_event
+from pdserve.observe.logs import about
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -491,16 +492,20 @@ class EngineCore:
         """End the submissions that have a fault; returns the rest of the step."""
         faults: set[int] = set()
         for index, why in result.faults.items():
-            handle = plan.chunks[index].sequence.handle
+            sequence = plan.chunks[index].sequence
+            handle = sequence.handle
             if handle in faults:
                 continue
+            named = about(sequence.request.request_id, handle=handle)
             faults.add(handle)
             self.scheduler.drop(handle, trusted=index in result.sound)
             if index in result.lasting:
-                _log.warning("request %d ends with an error: %s", handle, why)
+                _log.warning("a request ends with an error: %s", why, extra=named)
                 self._reject(handle, InvalidRequest(f"the answer cannot be continued: {why}"))
                 continue
-            _log.error("request %d failed in a step of %d tokens: %s", handle, plan.num_tokens, why)
+            _log.error(
+                "a request failed in a step of %d tokens: %s", plan.num_tokens, why, extra=named
+            )
             self._reject(handle, StepFailed(f"the engine failed to compute this request: {why}"))
         return result.less(plan, faults)
 

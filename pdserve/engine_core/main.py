@@ -283,9 +283,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, required=True, help="process to live and die with")
     parser.add_argument("--log-format", default="text")
     parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-fields", nargs="*", default=[], help="NAME=VALUE of each log line")
     arguments = parser.parse_args(argv)
     _become_child(arguments.parent)
-    said = {"role": "engine", "pid": os.getpid(), "parent": arguments.parent}
+    said: dict[str, object] = {"role": "engine"}
+    said |= dict(field.split("=", 1) for field in arguments.log_fields)
+    said |= {"pid": os.getpid(), "parent": arguments.parent}
     logs.configure(arguments.log_format, arguments.log_level, said=said)
     links = [CoreSocket(socket.socket(fileno=fd)) for fd in arguments.fd]
     pages = [HeartbeatPage.attach(fd) for fd in arguments.page]

@@ -153,6 +153,9 @@ class FrontendConfig:
     trace_parent: ParentMode = "limit"
     """What the sampled bit of a client's `traceparent` does: `trust` it, `limit` it to 20 traces
     per second, or `ignore` it. Limited, because any client can send it."""
+    log_requests: bool = False
+    """If true, each finished request has one line in the log (docs/operations.md). Off, because it
+    is as much log as there are requests: some 600 bytes each."""
     otlp_endpoint: str = ""
     """URL to which traces are posted as OTLP/HTTP JSON. Empty: they stay in this process's memory,
     where `pdserve trace` finds the last ones."""

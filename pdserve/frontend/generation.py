@@ -30,6 +30,7 @@ from pdserve.frontend.output.streaming_response import (
 )
 from pdserve.frontend.preprocess.input_processor import PlanContext
 from pdserve.frontend.preprocess.prompt_hashes import NO_HASHING, PromptHasher
+from pdserve.frontend.request_log import request_fields
 from pdserve.frontend.request_metrics import count_ended
 from pdserve.frontend.routing_hints import parse_hints
 from pdserve.protocols.anthropic_messages import CountTokensRequest, MessagesRequest
@@ -399,6 +400,8 @@ class GenerationHandler:
         answer, error = active.answer, active.error
         if answer is not None and error is not None:
             active.call.served_lines = answer.served_lines()
+        if self._config.log_requests:
+            active.call.log_fields = request_fields(active)
         if self._traces is not None and active.call.phases is not None:
             self._traces.note(active.call.phases, active)
         count_ended(self._metrics.of_model(active.model), answer, error, active.arrival, now)

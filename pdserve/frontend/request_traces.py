@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.frontend.placement import TRACE_ID_HEADER, cached_tokens
 from pdserve.frontend.request_metrics import request_itl
+from pdserve.observe import logs
 from pdserve.tracing.keep import RequestFacts
 from pdserve.tracing.tree import TraceRoot
 
@@ -54,7 +55,10 @@ class RequestTraces:
         state = None if parent is None else ",".join(headers.getall("tracestate", ()))
         call.phases = phases = self.tracer.begin(parent, state)
         if phases is not None and phases.trace_id:
-            call.trace_line = b"%s: %s\r\n" % (TRACE_ID_HEADER, phases.trace_id.hex().encode())
+            trace_id = phases.trace_id.hex()
+            call.trace_line = b"%s: %s\r\n" % (TRACE_ID_HEADER, trace_id.encode())
+            # Each task has a context of its own, so this needs no reset.
+            logs.trace_ids.set((trace_id, phases.root_id.to_bytes(8, "big").hex()))
 
     def note(self, phases: RequestPhases, active: ActiveRequest) -> None:
         """Notes how an admitted request ended."""

@@ -34,6 +34,7 @@ from pdserve.frontend.http.connection import ConnectionServer
 from pdserve.frontend.http.cors import Cors
 from pdserve.frontend.model_registry import ModelRegistry
 from pdserve.frontend.preprocess.prompt_hashes import NO_HASHING, PromptHasher
+from pdserve.frontend.request_log import RequestLog
 from pdserve.frontend.request_traces import RequestTraces
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.scrapes import CachedPages
@@ -186,6 +187,7 @@ class FrontendService:
                 config, self._backend, self._models, active_requests, self._generations, metrics
             ),
             traces,
+            RequestLog(SystemClock().now) if config.log_requests else None,
         )
         self._server = ConnectionServer(self._api.handle, config, metrics)
         metrics.http_requests_in_flight.read_from(lambda: self.active_requests)

@@ -73,7 +73,11 @@ def serve(config: Config) -> int:
     _report_crashes()
     # A service manager may start this process without standard error.
     screen = Console(sys.stderr or io.StringIO(), SystemClock())
-    said: dict[str, object] = {"role": config.process.role, "pid": os.getpid()}
+    said: dict[str, object] = {
+        "role": config.process.role,
+        "cluster": config.cluster.cluster,
+        "pid": os.getpid(),
+    }
     logs.configure(config.process.log_format, config.process.log_level, screen, said)
     metrics = Metrics()
     metrics.names = config.process.metrics_names
@@ -179,7 +183,7 @@ class ServerProcess:
             _SIBLING if is_child_frontend(config) else "",
         )
         self._context = RoleContext(
-            config, self._membership, screen, metrics, degradations, self._drain
+            config, self._membership, screen, metrics, degradations, self._drain, said
         )
         self._unheard: list[Callable[[], None]] = []
         """Callbacks that stop logging membership: a node that leaves cannot judge why others

@@ -25,10 +25,19 @@ TextStream = TextIO | io.TextIOBase
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
 """The current request's id, set by the frontend for the request's task; empty elsewhere."""
 
+trace_ids: contextvars.ContextVar[tuple[str, str]] = contextvars.ContextVar(
+    "trace_ids", default=("", "")
+)
+"""Ids of the current request's trace and of its first span, in hex, if its trace is certain to be
+kept; set like `request_id`."""
+
 LEVELS = ("debug", "info", "warning", "error")
 
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 _CONTROL |= {0x0A: "\\n", 0x0D: "\\r", 0x09: "\\t", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+
+_IDS = ("request_id", "trace_id", "span_id")
+"""Fields that say which request a line is about."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 """Attributes of every log record; all others came by `extra=`."""
@@ -58,6 +67,12 @@ def configure(
     logging.captureWarnings(True)
 
 
+def about(request: str, *, trace_id: bytes = b"", **more: object) -> dict[str, object]:
+    """For `extra=`: a line that is about a request, outside of the request's own task."""
+    traced = {"trace_id": trace_id.hex()} if trace_id else {}
+    return {"request_id": request, **traced, **more}
+
+
 class TextFormatter(logging.Formatter):
     """Formats `12:00:00.123 INFO frontend.service: message key=value [req-1]`, tracebacks below
     it.
@@ -67,8 +82,10 @@ class TextFormatter(logging.Formatter):
         when = datetime.datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
         name = record.name.removeprefix("pdserve.")
         line = f"{when} {record.levelname} {name}: {record.getMessage()}"
-        line += "".join(f" {key}={value}" for key, value in _extras(record).items())
-        if current := request_id.get():
+        extras = _extras(record)
+        current = extras.get("request_id", "") or request_id.get()
+        line += "".join(f" {key}={value}" for key, value in extras.items() if key not in _IDS)
+        if current:
             line += f" [{current}]"
         line = line.translate(_CONTROL)
         if record.exc_info and record.exc_info[0] is not None:
@@ -101,11 +118,26 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
             **self._said,
         }
-        if current := request_id.get():
-            line["request_id"] = current
+        extras = _extras(record)
+        line |= _request(extras)
         if record.exc_info and record.exc_info[0] is not None:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line | {**_extras(record), **line}, default=str)
+        return json.dumps(line | {**extras, **line}, default=str)
+
+
+def _request(extras: dict[str, object]) -> dict[str, object]:
+    """The ids of the request that a line is about: what the caller says, else the task's."""
+    trace_id, span_id = trace_ids.get()
+    current: dict[str, object] = {
+        "request_id": request_id.get(),
+        "trace_id": trace_id,
+        "span_id": span_id,
+    }
+    if "request_id" in extras:
+        # The ids of the task's own trace belong to another request.
+        current = {} if extras["request_id"] != current["request_id"] else current
+        current |= {name: extras[name] for name in _IDS if name in extras}
+    return {name: value for name, value in current.items() if value}
 
 
 def _extras(record: logging.LogRecord) -> dict[str, object]:

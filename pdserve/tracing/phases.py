@@ -201,7 +201,7 @@ class RequestPhases:
     __slots__ = (
         *("arrival", "body_read", "client_slow", "context", "error", "error_type", "first_token"),
         *("kept", "owner", "planned", "planning", "prompt_tokens", "prompts"),
-        *("prompts_left_out", "stop_string", "time", "trace_id", "traced"),
+        *("prompts_left_out", "root_id", "stop_string", "time", "trace_id", "traced"),
     )
 
     def __init__(self, arrival: Seconds, time: Callable[[], Seconds]) -> None:
@@ -213,6 +213,8 @@ class RequestPhases:
         """Why the trace is kept: what was known at the start, at the end all reasons."""
         self.trace_id = b""
         """Drawn at the start for a trace that is kept from then on; empty: not drawn yet."""
+        self.root_id = 0
+        """Id of the first span, drawn with `trace_id`; 0: not drawn yet."""
         self.traced = False
         """Workers and routers are asked for their own phases."""
         self.body_read: Seconds = 0.0

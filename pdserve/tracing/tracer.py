@@ -74,6 +74,7 @@ class Tracer:
             phases.kept = ("parent",) * wished + ("head",) * drawn
             phases.traced = True
             phases.trace_id = self._trace_id(phases)
+            phases.root_id = self._random.getrandbits(64) or 1
         return phases
 
     def watch(self, phases: RequestPhases, model: str) -> None:
@@ -103,7 +104,7 @@ class Tracer:
         whole = replace(
             root,
             trace_id=phases.trace_id or self._trace_id(phases),
-            root_id=self._random.getrandbits(64),
+            root_id=phases.root_id or self._random.getrandbits(64),
             began=began,
         )
         self._sink.add(build_trace(phases, whole, phases.kept))

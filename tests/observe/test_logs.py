@@ -113,3 +113,37 @@ def test_an_exception_cannot_forge_a_line(stream):
     assert "ValueError: x" in stream.getvalue()
     assert all(line.startswith("    ") for line in rest)
     assert "\x1b" not in stream.getvalue()
+
+
+def test_a_line_about_a_request_carries_its_ids(stream):
+    logs.configure("json", "info", stream)
+    told = logs.about("req-9", trace_id=b"\x0a" * 16, handle=7)
+    logging.getLogger("pdserve.worker").info("lost", extra=told)
+    record = json.loads(stream.getvalue())
+    assert (record["request_id"], record["trace_id"], record["handle"]) == ("req-9", "0a" * 16, 7)
+    assert "span_id" not in record
+
+
+def test_a_task_with_a_trace_says_so_only_of_its_own_request(stream):
+    logs.configure("json", "info", stream)
+    token = logs.trace_ids.set(("ab" * 16, "cd" * 8))
+    with request("req-7"):
+        logging.getLogger("pdserve").info("own")
+        logging.getLogger("pdserve").info("own, by name", extra=logs.about("req-7"))
+        logging.getLogger("pdserve").info("other", extra=logs.about("req-8"))
+    logs.trace_ids.reset(token)
+    own, named, other = map(json.loads, stream.getvalue().splitlines())
+    for record in (own, named):
+        assert record["request_id"] == "req-7"
+        assert (record["trace_id"], record["span_id"]) == ("ab" * 16, "cd" * 8)
+    assert other["request_id"] == "req-8"
+    assert "trace_id" not in other
+    assert "span_id" not in other
+
+
+def test_text_lines_name_the_request_at_their_end_once(stream):
+    logs.configure("text", "info", stream)
+    told = logs.about("req-9", trace_id=b"\x0a" * 16, handle=7)
+    with request("req-9"):
+        logging.getLogger("pdserve").info("lost", extra=told)
+    assert stream.getvalue().rstrip().endswith("lost handle=7 [req-9]")

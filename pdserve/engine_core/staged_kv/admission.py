@@ -21,6 +21,7 @@ from pdserve.engine_core.scheduler.reservations import BlockReservations
 from pdserve.engine_core.scheduler.submission import Submission, build_sequences, end_reason
 from pdserve.engine_core.staged_kv.port import StagedBlocks
 from pdserve.errors import InvalidRequest, Overloaded, PdserveError
+from pdserve.observe.logs import about
 from pdserve.transfer.copy_plan import blocks_for
 
 if TYPE_CHECKING:
@@ -169,10 +170,9 @@ class StagedAdmission:
             made.append((stem.handle, cached * self._pool.block_size))
             if need > self._pool.num_blocks:
                 _log.info(
-                    "request %d is prefilled here: %d KV blocks are more than all %d for staging",
-                    stem.handle,
-                    need,
-                    self._pool.num_blocks,
+                    "a prompt is prefilled here: %d KV blocks are more than all %d for staging",
+                    *(need, self._pool.num_blocks),
+                    extra=about(submission.request.request_id, handle=stem.handle),
                 )
                 self.prefill_here(stem.handle)
         return made

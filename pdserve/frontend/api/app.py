@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.api.utility_endpoints import UtilityEndpoints
     from pdserve.frontend.generation import GenerationHandler
     from pdserve.frontend.http.cors import Cors
+    from pdserve.frontend.request_log import RequestLog
     from pdserve.frontend.request_traces import RequestTraces
     from pdserve.observe.metrics import Metrics
 
@@ -92,12 +93,15 @@ class Api:
         visitors: TrustedHosts,
         ollama: OllamaEndpoints,
         traces: RequestTraces,
+        log: RequestLog | None = None,
     ) -> None:
+        """`log` gets a line per request; None: there are none."""
         self.keys = keys
         """None: no authentication. Replaced when the file is read again."""
         self._generations = generations
         self._active_requests = active_requests
         self._traces = traces
+        self._log = log
         self._metrics = metrics
         self._refusals = AuthFailures(metrics, time.monotonic())
         self._cors = cors
@@ -158,6 +162,8 @@ class Api:
             # Anthropic's clients read the request id from this header.
             call.id_headers = (*call.id_headers, b"request-id")
         call.name(request_id_from(headers.get("x-request-id")))
+        if self._log is not None:
+            self._log.begin(call)
         route = "other"
         try:
             self._visitors.check(headers)
@@ -169,6 +175,7 @@ class Api:
         except (asyncio.CancelledError, ConnectionError):
             self._count(route, 499)
             self._traces.end(call, 499)
+            self._log_end(call, 499)
             raise
         except Exception:
             logger.exception("answering %s failed", route)
@@ -181,9 +188,17 @@ class Api:
         self._count(route, reply.status)
         if call.phases is not None:
             self._traces.end(call, reply.status)
+        self._log_end(call, reply.status)
         if access.isEnabledFor(logging.DEBUG):
             access.debug("%s %s: %d", http.method, route, reply.status)
         return reply
+
+    def _log_end(self, call: HttpRequest, status: int) -> None:
+        """Logs a request, unless it is a probe or a scrape."""
+        if self._log is not None:
+            target = self._targets.get(call.route)
+            if target is None or not target.open:
+                self._log.end(call, status)
 
     def _refuse(self, error: PdserveError, call: HttpRequest) -> HttpResponse:
         if isinstance(error, EngineError):

@@ -40,6 +40,7 @@ from pdserve.frontend.dispatch.migration_state import (
 from pdserve.frontend.placement import Placement
 from pdserve.ids import NodeLife
 from pdserve.messages.routing import RouteRequest
+from pdserve.observe.logs import about
 from pdserve.tracing.phases import AttemptPhase, MovePhase, RoutePhase, in_words
 
 if TYPE_CHECKING:
@@ -526,9 +527,14 @@ class DispatchedRequest:
             return request
         return replace(request, deadline=max(0.001, remaining))
 
+    @property
+    def _about(self) -> dict[str, object]:
+        """For the log: these lines are written outside of the request's own task."""
+        return about(self.request.request_id)
+
     def count_out(self, life: NodeLife, error: PdserveError) -> None:
         """Records that a worker did not take the request, and excludes it."""
-        _log.info("worker %s did not take a request: %s", life.node, error)
+        _log.info("worker %s did not take a request: %s", life.node, error, extra=self._about)
         self._ways.rerouted += 1
         self._last = error
         self._turned_away = self._ways.now()
@@ -637,7 +643,7 @@ class DispatchedRequest:
     def _lost(
         self, attempt: Assignment, reason: MigrationReason, error: PdserveError, *, alone: bool
     ) -> None:
-        _log.info("worker %s lost a request: %s", attempt.life.node, error)
+        _log.info("worker %s lost a request: %s", attempt.life.node, error, extra=self._about)
         self._begin_migration(attempt, reason, error.message)
         self._leave_out(attempt.life)
         if not attempt.begun:
@@ -670,7 +676,7 @@ class DispatchedRequest:
         except PdserveError as error:
             self.fail(error)
         except Exception as error:
-            _log.exception("a request could not be sent to another worker")
+            _log.exception("a request could not be sent to another worker", extra=self._about)
             self.fail(EngineError(f"{type(error).__name__} in the frontend"))
 
     async def _carry_on(self) -> None:
@@ -810,7 +816,7 @@ class DispatchedRequest:
             await migrate_live(self, self._ways, attempt)
         except Exception:
             # This is a bug. The request still has a worker, or finds one below.
-            _log.exception("a request could not be moved")
+            _log.exception("a request could not be moved", extra=self._about)
         if self.attempt is attempt:
             assert attempt.moving is not None
             self._metrics.migrated(attempt.moving, "stayed")

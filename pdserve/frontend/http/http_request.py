@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdserve.frontend.http.http_response import request_id_line
 from pdserve.observe import logs
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from pdserve.frontend.access.api_keys import ApiKey
     from pdserve.frontend.http.body_reader import RequestBody
+    from pdserve.ids import Seconds
     from pdserve.tracing.phases import RequestPhases
 
 
@@ -25,10 +26,12 @@ class HttpRequest:
 
     __slots__ = (
         "_cors_lines",
+        "began",
         "body",
         "http",
         "id_headers",
         "key",
+        "log_fields",
         "phases",
         "request_id",
         "rest",
@@ -59,6 +62,10 @@ class HttpRequest:
         """What the request goes through; None: it is not recorded."""
         self.trace_line = b""
         """Header line with the trace's id, if it is certain that the trace is kept."""
+        self.began: Seconds = 0.0
+        """When it arrived; only noted for `--log-requests`."""
+        self.log_fields: dict[str, Any] | None = None
+        """What the request's line in the log says of its work; None: it did not get that far."""
 
     def name(self, request_id: str) -> None:
         """Sets the request id, for the answer and for every log line of the task."""

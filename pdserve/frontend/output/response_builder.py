@@ -271,7 +271,7 @@ class ResponseBuilder(ABC):
         the final usage, which also says how the request was served."""
         prompt, completion = self.prompt_tokens, self.completion_tokens
         cached = cached_tokens([sink.course for sink in self.sinks])
-        told = self._served() if last else None
+        told = self.served() if last else None
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -291,9 +291,10 @@ class ResponseBuilder(ABC):
 
     def served_lines(self) -> bytes:
         """How the request was served, as far as known, as header lines."""
-        return header_lines(self._served())
+        return header_lines(self.served())
 
-    def _served(self) -> Served | None:
+    def served(self) -> Served | None:
+        """How the request was served, as far as known; None: no worker has it."""
         first = self.first_token
         ttft = None if first is None else first - self.arrival
         return served_summary([sink.course for sink in self.sinks], ttft)

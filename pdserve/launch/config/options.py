@@ -985,6 +985,12 @@ OPTIONS: tuple[Option, ...] = (
         "LEVEL",
         _choice(*LEVELS),
     ),
+    _switch(
+        "log-requests",
+        "frontend.log_requests",
+        "logging",
+        "Log one line for each finished request: tokens, worker, times, outcome; never its text.",
+    ),
     Option(
         "otlp-endpoint",
         "frontend.otlp_endpoint",

@@ -10,6 +10,7 @@ import functools
 from typing import TYPE_CHECKING, Final
 
 from pdserve.engine.shared_process import SharedCoreProcess
+from pdserve.launch.roles.base import engine_log_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +33,7 @@ def worker_pair(context: RoleContext) -> list[tuple[WorkerConfig, Callable[[], C
         len(_MODES),
         log_format=process.log_format,
         log_level=process.log_level,
+        log_fields=engine_log_fields(context),
         on_line=context.screen.write_line,
     )
     return [

@@ -11,7 +11,7 @@ look the same to each other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from msgspec.structs import replace
@@ -19,6 +19,8 @@ from msgspec.structs import replace
 from pdserve.messages.status import NodeReport
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pdserve.ids import Seconds
     from pdserve.launch.cluster.node_factory import NodeFactory
     from pdserve.launch.config.resolve import Config
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from pdserve.observe.metrics import Metrics
     from pdserve.runtime.node import Node
 
-__all__ = ["Role", "RoleContext", "node_card", "node_report"]
+__all__ = ["Role", "RoleContext", "engine_log_fields", "node_card", "node_report"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class RoleContext:
     degradations: Degradations
     drain: Drain | None = None
     """None in tools without a serving process."""
+    said: Mapping[str, object] = field(default_factory=dict)
+    """Fields of every log line of this process; its node's name comes with its first node."""
 
 
 class Role(Protocol):
@@ -70,6 +74,11 @@ class Role(Protocol):
     def unready_reason(self) -> str | None:
         """Return why the role cannot serve; None if it can."""
         ...
+
+
+def engine_log_fields(context: RoleContext) -> dict[str, str]:
+    """What the log lines of this process's engines say of it."""
+    return {name: str(context.said[name]) for name in ("node", "cluster") if name in context.said}
 
 
 def node_report(context: RoleContext, part: Role) -> NodeReport:

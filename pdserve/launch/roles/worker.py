@@ -18,7 +18,7 @@ from pdserve.launch.cpus import read_cpu_limits
 from pdserve.launch.metrics_samples import sample_node
 from pdserve.launch.ready_message import loaded_line
 from pdserve.launch.recent_windows import EngineRecent
-from pdserve.launch.roles.base import node_card, node_report
+from pdserve.launch.roles.base import engine_log_fields, node_card, node_report
 from pdserve.runtime.status import StatusService
 from pdserve.runtime.traces import TraceService
 from pdserve.worker.card import shows_tools
@@ -196,5 +196,6 @@ def _process(context: RoleContext) -> ProcessLauncher:
     return ProcessLauncher(
         log_format=process.log_format,
         log_level=process.log_level,
+        log_fields=engine_log_fields(context),
         on_line=context.screen.write_line,
     )

@@ -30,6 +30,7 @@ from pdserve.errors import LinkLost, PdserveError, TransferRefused
 from pdserve.ids import NodeId, NodeLife
 from pdserve.messages.handoff import AttemptAck, DisaggSet, LeasesRenewed, WithdrawAttempt
 from pdserve.messages.status import HandoffStats
+from pdserve.observe.logs import about
 from pdserve.runtime.registry import MemberGone
 from pdserve.runtime.rpc_methods import (
     ATTEMPT_FAILED,
@@ -125,7 +126,8 @@ class DecodeHandler:
         if self.queue is None:
             return self.engine.submit(request, sink)
         decision = self.decide(request, self._cached(request))
-        _log.debug("%s: %s", request.request_id, decision)
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("decided: %s", decision, extra=about(request.request_id))
         if not decision.remote:
             return self._submit_here(request, sink, decision.reason)
         return self._submit_remote(
@@ -138,7 +140,9 @@ class DecodeHandler:
         obstacle = self._obstacle_to(source, request, cached)
         if obstacle:
             _log.info(
-                "the KV of %s is not fetched from %s: %s", request.request_id, source.node, obstacle
+                "the request's KV is not fetched from %s: %s",
+                *(source.node, obstacle),
+                extra=about(request.request_id),
             )
             return self._submit_here(request, sink, obstacle)
         usual = self.decide(request, cached)
@@ -152,7 +156,9 @@ class DecodeHandler:
             handle = self.engine.submit_remote(request, remote)
         except TransferRefused as error:
             remote.discard()
-            _log.warning("%s is prefilled here: %s", request.request_id, error.message)
+            _log.warning(
+                "the prompt is prefilled here: %s", error.message, extra=about(request.request_id)
+            )
             return self._submit_here(request, sink, "not_possible")
         except BaseException:
             remote.discard()

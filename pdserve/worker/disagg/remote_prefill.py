@@ -23,6 +23,7 @@ from pdserve.errors import (
 from pdserve.ids import NodeLife
 from pdserve.messages.handoff import AttemptAck, AttemptOpened, NotifyHandoff, PrefillItem
 from pdserve.messages.request import MAX_WORKER_PHASES, WorkerPhase
+from pdserve.observe.logs import about
 from pdserve.runtime.rpc_methods import OPEN_ATTEMPT
 from pdserve.worker.disagg.fence import Fence, Holder
 from pdserve.worker.disagg.kv_fetch import KvFetcher
@@ -226,7 +227,7 @@ class RemotePrefillRequest:
         """Ends the open attempt, and waits for blocks or tries the next worker; ignored if the
         attempt is no longer open."""
         if self._is_open(attempt) and self.state is not DecodeState.ACTIVE:
-            _log.warning("%s: attempt %d: %s", self._name, attempt, error.message)
+            _log.warning("attempt %d: %s", attempt, error.message, extra=self._about)
             ours = isinstance(error, _OURS) and self.state is DecodeState.ATTEMPT
             self.feed(DecodeEvent.HINDERED if ours else DecodeEvent.LOST, _Word(error=error))
 
@@ -312,7 +313,7 @@ class RemotePrefillRequest:
         elif isinstance(words, NotifyHandoff):
             handoff = words.handoff
         else:
-            _log.warning("%s: %s says: %s: %s", self._name, by.node, words.kind, words.message)
+            _log.warning("%s says: %s: %s", by.node, words.kind, words.message, extra=self._about)
         self.feed(event, _Word(call=call, by=by, handoff=handoff))
 
     def held_by(self, life: NodeLife) -> bool:
@@ -396,6 +397,10 @@ class RemotePrefillRequest:
         """The holder of the open attempt."""
         assert self.fence.holder is not None
         return self.fence.holder
+
+    @property
+    def _about(self) -> dict[str, object]:
+        return about(self.request.request_id, handle=self.handle)
 
     @property
     def _name(self) -> str:
@@ -491,7 +496,7 @@ class RemotePrefillRequest:
             try:
                 call.reply(opened)
             except PayloadTooLarge as error:  # its worker gives up, and then the lease ends
-                _log.error("%s: %s", self._name, error.message)
+                _log.error("%s", error.message, extra=self._about)
                 call.fail(error)
 
     def _dismiss(self, event: DecodeEvent, word: _Word) -> None:
@@ -540,11 +545,9 @@ class RemotePrefillRequest:
         self._failed += 1
         self._excluded.append(holder.life.node)
         _log.info(
-            "%s: attempt %d at %s failed: %s",
-            self._name,
-            holder.attempt,
-            holder.life.node,
-            event.value,
+            "attempt %d at %s failed: %s",
+            *(holder.attempt, holder.life.node, event.value),
+            extra=self._about,
         )
 
     def _close(self, event: DecodeEvent, word: _Word) -> None:
@@ -559,7 +562,7 @@ class RemotePrefillRequest:
             self._reason = "own_rejoin"
         self.fence.unqueued()
         self._owner.tally.decided(remote=False, reason=self._reason)
-        _log.info("%s is prefilled here: %s", self._name, self._reason)
+        _log.info("the prompt is prefilled here: %s", self._reason, extra=self._about)
         self._owner.engine.prefill_here(self.handle)
 
     def _settle(self, event: DecodeEvent, word: _Word) -> None:
