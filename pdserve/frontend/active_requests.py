@@ -99,23 +99,20 @@ class ActiveRequests:
     ) -> T:
         """Reads the request's body, admits the request, and returns the result of `work`.
 
-        `over` is called when a request that was admitted has ended. A body that arrives slowly
-        holds a connection, but no place.
+        `over` is called when a request has ended, also one that was refused. A body that arrives
+        slowly holds a connection, but no place.
 
         Errors: `Draining`, `Overloaded` and `RateLimited`, before the body is read or after it;
         `DeadlineExceeded`; those of `work`. Cancellation: the client has disconnected.
         """
-        if self.draining:
-            raise Draining("the server is shutting down")
         arrival = self._time()
-        # A request without a place or over its limit is refused before its body is read.
-        self.admission.check(call.key, arrival)
         task = asyncio.current_task()
         # aiohttp runs every handler in a task.
         assert task is not None
         active = ActiveRequest(call=call, arrival=arrival, task=task)
-        self.active.add(active)
         try:
+            self._check(call, arrival)
+            self.active.add(active)
             return await self._run(active, work)
         except PdserveError as error:
             active.error = error
@@ -139,6 +136,13 @@ class ActiveRequests:
             # The error's traceback refers to this frame, and so to `active`: the cycle would keep
             # the request and its text until the garbage collector runs.
             active.error = None
+
+    def _check(self, call: HttpRequest, now: Seconds) -> None:
+        """Refuses a request without a place, or over its limit, before its body is read. Errors:
+        `Draining`, `Overloaded`."""
+        if self.draining:
+            raise Draining("the server is shutting down")
+        self.admission.check(call.key, now)
 
     async def _run(
         self, active: ActiveRequest, work: Callable[[RequestBody, ActiveRequest], Awaitable[T]]

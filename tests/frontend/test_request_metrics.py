@@ -78,6 +78,17 @@ async def test_what_the_server_refuses_or_fails_is_bad():
         assert finished(client) == {"error": 1}
 
 
+async def test_what_is_refused_before_its_body_is_read_counts_too():
+    async with frontend(slo_ttft={"": 60.0}, max_in_flight=1) as client:
+        client.service._active_requests.draining = True
+        status, _, _ = await client.post("/v1/chat/completions", HELLO)
+        client.service._active_requests.draining = False
+        assert status == 503
+        ended = {labels: count.value for labels, count in client.service.metrics.requests}
+        assert ended == {("", "unavailable"): 1}
+        assert judged(client) == {("", "ttft", "bad", "error"): 1, ("", "both", "bad", "error"): 1}
+
+
 async def test_without_objectives_nothing_is_judged():
     async with frontend(Script(tokens=tokens("abc"))) as client:
         await client.chat(max_tokens=3)
