@@ -5,6 +5,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve import errors
+from pdserve.observe import metrics as metrics_module
 from pdserve.observe.engine_metrics import EngineSample
 from pdserve.observe.exposition import render
 from pdserve.observe.instruments import OTHER
@@ -111,6 +112,13 @@ async def test_openmetrics_is_served_to_whoever_asks():
     assert page.content_type.startswith("application/openmetrics-text")
     families = {family.name for family in parse_openmetrics(page.body.decode())}
     assert "pdserve_unknown_fields" in families
+
+
+def test_a_label_without_its_bound_is_noticed(monkeypatch):
+    """A planted bug: without the bound, the test above fails."""
+    monkeypatch.setattr(metrics_module, "MOST_MODELS", 10**9)
+    with pytest.raises(AssertionError):
+        test_models_beyond_the_bound_share_a_value()
 
 
 def test_unknown_fields_cannot_grow_the_process():
