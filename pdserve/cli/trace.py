@@ -185,10 +185,9 @@ def _show_one(reply: TraceReply, wanted: str, parsed: argparse.Namespace) -> int
         print(json.dumps(trace_as_json(trace), indent=2))
         return exit_codes.OK
     print("\n".join(waterfall(trace, _width(), ascii_only=parsed.ascii or not _speaks_utf8())))
-    older = reply.summaries[1:]
+    older = [one.trace_id.hex() for one in reply.summaries if one.trace_id != trace.trace_id]
     if older:
-        others = ", ".join(one.trace_id.hex() for one in older[:3])
-        print(f"\nThis is the newest of {len(reply.summaries)}; older ones: {others}")
+        print(f"\nThis is the newest of {len(reply.summaries)}; older ones: {', '.join(older[:3])}")
     return exit_codes.OK
 
 

@@ -25,7 +25,7 @@ __all__ = ["MAX_WIDTH", "MIN_WIDTH", "plain_text", "seconds_text", "waterfall"]
 MIN_WIDTH: Final = 60
 MAX_WIDTH: Final = 100
 
-_NAME: Final = 18
+_NAME: Final = 22
 _TIME: Final = 7
 _ROWS: Final = 200
 """Most rows; a request that was moved without end has more spans than anybody reads."""
@@ -35,7 +35,10 @@ _TIMES: Final = ("predicted_ttft", "itl_", "gap")
 """Beginnings of names of attributes in seconds."""
 _LEFT_OUT: Final = ("life", "accepted_after")
 """Attributes that say little to people."""
-_FIRST: Final = ("worker", "where", "policy", "node", "backend", "from", "to", "tokens", "itl_p50")
+_FIRST: Final = (
+    *("worker", "policy", "cached_tokens", "computed_tokens", "from", "to", "node", "backend"),
+    *("tokens", "itl_mean", "itl_p50", "overlap_tokens", "predicted_ttft", "held", "reason"),
+)
 """Attributes that come before the others: there is not always room for all."""
 _ZERO_IS_NOTHING: Final = ("preemptions", "held", "received_tokens")
 _SHORT: Final = {

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import subprocess
 import sys
 import time
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 SECTION = section("Prefill and decode apart")
 SHELLS, FIFTH = blocks(SECTION)
+TRACES = section("Where the time of a request went")
+TRACED, HEAD = blocks(TRACES)
 PROMPT, TOP = FIFTH.splitlines()
 KEPT = ("--kv-memory", "128MiB", "--threads", "1")
 """What README leaves to the machine, which is ours alone there."""
@@ -60,6 +63,41 @@ def test_readmes_prompt_is_computed_on_p_and_top_shows_it(places):
         time.sleep(0.1)
     shown = top(places, r"d +p +shm +0 B +([\d.]+ [KM]iB) +0 ")
     assert re.search(r"d +decode +always +\d", shown), shown
+
+
+def test_readmes_request_is_drawn_as_in_readme(places):
+    """But for its times, and for notes that do not fit."""
+    ask, draw = TRACED.splitlines()
+    run(ask, places)
+    end = time.monotonic() + PATIENCE
+    while True:
+        done = pdserve(places, *shlex.split(draw)[1:])
+        if done.returncode == 0:
+            break
+        assert time.monotonic() < end, done.stderr
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    assert phases(done.stdout) == phases(TRACES.replace("\n    ", "\n"))
+    for text in (*HEAD.splitlines()[1::2], "worker=d", "node=p", "backend=shm"):
+        assert text in done.stdout
+
+
+def phases(drawn: str) -> list[str]:
+    """Names of phases with their indentation."""
+    lines = drawn.splitlines()
+    first = [line.startswith("phase ") for line in lines].index(True) + 1
+    last = [line == "" for line in (*lines[first:], "")].index(True) + first
+    return [line[:22].rstrip() for line in lines[first:last]]
+
+
+def pdserve(places: Places, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command of pdserve's that asks README's cluster."""
+    return subprocess.run(
+        [sys.executable, "-m", "pdserve", *arguments],
+        env=os.environ | places.environ,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
 
 
 def top(places: Places, pattern: str) -> str:
