@@ -21,7 +21,7 @@ from pdserve.limits.memory import available
 from pdserve.messages.card import NEARLY
 from pdserve.messages.engine import EngineCapabilities, LoadProgress
 from pdserve_engines.vllm.grammar import Constraints, make_backend
-from pdserve_engines.vllm.image_reader import ImageReader
+from pdserve_engines.vllm.image_reader import ImageReader, torchvision_fault
 from pdserve_engines.vllm.kv_transfer.device_staging import keeping_room, stages_on_device
 from pdserve_engines.vllm.kv_transfer.disagg import (
     check_exchangeable,
@@ -120,7 +120,15 @@ def _start(config: Any, executor: Any, on_failure: Callable[[], None]) -> Any:
         )
     except _refusals(RuntimeError) as error:
         # An error of a worker process arrives as a RuntimeError, whatever it was there.
-        raise ConfigError(f"vLLM cannot load this model: {_first_lines(error)}") from error
+        raise ConfigError(
+            f"vLLM cannot load this model: {_first_lines(error)}{torchvision_fault(config)}"
+        ) from error
+    except Exception as error:  # a worker process that cannot start says no more than that
+        fault = torchvision_fault(config)
+        if not fault:
+            raise
+        said = _first_lines(error).rstrip(".")
+        raise ConfigError(f"vLLM cannot load this model: {said}{fault}") from error
     client.collective_rpc(follow_engine, _WORKER_ANSWER, (os.getpid(),))
     if config.device_config.device_type == "cpu":
         client.collective_rpc(rewind_generators, _WORKER_ANSWER)

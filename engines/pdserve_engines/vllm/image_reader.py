@@ -11,6 +11,7 @@ number of tokens. So its KV events say all that `block_names` needs.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from pdserve.messages.card import ImagePlaceholder
 if TYPE_CHECKING:
     from pdserve.messages.request import GenerateRequest
 
-__all__ = ["ImageReader", "ReadPrompt", "identifier", "image_of"]
+__all__ = ["ImageReader", "ReadPrompt", "identifier", "image_of", "torchvision_fault"]
 
 _LOG = logging.getLogger("pdserve.engines.vllm")
 
@@ -57,6 +58,22 @@ def image_of(name: object) -> tuple[bytes, int] | None:
         return bytes.fromhex(digest), int(tokens)
     except ValueError:
         return None
+
+
+def torchvision_fault(config: Any) -> str:
+    """What is wrong with torchvision, which most models that see need, to be added to an error.
+    Empty: nothing, or vLLM's `config` is of a model without images."""
+    if getattr(config.model_config, "multimodal_config", None) is None:
+        return ""
+    try:
+        importlib.import_module("torchvision.transforms.v2.functional")
+    except (ImportError, RuntimeError) as error:  # the latter: it was built for another torch
+        return (
+            f"; torchvision cannot be imported ({_words(error)}), and most models that see need "
+            "it: install the release and the build of torchvision that belong to the installed "
+            "torch"
+        )
+    return ""
 
 
 class ImageReader:

@@ -6,7 +6,8 @@ import builtins
 import os
 import shutil
 import struct
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -160,6 +161,39 @@ def test_an_error_of_vllm_while_loading_is_one_line(
 
     monkeypatch.setattr(fake_vllm.InprocClient, "__init__", fail)
     with pytest.raises(ConfigError, match="no common block size for 16"):
+        load()
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Exception])
+@pytest.mark.parametrize("works", [False, True])
+def test_a_model_that_sees_says_that_torchvision_is_missing(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception], works: bool
+) -> None:
+    """vLLM says only that a worker process could not start."""
+
+    def fail(self: Any, config: Any, *_: Any, **__: Any) -> None:
+        config.model_config.multimodal_config = object()
+        raise kind("WorkerProc initialization failed")
+
+    monkeypatch.setattr(fake_vllm.InprocClient, "__init__", fail)
+    found = "torchvision.transforms.v2.functional"
+    for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", found):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name) if works else None)
+    with pytest.raises(kind if works and kind is Exception else ConfigError) as caught:
+        load()
+    assert "WorkerProc initialization failed" in str(caught.value)
+    assert ("install the release and the build of torchvision" in str(caught.value)) is not works
+
+
+def test_a_model_without_images_says_nothing_of_torchvision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(fake_vllm.InprocClient, "__init__", fail)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(ConfigError, match=r"^vLLM cannot load this model: no memory$"):
         load()
 
 
