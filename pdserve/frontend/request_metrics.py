@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from pdserve.frontend.output.response_builder import ResponseBuilder
     from pdserve.ids import Seconds
     from pdserve.observe.metrics import ModelMetrics
-    from pdserve.observe.slo import SloCause
+    from pdserve.observe.slo import Objectives, SloCause, SloVerdict
 
-__all__ = ["count_ended", "observed", "request_itl"]
+__all__ = ["count_ended", "request_itl"]
 
 
 def count_ended(
@@ -32,7 +32,7 @@ def count_ended(
     """Counts the request. `answer`: None if no worker took it; `error`: what ended it early."""
     metrics.ended(outcome_of(error))
     if metrics.objectives:
-        metrics.judged(judge(metrics.objectives, observed(answer, error, arrival)))
+        metrics.judged(_judge(metrics.objectives, answer, error, arrival))
     if answer is None:
         return
     for choice in answer.choices:
@@ -42,21 +42,23 @@ def count_ended(
         _count_tokens(metrics, answer)
 
 
-def observed(
-    answer: ResponseBuilder | None, error: PdserveError | None, arrival: Seconds
-) -> Observed:
-    """What the request took, as objectives judge it."""
+def _judge(
+    objectives: Objectives,
+    answer: ResponseBuilder | None,
+    error: PdserveError | None,
+    arrival: Seconds,
+) -> list[SloVerdict]:
     fault = fault_of(error)
     if answer is None or fault:
-        return Observed(fault=fault)
-    first = answer.first_token
-    ttft = None if first is None else first - arrival
-    return Observed(
-        ttft=ttft,
-        itl=request_itl(answer),
-        before={} if ttft is None else _before(answer, ttft),
-        after=_after(answer),
-    )
+        return judge(objectives, Observed(fault=fault))
+    ttft = None if answer.first_token is None else answer.first_token - arrival
+    seen = Observed(ttft=ttft, itl=request_itl(answer))
+    verdicts = judge(objectives, seen)
+    if verdicts[-1].result != "bad":
+        return verdicts
+    # Where the time went is only worth its cost if there was too much of it.
+    before = {} if ttft is None else _before(answer, ttft)
+    return judge(objectives, seen._replace(before=before, after=_after(answer)))
 
 
 def request_itl(answer: ResponseBuilder) -> Seconds | None:
