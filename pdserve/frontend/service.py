@@ -242,6 +242,7 @@ class FrontendService:
     async def usable_model(self) -> ModelCard | None:
         """Prepares the served models and returns one that can be used; None if none can. Models
         that cannot be prepared are logged."""
+        self._begin_metrics()
         await self._models.prepare()
         served = self._backend.cards().values()
         return next((c for c in served if self._models.get_nowait(c) is not None), None)
@@ -313,9 +314,16 @@ class FrontendService:
         while True:
             await asyncio.sleep(SWEEP)
             try:
+                self._begin_metrics()
                 await self._models.prepare()
             except Exception:
                 logger.exception("a model could not be prepared")
+
+    def _begin_metrics(self) -> None:
+        """Lets each served model's metrics begin with 0: the first requests of a series that was
+        not there are no increase to Prometheus, and autoscalers want a number."""
+        for card in self._backend.cards().values():
+            self.metrics.of_model(card.name)
 
     async def _wait_idle(self, timeout: Seconds) -> None:
         """Waits until no generation is in progress, for `timeout` seconds at most."""

@@ -122,6 +122,7 @@ def _cache_config(found: _Found, sources: tuple[str, ...]) -> list[ScrapedSeries
     return [
         ScrapedSeries((_ENGINE, f"{one.value:.0f}", f"{all_.value:.0f}"), 1.0)
         for one, all_ in zip(size, blocks, strict=False)
+        if all_.value  # 0: the engine has not told it yet
     ][:1]
 
 

@@ -150,6 +150,14 @@ async def test_those_who_come_while_others_are_heard_out_are_heard_or_refused():
     assert all(answer.startswith((b"HTTP/1.1 503 ", b"HTTP/1.1 200 ")) for answer in answers)
 
 
+async def test_served_models_have_their_metrics_before_the_first_request():
+    async with frontend() as client:
+        await client.service.usable_model()
+        metrics = client.service.metrics
+        assert {model for (model,), _ in metrics.e2e_request_latency} == {MODEL}
+        assert {model for (model,), _ in metrics.num_requests_held} == {MODEL}
+
+
 async def test_what_does_not_finish_in_time_is_answered_with_an_error():
     async with frontend(Script(tokens=tokens("la "), interval=0.001)) as client:
         whole = asyncio.ensure_future(client.post(CHAT, HELLO | {"max_tokens": 4000}))
