@@ -118,6 +118,9 @@ class FakeBackend:
 
     def end_choice(self, choice: int) -> None: ...
 
+    def output(self, choice: int) -> list[int]:
+        return []
+
     def stats(self) -> Any:
         return find("pdserve.messages.engine:EngineStats")()
 

@@ -161,6 +161,10 @@ class FrontendConfig:
     where `pdserve trace` finds the last ones."""
     otel: OtelSettings = NO_OTEL
     """OpenTelemetry's environment variables: what the export needs besides the URL."""
+    trace_content: bool = False
+    """If true, traces have the first 4,096 characters of prompt and answer. With API keys, only for
+    keys whose `trace_content` is true. Off, since traces go where the operator's other data
+    goes."""
 
     strict_api: bool = False
     """If true, these get a 400: unknown request fields (with the nearest name), tools that would be

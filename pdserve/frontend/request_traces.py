@@ -3,7 +3,7 @@
 Only requests that generate, embed or score have a record. A trace is built after the answer, and
 only if it is kept. Names of attributes are those of OpenTelemetry's conventions for HTTP servers
 and for generative AI, written out here because the latter still change. Text of prompts and
-answers is never in a trace.
+answers is in a trace only if the operator and the request's API key allow it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pdserve.frontend.placement import TRACE_ID_HEADER, cached_tokens
 from pdserve.frontend.request_metrics import request_itl
 from pdserve.observe import logs
 from pdserve.tracing.keep import RequestFacts
-from pdserve.tracing.tree import TraceRoot
+from pdserve.tracing.tree import MAX_ATTRIBUTE, TraceRoot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 __all__ = ["RequestTraces"]
 
 _PROVIDER: Final = "pdserve"
+_MOST_TEXT: Final = 4096
+"""Most characters of a prompt or an answer."""
+_MOST_TOKENS: Final = 1024
+"""Most tokens that are made text for it: they take the event loop's time."""
+_MOST_TEXTS: Final = 4
+"""Most prompts and answers whose text is in a trace."""
 
 Attributes = dict[str, "AttributeValue"]
 
@@ -40,12 +46,19 @@ class RequestTraces:
     """Traces the requests of one frontend."""
 
     def __init__(
-        self, tracer: Tracer, slos: SloTable, later: Callable[[Callable[[], None]], object]
+        self,
+        tracer: Tracer,
+        slos: SloTable,
+        later: Callable[[Callable[[], None]], object],
+        *,
+        content: bool = False,
     ) -> None:
         """`slos` has the models' objectives; `later` runs a callback in a later turn of the event
-        loop."""
+        loop. `content`: traces may have text."""
         self.tracer = tracer
+        self._content = content
         self._slos = slos
+        self._objectives: dict[str, Objectives] = {}
         self._later = later
 
     def begin(self, call: HttpRequest) -> None:
@@ -76,21 +89,31 @@ class RequestTraces:
         failed = status >= 500 or (status == 200 and phases.error_type not in ("", "Cancelled"))
         answer = None if active is None else active.answer
         model = "" if active is None else active.model
-        objectives = self._slos.of(model)
+        objectives = self._objectives.get(model)
+        if objectives is None:
+            # There are as many entries as served models.
+            objectives = self._objectives[model] = self._slos.of(model)
         facts = request_facts(phases, active, answer, objectives, failed=failed)
         if not self.tracer.end(phases, facts, model):
             return
         if answer is not None:
             _copy_times(phases, answer)
+        attributes = root_attributes(call, status, phases, active)
+        if active is not None and active.plan is not None and self._may_tell(call):
+            attributes |= content_attributes(active.plan, answer)
         root = TraceRoot(
             end=now,
             request_id=call.request_id,
             model=model,
             name=f"{call.http.method} {call.route}",
-            attributes=root_attributes(call, status, phases, active),
+            attributes=attributes,
             error=phases.error if failed else "",
         )
         self._later(lambda: self.tracer.emit(phases, root))
+
+    def _may_tell(self, call: HttpRequest) -> bool:
+        """Whether the trace of this request may have its text."""
+        return self._content and (call.key is None or call.key.trace_content)
 
 
 def request_facts(
@@ -102,7 +125,13 @@ def request_facts(
     failed: bool,
 ) -> RequestFacts:
     """What decides whether the trace is kept."""
-    prompts = phases.prompts
+    moves = preemptions = attempts = 0
+    prefill_failed = False
+    for prompt in phases.prompts:
+        attempts = max(attempts, len(prompt.attempts))
+        moves += len(prompt.moves)
+        preemptions += prompt.preemptions
+        prefill_failed = prefill_failed or prompt.prefill_failed
     asked = None if active is None else active.hints.slo_ttft
     return RequestFacts(
         failed=failed,
@@ -110,10 +139,10 @@ def request_facts(
         itl=None if answer is None or objectives.itl is None else request_itl(answer),
         slo_ttft=asked or objectives.ttft,
         slo_itl=objectives.itl,
-        moves=max([len(prompt.moves) for prompt in prompts], default=0),
-        preemptions=max([prompt.preemptions for prompt in prompts], default=0),
-        attempts=max([len(prompt.attempts) for prompt in prompts], default=0),
-        prefill_failed=any([prompt.prefill_failed for prompt in prompts]),
+        moves=moves,
+        preemptions=preemptions,
+        attempts=attempts,
+        prefill_failed=prefill_failed,
     )
 
 
@@ -126,6 +155,7 @@ def _ttft(answer: ResponseBuilder | None) -> Seconds | None:
 def _copy_times(phases: RequestPhases, answer: ResponseBuilder) -> None:
     phases.first_token = answer.first_token or 0.0
     phases.stop_string = answer.stop_string or 0.0
+    phases.client_slow = answer.client_slow or 0.0
 
 
 def root_attributes(
@@ -136,15 +166,15 @@ def root_attributes(
     found: Attributes = {
         "http.request.method": http.method,
         "http.route": call.route,
-        "url.path": http.rel_url.path,
+        "url.path": http.rel_url.path[:MAX_ATTRIBUTE],
         "http.response.status_code": status,
     }
     if host := http.headers.get("Host"):
-        found["server.address"] = host
+        found["server.address"] = host[:MAX_ATTRIBUTE]
     if phases.error_type:
         found["error.type"] = phases.error_type
     if call.key is not None:
-        found["pdserve.tenant"] = call.key.tenant
+        found["pdserve.tenant"] = call.key.tenant[:MAX_ATTRIBUTE]
     if active is not None and active.plan is not None:
         found |= _asked(active.plan)
         if active.answer is not None:
@@ -156,7 +186,7 @@ def _asked(plan: RequestPlan) -> Attributes:
     found: Attributes = {
         "gen_ai.operation.name": _operation(plan),
         "gen_ai.provider.name": _PROVIDER,
-        "gen_ai.request.model": plan.model_name,
+        "gen_ai.request.model": plan.model_name[:MAX_ATTRIBUTE],
     }
     if plan.vectors is not None:
         return found
@@ -189,7 +219,7 @@ def _operation(plan: RequestPlan) -> str:
 def _answered(plan: RequestPlan, answer: ResponseBuilder, phases: RequestPhases) -> Attributes:
     found: Attributes = {
         "gen_ai.response.id": plan.answer_id,
-        "gen_ai.response.model": plan.model.card.name,
+        "gen_ai.response.model": plan.model.card.name[:MAX_ATTRIBUTE],
         "gen_ai.usage.input_tokens": answer.prompt_tokens,
         "gen_ai.usage.output_tokens": answer.completion_tokens,
     }
@@ -205,4 +235,17 @@ def _answered(plan: RequestPlan, answer: ResponseBuilder, phases: RequestPhases)
     reasons = dict.fromkeys(c.finish_reason for c in answer.choices if c.done and c.finish_reason)
     if reasons:
         found["gen_ai.response.finish_reasons"] = tuple(reasons)
+    return found
+
+
+def content_attributes(plan: RequestPlan, answer: ResponseBuilder | None) -> Attributes:
+    """The first prompts as the model saw them, and their first answers as it wrote them."""
+    decode = plan.model.tokenizer.decode
+    prompts = [
+        decode(prompt.tokens[:_MOST_TOKENS])[:_MOST_TEXT] for prompt in plan.prompts[:_MOST_TEXTS]
+    ]
+    found: Attributes = {"pdserve.content.prompt": tuple(prompts)}
+    if answer is not None and plan.vectors is None:
+        outputs = [sink.output(0)[:_MOST_TOKENS] for sink in answer.sinks[:_MOST_TEXTS]]
+        found["pdserve.content.output"] = tuple(decode(each)[:_MOST_TEXT] for each in outputs)
     return found

@@ -100,7 +100,7 @@ class FrontendService:
         self.tracer = Tracer(
             config.trace_rules,
             traces,
-            time=SystemClock().now,
+            time=time.monotonic,
             random=Random(),  # seeded by the system
             wall=time.time_ns,
             on_kept=lambda reason: self.metrics.traces_kept.labels(reason).inc(),
@@ -148,7 +148,10 @@ class FrontendService:
         self._bodies = bodies = BodyReader(config)
         self._active_requests = active_requests = ActiveRequests(config, bodies, SystemClock().now)
         traces = RequestTraces(
-            self.tracer, SloTable(config.slo_ttft, config.slo_itl), loop.call_soon
+            self.tracer,
+            SloTable(config.slo_ttft, config.slo_itl),
+            loop.call_soon,
+            content=config.trace_content,
         )
         self._generations = GenerationHandler(
             config,

@@ -45,16 +45,22 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 def tail_reasons(facts: RequestFacts) -> tuple[str, ...]:
     """Why the trace of a request is worth keeping for what happened; empty: it is not."""
-    found = {
-        "error": facts.failed,
-        "slo_ttft": _over(facts.ttft, facts.slo_ttft),
-        "slo_itl": _over(facts.itl, facts.slo_itl),
-        "moved": facts.moves > 0,
-        "preempted": facts.preemptions > 0,
-        "retried": facts.attempts > 1,
-        "prefill_failed": facts.prefill_failed,
-    }
-    return tuple(name for name, holds in found.items() if holds)
+    reasons: tuple[str, ...] = ()
+    if facts.failed:
+        reasons += ("error",)
+    if _over(facts.ttft, facts.slo_ttft):
+        reasons += ("slo_ttft",)
+    if _over(facts.itl, facts.slo_itl):
+        reasons += ("slo_itl",)
+    if facts.moves:
+        reasons += ("moved",)
+    if facts.preemptions:
+        reasons += ("preempted",)
+    if facts.attempts > 1:
+        reasons += ("retried",)
+    if facts.prefill_failed:
+        reasons += ("prefill_failed",)
+    return reasons
 
 
 def _over(value: Seconds | None, limit: Seconds | None) -> bool:

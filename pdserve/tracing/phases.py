@@ -8,19 +8,15 @@ nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import msgspec
 
 from pdserve.ids import Seconds
 from pdserve.messages.request import Finish, FirstTokenStats
 from pdserve.messages.routing import RouteDecision
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
-
-    from pdserve.tracing.context import TraceContext
+from pdserve.tracing.context import TraceContext
 
 __all__ = [
     "MOST",
@@ -46,7 +42,7 @@ _FAILED_PREFILLS: Final = frozenset(
 """Reasons for prefilling a prompt at its decode worker after all (docs/disaggregation.md)."""
 
 
-class RoutePhase(msgspec.Struct, frozen=True):
+class RoutePhase(msgspec.Struct, frozen=True, gc=False):
     """Routers were asked where the prompt goes."""
 
     start: Seconds
@@ -60,7 +56,7 @@ class RoutePhase(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class AttemptPhase(msgspec.Struct):
+class AttemptPhase(msgspec.Struct, gc=False):
     """One worker is asked to serve the prompt, from the decision to the worker's last word."""
 
     number: int
@@ -89,7 +85,8 @@ class AttemptPhase(msgspec.Struct):
 
     def finished(self, finish: Finish) -> None:
         """Notes the end of one choice."""
-        self.preemptions = max(self.preemptions, finish.preemptions)
+        if finish.preemptions > self.preemptions:
+            self.preemptions = finish.preemptions
         if self.finish is None or finish.completion_tokens > self.finish.completion_tokens:
             self.finish = finish
 
@@ -99,7 +96,7 @@ class AttemptPhase(msgspec.Struct):
             self.end, self.how, self.error = now, how, error
 
 
-class MovePhase(msgspec.Struct, frozen=True):
+class MovePhase(msgspec.Struct, frozen=True, gc=False):
     """The request went from one worker to another."""
 
     start: Seconds
@@ -113,25 +110,19 @@ class MovePhase(msgspec.Struct, frozen=True):
     outcome: str
 
 
-class PromptPhases:
+class PromptPhases(msgspec.Struct, eq=False):
     """What one prompt of a request goes through. Nothing is added once it is over."""
 
-    __slots__ = (
-        *("attempts", "attempts_left_out", "moves", "moves_left_out", "over", "routes"),
-        *("routes_left_out", "time", "traced"),
-    )
-
-    def __init__(self, time: Callable[[], Seconds], *, traced: bool = False) -> None:
-        self.time = time
-        self.traced = traced
-        """Workers and routers are asked for their own phases."""
-        self.over = False
-        self.routes: list[RoutePhase] = []
-        self.attempts: list[AttemptPhase] = []
-        self.moves: list[MovePhase] = []
-        self.routes_left_out = 0
-        self.attempts_left_out = 0
-        self.moves_left_out = 0
+    time: Callable[[], Seconds]
+    traced: bool = False
+    """Workers and routers are asked for their own phases."""
+    over: bool = False
+    routes: list[RoutePhase] = []
+    attempts: list[AttemptPhase] = []
+    moves: list[MovePhase] = []
+    routes_left_out: int = 0
+    attempts_left_out: int = 0
+    moves_left_out: int = 0
 
     def add_route(self, phase: RoutePhase) -> None:
         if self.over:
@@ -162,16 +153,19 @@ class PromptPhases:
     @property
     def preemptions(self) -> int:
         """The most preemptions of one choice, at all workers together."""
-        return sum(attempt.preemptions for attempt in self.attempts)
+        found = 0
+        for attempt in self.attempts:
+            found += attempt.preemptions
+        return found
 
     @property
     def prefill_failed(self) -> bool:
         """True if another worker was to prefill the prompt, and did not."""
-        return any(
-            attempt.started is not None
-            and attempt.started.prefill.rpartition("reason=")[2] in _FAILED_PREFILLS
-            for attempt in self.attempts
-        )
+        for attempt in self.attempts:
+            where = "" if attempt.started is None else attempt.started.prefill
+            if where and where.rpartition("reason=")[2] in _FAILED_PREFILLS:
+                return True
+        return False
 
     def finished(self, finish: Finish) -> None:
         """Notes the end of one choice at the worker that brings its tokens."""
@@ -195,47 +189,40 @@ class PromptPhases:
             other.close(now, "cancelled")
 
 
-class RequestPhases:
+class RequestPhases(msgspec.Struct, eq=False):
     """What one request goes through."""
 
-    __slots__ = (
-        *("arrival", "body_read", "client_slow", "context", "error", "error_type", "first_token"),
-        *("kept", "owner", "planned", "planning", "prompt_tokens", "prompts"),
-        *("prompts_left_out", "root_id", "stop_string", "time", "trace_id", "traced"),
-    )
-
-    def __init__(self, arrival: Seconds, time: Callable[[], Seconds]) -> None:
-        self.arrival = arrival
-        self.time = time
-        self.context: TraceContext | None = None
-        """The caller's trace context; None: it sent none."""
-        self.kept: tuple[str, ...] = ()
-        """Why the trace is kept: what was known at the start, at the end all reasons."""
-        self.trace_id = b""
-        """Drawn at the start for a trace that is kept from then on; empty: not drawn yet."""
-        self.root_id = 0
-        """Id of the first span, drawn with `trace_id`; 0: not drawn yet."""
-        self.traced = False
-        """Workers and routers are asked for their own phases."""
-        self.body_read: Seconds = 0.0
-        """When the body had arrived; this and all times below: 0 if it did not happen."""
-        self.planning: Seconds = 0.0
-        """When the prompt began to be decoded, rendered and tokenised,"""
-        self.planned: Seconds = 0.0
-        """and when that was done."""
-        self.prompt_tokens = 0
-        self.owner: Any = None
-        """What the request's owner needs at its end; not read here."""
-        self.first_token: Seconds = 0.0
-        self.client_slow: Seconds = 0.0
-        """When the client was first behind with reading."""
-        self.stop_string: Seconds = 0.0
-        """When a stop string ended a choice."""
-        self.error = ""
-        """Why the request failed, in words."""
-        self.error_type = ""
-        self.prompts: list[PromptPhases] = []
-        self.prompts_left_out = 0
+    arrival: Seconds
+    time: Callable[[], Seconds]
+    context: TraceContext | None = None
+    """The caller's trace context; None: it sent none."""
+    kept: tuple[str, ...] = ()
+    """Why the trace is kept: what was known at the start, at the end all reasons."""
+    trace_id: bytes = b""
+    """Drawn at the start for a trace that is kept from then on; empty: not drawn yet."""
+    root_id: int = 0
+    """Id of the first span, drawn with `trace_id`; 0: not drawn yet."""
+    traced: bool = False
+    """Workers and routers are asked for their own phases."""
+    body_read: Seconds = 0.0
+    """When the body had arrived; this and all times below: 0 if it did not happen."""
+    planning: Seconds = 0.0
+    """When the prompt began to be decoded, rendered and tokenised,"""
+    planned: Seconds = 0.0
+    """and when that was done."""
+    prompt_tokens: int = 0
+    owner: Any = None
+    """What the request's owner needs at its end; not read here."""
+    first_token: Seconds = 0.0
+    client_slow: Seconds = 0.0
+    """When the client was first behind with reading."""
+    stop_string: Seconds = 0.0
+    """When a stop string ended a choice."""
+    error: str = ""
+    """Why the request failed, in words."""
+    error_type: str = ""
+    prompts: list[PromptPhases] = []
+    prompts_left_out: int = 0
 
     def add_prompt(self) -> PromptPhases | None:
         """A record for one more prompt; None if there are too many."""

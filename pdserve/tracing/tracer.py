@@ -74,23 +74,20 @@ class Tracer:
             phases.kept = ("parent",) * wished + ("head",) * drawn
             phases.traced = True
             phases.trace_id = self._trace_id(phases)
-            phases.root_id = self._random.getrandbits(64) or 1
+            phases.root_id = self._root_id()
         return phases
 
     def watch(self, phases: RequestPhases, model: str) -> None:
         """Called once the request's model is known: under a watch its workers are asked, too."""
-        if self.watches.watching(model, self._time()):
+        if self.watches and self.watches.watching(model, self._time()):
             phases.traced = True
 
     def end(self, phases: RequestPhases, facts: RequestFacts, model: str) -> bool:
         """Whether the trace of a request that is over is kept; counts it then."""
-        now = self._time()
-        tail = tail_reasons(facts)
-        watched = self.watches.take(model, now)
-        kept = phases.kept
-        if watched:
+        kept, tail = phases.kept, tail_reasons(facts)
+        if self.watches and self.watches.take(model, self._time()):
             kept += ("watch",)
-        if not kept and (not tail or not self._allowed(now)):
+        if not kept and (not tail or not self._allowed(self._time())):
             return False
         phases.kept = kept = kept + tail
         for reason in kept:
@@ -104,7 +101,7 @@ class Tracer:
         whole = replace(
             root,
             trace_id=phases.trace_id or self._trace_id(phases),
-            root_id=phases.root_id or self._random.getrandbits(64),
+            root_id=phases.root_id or self._root_id(),
             began=began,
         )
         self._sink.add(build_trace(phases, whole, phases.kept))
@@ -124,6 +121,9 @@ class Tracer:
             return True
         self._on_limited("rate")
         return False
+
+    def _root_id(self) -> int:
+        return self._random.getrandbits(63) + 1
 
     def _trace_id(self, phases: RequestPhases) -> bytes:
         if phases.context is not None:

@@ -18,7 +18,7 @@ from pdserve.messages.trace import Span, SpanEvent, Trace
 
 if TYPE_CHECKING:
     from pdserve.messages.request import WorkerPhase
-    from pdserve.messages.trace import AttributeValue, SpanKind
+    from pdserve.messages.trace import AttributeValue
     from pdserve.tracing.phases import (
         AttemptPhase,
         MovePhase,
@@ -32,17 +32,17 @@ __all__ = ["MAX_ATTRIBUTE", "TraceRoot", "build_trace"]
 MAX_ATTRIBUTE: Final = 256
 """Most characters of an attribute's text."""
 
-_NAMESPACE: Final = "pdserve."
 _HANDOFF: Final = "handoff_"
 _PARTS: Final = {
-    "chunk": "prefill.chunk",
-    "preempted": "preempted",
-    **{f"{_HANDOFF}{name}": f"handoff.{name}" for name in ("queue", "open", "fill", "activate")},
+    "chunk": "pdserve.prefill.chunk",
+    "preempted": "pdserve.preempted",
+    **{
+        f"{_HANDOFF}{name}": f"pdserve.handoff.{name}"
+        for name in ("queue", "open", "fill", "activate")
+    },
 }
 """Names of spans by the names of a worker's phases."""
 _MOST_PARTS: Final = 2 * MAX_WORKER_PHASES
-_IDS: Final = 1 << 64
-
 Attributes = dict[str, "AttributeValue"]
 
 
@@ -50,8 +50,8 @@ class TraceRoot(msgspec.Struct, frozen=True, kw_only=True):
     """What the trace says of the request as a whole."""
 
     trace_id: bytes = b""
-    root_id: int = 0
-    """Id of the root span, 64 bits; its children have the ids that follow."""
+    root_id: int = 1
+    """Id of the root span, from 1 to 2**63; its children have the ids that follow."""
     began: int = 0
     """Unix time of the arrival in nanoseconds."""
     end: Seconds
@@ -61,6 +61,7 @@ class TraceRoot(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """The root span's name, such as `POST /v1/chat/completions`."""
     attributes: Attributes = {}
+    """Texts are of at most `MAX_ATTRIBUTE` characters."""
     error: str = ""
     """Why the request failed, if the server is to blame."""
 
@@ -82,7 +83,8 @@ def build_trace(phases: RequestPhases, root: TraceRoot, kept: tuple[str, ...]) -
 
 
 class _Tree:
-    """Builds the spans of one trace, parents first."""
+    """Builds the spans of one trace, parents first. Attributes are written out with their whole
+    names: a trace is built on the event loop that serves tokens."""
 
     def __init__(self, zero: Seconds, root: TraceRoot) -> None:
         self._zero = zero
@@ -92,40 +94,45 @@ class _Tree:
 
     def request(self, phases: RequestPhases) -> None:
         root, context = self._root, phases.context
-        attributes = {name: _bounded(value) for name, value in root.attributes.items()}
+        attributes = root.attributes
         if phases.prompts_left_out:
-            attributes["pdserve.prompts_left_out"] = phases.prompts_left_out
+            attributes = attributes | {"pdserve.prompts_left_out": phases.prompts_left_out}
         end = max(root.end - self._zero, 0.0)
-        whole = self._add(
-            None,
-            root.name,
-            0.0,
-            end,
-            attributes,
-            error=root.error,
-            kind="server",
-            events=self._events(phases, end),
+        whole = Span(
+            span_id=self._new_id(),
             parent_id=b"" if context is None else context.span_id,
+            name=root.name,
+            start=0.0,
+            end=end,
+            kind="server",
+            attributes=attributes,
+            events=self._events(phases, end),
+            error=_clip(root.error),
         )
+        self.spans.append(whole)
         if phases.planning:
             planned = phases.planned or root.end
-            about: Attributes = {"prompt_tokens": phases.prompt_tokens}
-            self._child(whole, "tokenize", phases.planning, planned, about)
+            about: Attributes = {"pdserve.prompt_tokens": phases.prompt_tokens}
+            self._child(whole, "pdserve.tokenize", phases.planning, planned, about)
         several = len(phases.prompts) > 1
         for index, prompt in enumerate(phases.prompts):
             self._prompt(self._around(whole, prompt, index) if several else whole, prompt)
 
     def _events(self, phases: RequestPhases, end: Seconds) -> tuple[SpanEvent, ...]:
-        happened = (
-            ("body_read", phases.body_read),
-            ("first_token", phases.first_token),
-            ("stop_string", phases.stop_string),
-            ("client_slow", phases.client_slow),
-            ("deadline", self._root.end if phases.error_type == "DeadlineExceeded" else 0.0),
-        )
-        events = [SpanEvent(name, self._within(at, 0.0, end)) for name, at in happened if at]
-        events.sort(key=lambda event: event.at)
-        return tuple(events)
+        happened = [
+            (at, name)
+            for at, name in (
+                (phases.body_read, "body_read"),
+                (phases.first_token, "first_token"),
+                (phases.stop_string, "stop_string"),
+                (phases.client_slow, "client_slow"),
+                (self._root.end if phases.error_type == "DeadlineExceeded" else 0.0, "deadline"),
+            )
+            if at
+        ]
+        happened.sort()
+        zero = self._zero
+        return tuple([SpanEvent(name, min(max(at - zero, 0.0), end)) for at, name in happened])
 
     def _around(self, whole: Span, prompt: PromptPhases, index: int) -> Span:
         """The span of one of several prompts."""
@@ -133,7 +140,7 @@ class _Tree:
         steps += [(attempt.start, attempt.end) for attempt in prompt.attempts]
         start = min([step[0] for step in steps], default=self._zero)
         end = max([step[1] for step in steps], default=start)
-        return self._child(whole, "prompt", start, end, {"index": index})
+        return self._child(whole, "pdserve.prompt", start, end, {"pdserve.index": index})
 
     def _prompt(self, parent: Span, prompt: PromptPhases) -> None:
         for route in prompt.routes:
@@ -144,28 +151,31 @@ class _Tree:
             self._move(parent, move)
 
     def _route(self, parent: Span, route: RoutePhase) -> None:
-        about: Attributes = {"router": route.router, "reason": route.why}
+        about: Attributes = {
+            "pdserve.router": route.router[:MAX_ATTRIBUTE],
+            "pdserve.reason": route.why,
+        }
         decision = route.decision
         if decision is not None:
-            about["policy"] = decision.policy
-            about["overlap_tokens"] = route.overlap_tokens
-            about["held"] = decision.held
+            about["pdserve.policy"] = decision.policy[:MAX_ATTRIBUTE]
+            about["pdserve.overlap_tokens"] = route.overlap_tokens
+            about["pdserve.held"] = decision.held
             if decision.predicted_ttft is not None:
-                about["predicted_ttft"] = decision.predicted_ttft
-        self._child(parent, "route", route.start, route.end, about, error=route.error)
+                about["pdserve.predicted_ttft"] = decision.predicted_ttft
+        self._child(parent, "pdserve.route", route.start, route.end, about, route.error)
 
     def _attempt(self, parent: Span, attempt: AttemptPhase) -> None:
-        about: Attributes = {
-            "worker": attempt.worker,
-            "life": attempt.epoch,
-            "number": attempt.number,
-            "reason": attempt.why,
-            "end": attempt.how or "open",
-        }
         end = attempt.end if attempt.how else self._root.end
+        about: Attributes = {
+            "pdserve.worker": attempt.worker[:MAX_ATTRIBUTE],
+            "pdserve.life": attempt.epoch,
+            "pdserve.number": attempt.number,
+            "pdserve.reason": attempt.why,
+            "pdserve.end": attempt.how or "open",
+        }
         if attempt.accepted:
-            about["accepted_after"] = max(0.0, attempt.accepted - attempt.sent)
-        span = self._child(parent, "attempt", attempt.start, end, about, error=attempt.error)
+            about["pdserve.accepted_after"] = max(0.0, attempt.accepted - attempt.sent)
+        span = self._child(parent, "pdserve.attempt", attempt.start, end, about, attempt.error)
         if attempt.first:
             self._work(span, attempt, end)
 
@@ -177,50 +187,48 @@ class _Tree:
         if known is not None:
             queue, own = known.queue_seconds, known.queue_seconds + known.prefill_seconds
             phases = () if started is None else started.phases
-            handoff = [phase.start for phase in phases if phase.name.startswith(_HANDOFF)]
-            if handoff:
-                queue = min(handoff)
-            arrived = _arrival(attempt.sent, first, max([own, *(phase.end for phase in phases)]))
+            remote = False
+            if phases:
+                handoff = [phase.start for phase in phases if phase.name.startswith(_HANDOFF)]
+                remote = bool(handoff)
+                queue = min(handoff, default=queue)
+                own = max(own, *[phase.end for phase in phases])
+            arrived = _arrival(attempt.sent, first, own)
             begun = min(arrived + queue, first)
-            self._child(span, "queue", arrived, begun, {})
-            done = first if handoff else min(arrived + own, first)
-            prefill = self._child(span, "prefill", begun, done, _prefill_attributes(attempt))
-            self._parts(prefill, phases, arrived)
-        about: Attributes = {}
-        if finish is not None:
-            tokens = max(0, finish.completion_tokens - attempt.tokens_before)
-            about = {"tokens": tokens, "preemptions": attempt.preemptions}
-            if tokens > 1:
-                about["itl_mean"] = max(0.0, end - first) / (tokens - 1)
-        decode = self._child(span, "decode", first, end, about)
-        if finish is not None:
+            self._child(span, "pdserve.queue", arrived, begun, {})
+            done = first if remote else min(arrived + own, first)
+            about = _prefill_attributes(attempt)
+            prefill = self._child(span, "pdserve.prefill", begun, done, about)
+            if phases:
+                self._parts(prefill, phases, arrived)
+        decode = self._child(span, "pdserve.decode", first, end, _decode_attributes(attempt, end))
+        if finish is not None and finish.phases:
             self._parts(decode, finish.phases, arrived)
 
     def _parts(self, parent: Span, phases: tuple[WorkerPhase, ...], arrived: Seconds) -> None:
         """What the worker tells of itself, in its own time since the request's arrival there."""
         for phase in phases[:_MOST_PARTS]:
-            about: Attributes = {
-                name: value
-                for name, value in (
-                    ("tokens", phase.tokens),
-                    ("node", phase.node),
-                    ("backend", phase.backend),
-                    ("attempt", phase.attempt),
-                )
-                if value
-            }
-            name = _PARTS.get(phase.name, f"worker.{_clip(phase.name)}")
+            about: Attributes = {}
+            if phase.tokens:
+                about["pdserve.tokens"] = phase.tokens
+            if phase.node:
+                about["pdserve.node"] = phase.node[:MAX_ATTRIBUTE]
+            if phase.backend:
+                about["pdserve.backend"] = phase.backend[:MAX_ATTRIBUTE]
+            if phase.attempt:
+                about["pdserve.attempt"] = phase.attempt
+            name = _PARTS.get(phase.name) or f"pdserve.worker.{phase.name[:MAX_ATTRIBUTE]}"
             self._child(parent, name, arrived + phase.start, arrived + phase.end, about)
 
     def _move(self, parent: Span, move: MovePhase) -> None:
         about: Attributes = {
-            "from": move.source,
-            "to": move.target,
-            "gap": max(0.0, move.end - move.start),
-            "reason": move.reason,
-            "outcome": move.outcome,
+            "pdserve.from": move.source[:MAX_ATTRIBUTE],
+            "pdserve.to": move.target[:MAX_ATTRIBUTE],
+            "pdserve.gap": max(0.0, move.end - move.start),
+            "pdserve.reason": move.reason,
+            "pdserve.outcome": move.outcome,
         }
-        self._child(parent, "move", move.start, move.end, about)
+        self._child(parent, "pdserve.move", move.start, move.end, about)
 
     # ------------------------------------------------------------------ spans
 
@@ -233,47 +241,30 @@ class _Tree:
         attributes: Attributes,
         error: str = "",
     ) -> Span:
-        """A span between two times of the phases' clock."""
-        start = self._within(start, parent.start, parent.end)
-        end = self._within(end, start, parent.end)
-        named = {f"{_NAMESPACE}{key}": _bounded(value) for key, value in attributes.items()}
-        return self._add(parent, f"{_NAMESPACE}{name}", start, end, named, error=error)
-
-    def _add(
-        self,
-        parent: Span | None,
-        name: str,
-        start: Seconds,
-        end: Seconds,
-        attributes: Attributes,
-        *,
-        error: str,
-        kind: SpanKind = "internal",
-        events: tuple[SpanEvent, ...] = (),
-        parent_id: bytes = b"",
-    ) -> Span:
+        """A span between two times of the phases' clock, as far as they lie in its parent."""
+        zero = self._zero
+        start = _within(start - zero, parent.start, parent.end)
         span = Span(
             span_id=self._new_id(),
-            parent_id=parent_id if parent is None else parent.span_id,
+            parent_id=parent.span_id,
             name=name,
             start=start,
-            end=end,
-            kind=kind,
+            end=_within(end - zero, start, parent.end),
             attributes=attributes,
-            events=events,
-            error=_clip(error),
+            error=_clip(error) if error else "",
         )
         self.spans.append(span)
         return span
 
     def _new_id(self) -> bytes:
-        number = self._next_id % _IDS or 1
+        number = self._next_id
         self._next_id = number + 1
         return number.to_bytes(8, "big")
 
-    def _within(self, at: Seconds, start: Seconds, end: Seconds) -> Seconds:
-        """A time of the phases' clock as seconds since the arrival, between two of those."""
-        return min(max(at - self._zero, start), end)
+
+def _within(at: Seconds, start: Seconds, end: Seconds) -> Seconds:
+    """The time, or the nearest one between the other two."""
+    return start if at < start else end if at > end else at
 
 
 def _arrival(sent: Seconds, first: Seconds, own: Seconds) -> Seconds:
@@ -285,23 +276,29 @@ def _arrival(sent: Seconds, first: Seconds, own: Seconds) -> Seconds:
 def _prefill_attributes(attempt: AttemptPhase) -> Attributes:
     started, finish = attempt.started, attempt.finish
     about: Attributes = {}
+    cached = 0
     if started is not None:
-        about["cached_tokens"] = started.cached_tokens
+        about["pdserve.cached_tokens"] = cached = started.cached_tokens
         if started.prefill:
-            about["where"] = started.prefill
+            about["pdserve.where"] = started.prefill[:MAX_ATTRIBUTE]
         if started.received_tokens:
-            about["received_tokens"] = started.received_tokens
+            about["pdserve.received_tokens"] = started.received_tokens
     elif finish is not None:
-        about["cached_tokens"] = finish.cached_tokens
+        about["pdserve.cached_tokens"] = cached = finish.cached_tokens
     if finish is not None and finish.prompt_tokens:
-        cached = about.get("cached_tokens", 0)
-        assert isinstance(cached, int)
-        about["computed_tokens"] = max(0, finish.prompt_tokens - cached)
+        about["pdserve.computed_tokens"] = max(0, finish.prompt_tokens - cached)
     return about
 
 
-def _bounded(value: AttributeValue) -> AttributeValue:
-    return _clip(value) if isinstance(value, str) else value
+def _decode_attributes(attempt: AttemptPhase, end: Seconds) -> Attributes:
+    finish = attempt.finish
+    if finish is None:
+        return {}
+    tokens = max(0, finish.completion_tokens - attempt.tokens_before)
+    about: Attributes = {"pdserve.tokens": tokens, "pdserve.preemptions": attempt.preemptions}
+    if tokens > 1:
+        about["pdserve.itl_mean"] = max(0.0, end - attempt.first) / (tokens - 1)
+    return about
 
 
 def _clip(text: str) -> str:

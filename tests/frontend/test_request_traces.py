@@ -7,9 +7,11 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import pytest
 
 from pdserve.errors import EngineError, NoWorker, Overloaded
 from pdserve.frontend.config import FrontendConfig
+from pdserve.frontend.request_traces import RequestTraces
 from pdserve.frontend.service import FrontendService
 from pdserve.messages.trace import Trace
 from pdserve.observe.metrics import Metrics
@@ -226,6 +228,100 @@ async def test_a_watch_keeps_all_requests_of_a_model():
 async def test_the_models_objectives_are_rules_too():
     script = Script(tokens=tokens("one two three"), interval=0.005)
     async with traced(script, trace_sample=0.0, slo_itl={MODEL: 0.001}) as (client, kept, _):
-        await client.post(CHAT, HELLO)
+        await client.post(CHAT, HELLO | {"max_tokens": 5})
         await until(lambda: kept)
     assert kept[0].kept == ("slo_itl",)
+
+
+async def test_a_client_that_reads_too_slowly_is_an_event():
+    script = Script(tokens=tokens("one two three"), interval=0.01)
+    async with traced(script) as (client, kept, _):
+        asking = asyncio.ensure_future(client.chunks(max_tokens=20))
+        await until(lambda: client.backend.streams and client.backend.streams[0]._outputs[0])
+        (connection,) = client.service._server._open
+        connection.pause_writing()
+        connection.resume_writing()
+        await asking
+        await until(lambda: kept)
+    names = {event.name for event in kept[0].spans[0].events}
+    assert names == {"body_read", "first_token", "client_slow"}
+
+
+# ---------------------------------------------------------------- text
+
+SECRET = "a secret that nobody but the model may know"
+
+
+def everything(trace: Trace) -> str:
+    """All that a trace says, as text."""
+    return repr(trace)
+
+
+KEYS = """
+[[key]]
+key = "sk-told-0123456789"
+tenant = "told"
+trace_content = true
+
+[[key]]
+key = "sk-kept-0123456789"
+tenant = "kept"
+"""
+
+
+async def text_of_traces(tmp_path: Any, *, content: bool, key: str) -> str:
+    """What the traces of all kinds of requests say; `key`: empty without a file of keys."""
+    config: dict[str, Any] = {"trace_content": content}
+    headers = {}
+    if key:
+        config["api_keys_file"] = file = tmp_path / "keys.toml"
+        file.write_text(KEYS)
+        file.chmod(0o600)
+        headers = {"Authorization": f"Bearer sk-{key}-0123456789"}
+    asked = {"messages": [{"role": "user", "content": SECRET}]}
+    bodies = (
+        (CHAT, asked),
+        (CHAT, asked | {"stream": True, "stop": [SECRET]}),
+        (CHAT, asked | {"temperature": SECRET}),
+        ("/v1/completions", {"prompt": [SECRET, SECRET]}),
+        ("/v1/responses", {"input": SECRET, "model": MODEL}),
+    )
+    async with traced(Script(tokens=tokens("answer")), **config) as (client, kept, _):
+        for path, body in bodies:
+            async with client.http.post(client.url + path, json=body, headers=headers) as answer:
+                await answer.read()
+        await until(lambda: len(kept) == len(bodies))
+        return "\n".join(map(everything, kept))
+
+
+async def test_traces_have_no_text(tmp_path: Any) -> None:
+    assert SECRET not in await text_of_traces(tmp_path, content=False, key="")
+    assert SECRET not in await text_of_traces(tmp_path, content=False, key="told")
+
+
+async def test_text_needs_the_keys_permission(tmp_path: Any) -> None:
+    assert SECRET not in await text_of_traces(tmp_path, content=True, key="kept")
+    told = await text_of_traces(tmp_path, content=True, key="told")
+    assert SECRET in told
+    assert "answer" in told
+
+
+async def test_without_keys_the_operators_word_is_enough(tmp_path: Any) -> None:
+    assert SECRET in await text_of_traces(tmp_path, content=True, key="")
+
+
+async def test_text_without_permission_is_noticed(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(RequestTraces, "_may_tell", lambda self, call: True)
+    with pytest.raises(AssertionError):
+        await test_text_needs_the_keys_permission(tmp_path)
+
+
+async def test_text_is_bounded(monkeypatch: Any) -> None:
+    monkeypatch.setattr("pdserve.frontend.request_traces._MOST_TEXT", 20)
+    long = {"prompt": ["word " * 20] * 6, "max_tokens": 1}
+    async with traced(trace_content=True) as (client, kept, _):
+        await client.post("/v1/completions", long)
+        await until(lambda: kept)
+    texts = kept[0].spans[0].attributes["pdserve.content.prompt"]
+    assert isinstance(texts, tuple)
+    assert [len(text) for text in texts] == [20] * 4

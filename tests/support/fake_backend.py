@@ -91,6 +91,9 @@ class FakeOpenStream:
         self.cancelled = self.cancelled or bool(self._open)
         self._end()
 
+    def output(self, choice: int) -> list[int]:
+        return self._outputs[choice]
+
     def end_choice(self, choice: int) -> None:
         self.ended.append(choice)
 

@@ -52,6 +52,8 @@ class ApiKey:
     """The highest priority of its requests; None: the server's limit for keys without one."""
     cache_isolation: bool = True
     """If true, prefix blocks and tokenized texts are shared within the tenant only."""
+    trace_content: bool = False
+    """If true, traces may have the text of its requests, where the server has that switched on."""
 
     def cache_salt(self, requested: str | None) -> str:
         """The salt of a request with this key; a tenant cannot use another tenant's salt."""
@@ -152,7 +154,7 @@ class KeyRing:
 
 _ENTRY = (
     *("key", "key_sha256", "tenant", "weight", "models", "max_priority", "cache_isolation"),
-    "limits",
+    *("trace_content", "limits"),
 )
 _LIMITS = ("max_concurrent_requests", "requests_per_minute", "tokens_per_minute")
 MIN_KEY_LENGTH: Final = 16
@@ -242,6 +244,7 @@ def _entry(entry: dict[str, Any], number: int, where: _Where) -> ApiKey:
         models=_models(entry, number, where),
         max_priority=_max_priority(entry, number, where),
         cache_isolation=_flag(entry, "cache_isolation", True, number, where),
+        trace_content=_flag(entry, "trace_content", False, number, where),
     )
 
 

@@ -39,6 +39,10 @@ class RequestHandle(Protocol):
         The sink may still get deltas of it."""
         ...
 
+    def output(self, choice: int) -> list[int]:
+        """Output tokens of a choice so far; empty if they are not kept."""
+        ...
+
 
 class Backend(Protocol):
     """Dispatches requests. All calls happen on the event loop's thread."""

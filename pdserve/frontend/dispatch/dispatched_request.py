@@ -609,6 +609,10 @@ class DispatchedRequest:
             )
         return migration
 
+    def output(self, choice: int) -> list[int]:
+        """Output tokens of a choice so far; without migration they are not kept."""
+        return self.received.tokens(choice)
+
     def end_choice(self, choice: int) -> None:
         """Ends one choice; it does not move to another worker."""
         self.received.ended.add(choice)

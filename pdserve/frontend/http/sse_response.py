@@ -77,6 +77,7 @@ class SseWriter:
         "ended",
         "held",
         "paused",
+        "slow_since",
         "started",
     )
 
@@ -108,6 +109,8 @@ class SseWriter:
         """Bytes that the stream's owner holds back."""
         self.paused = self._connection.paused_since is not None
         """True while the client is behind: the owner should hold output back."""
+        self.slow_since = self._connection.paused_since
+        """Time when the client was first behind with reading; None: it never was."""
         self.started = False
         self.ended = False
         self._connection.wire = self
@@ -121,6 +124,8 @@ class SseWriter:
     def pause(self) -> None:
         """Called when the transport's buffer is full."""
         self.paused = True
+        if self.slow_since is None:
+            self.slow_since = self._connection.paused_since
 
     def resume(self) -> None:
         """Called when the client has read."""

@@ -109,6 +109,10 @@ class PromptSink:
         """Seconds between two workers during which no token came."""
         return 0.0 if self._stream is None else self._stream.moved
 
+    def output(self, choice: int) -> list[int]:
+        """Output tokens of one of its choices so far, as far as the backend keeps them."""
+        return [] if self._stream is None else self._stream.output(choice)
+
     def cancel(self) -> None:
         """Frees what the backend still holds. Idempotent."""
         if self._stream is not None:
@@ -217,6 +221,11 @@ class ResponseBuilder(ABC):
         """Called with the first token of any choice."""
         self.first_token = now
         self.metrics.time_to_first_token.observe(now - self.arrival)
+
+    @property
+    def client_slow(self) -> Seconds | None:
+        """Time when the client was first behind with reading; None: it never was."""
+        return None
 
     def fail(self, error: PdserveError) -> None:
         """Ends the request with an error, unless it has ended."""

@@ -77,6 +77,10 @@ class StreamingResponseBuilder(ResponseBuilder):
         super().__init__(plan, metrics, arrival, time)
         wire.on_resume(self._flush)
 
+    @property
+    def client_slow(self) -> Seconds | None:
+        return self.wire.slow_since
+
     def begin(self, now: Seconds) -> None:
         """Sends, with the first token, the headers, unless they were sent before, and a chat's role
         chunks."""

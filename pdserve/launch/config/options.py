@@ -977,6 +977,12 @@ OPTIONS: tuple[Option, ...] = (
         "MODE",
         _choice(*PARENT_MODES),
     ),
+    _switch(
+        "trace-content",
+        "frontend.trace_content",
+        "logging",
+        "Traces have the text of prompts and answers; with API keys, only of keys that allow it.",
+    ),
     Option(
         "log-level",
         "process.log_level",

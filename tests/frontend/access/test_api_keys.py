@@ -30,6 +30,7 @@ tokens_per_minute = 100000
 key_sha256 = "{hashlib.sha256(b"sk-other").hexdigest()}"
 tenant = "other"
 cache_isolation = false
+trace_content = true
 """
 
 
@@ -50,6 +51,8 @@ def test_a_key_is_found_by_its_bearer_token():
     assert key.limits == KeyLimits(
         max_concurrent_requests=8, requests_per_minute=600, tokens_per_minute=100000
     )
+    assert not key.trace_content
+    assert ring.authenticate("bearer  sk-other ").trace_content
     assert ring.authenticate("bearer  sk-other ").tenant == "other"
     assert ring.authenticate(None, "sk-other").tenant == "other"
     assert ring.authenticate("Bearer sk-other", "sk-nobody").tenant == "other"
@@ -137,6 +140,7 @@ def test_nobody_overtakes_others_who_was_not_allowed_to():
         (entry("weight = 1e-300"), "'weight'"),
         (entry("weight = inf"), "'weight'"),
         (entry("cache_isolation = 1"), "'cache_isolation': must be true or false"),
+        (entry('trace_content = "yes"'), "'trace_content': must be true or false"),
         (entry("models = []"), "'models': must be a non-empty list"),
         (entry("models = [1]"), "'models'"),
         (entry("max_priority = 1.5"), "line 4 (key 1): 'max_priority': must be a whole number"),
