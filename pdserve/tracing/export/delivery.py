@@ -141,7 +141,7 @@ def judge(answer: CollectorAnswer, wall: Seconds) -> DeliveryVerdict:
     """The meaning of an answer by OTLP/HTTP's rules; `wall` is the time of day, in Unix seconds."""
     status = answer.status
     if status == 0:
-        problem = f"{answer.failure}; is a collector running there?"
+        problem = f"{answer.failure}; check that a collector listens there"
         return DeliveryVerdict(retry=True, problem=problem)
     if 200 <= status < 300:
         rejected, words = read_partial_success(answer.body)

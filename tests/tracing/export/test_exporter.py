@@ -211,7 +211,7 @@ def test_one_batch_is_tried_for_30_seconds():
         assert s.collector.posts[-1] <= 1 + RETRY_FOR
         assert 5 <= len(s.collector.posts) <= 12
         assert "it cannot be reached" in s.problem
-        assert "is a collector running there?" in s.problem
+        assert "check that a collector listens there" in s.problem
 
     play(scene, GONE)
 
