@@ -17,7 +17,6 @@ from pdserve.ids import MAX_CHOICES
 from pdserve.launch.config import units
 from pdserve.net import address
 from pdserve.observe.logs import LEVELS
-from pdserve.observe.scrapes import METRIC_NAMES
 from pdserve.tracing.export.otel_env import traces_url, without_password
 from pdserve.tracing.rules import PARENT_MODES
 from pdserve.worker.config import (
@@ -46,6 +45,8 @@ GROUPS = {
 
 ROLES = ("all-in-one", "frontend", "router", "worker")
 UNBUILT_ROLES = ("planner",)
+METRIC_NAMES = ("pdserve", "vllm", "both")
+"""Those of `observe.scrapes.METRIC_NAMES`, which is too heavy to import for a help text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.launch.config.options import BY_NAME, GROUPS, OPTIONS
+from pdserve.launch.config.options import BY_NAME, GROUPS, METRIC_NAMES, OPTIONS
 from pdserve.launch.config.resolve import (
     Config,
     OptionRow,
@@ -13,6 +13,7 @@ from pdserve.launch.config.resolve import (
     resolve,
     unused_flags,
 )
+from pdserve.observe import scrapes
 
 INTERNAL = {
     *("frontend.reuse_port", "frontend.group"),  # for several frontends on one port
@@ -357,6 +358,10 @@ def test_the_mode_of_all_in_one_is_what_runs(compose, flags, meaning):
     assert (rows["mode"].value, rows["mode"].meaning) == ("", meaning)
     rows = {row.name: row for row in option_rows(compose(role="worker", mode="decode"))}
     assert rows["mode"].value == "decode"
+
+
+def test_the_names_of_metrics_are_those_that_scrapes_know():
+    assert METRIC_NAMES == scrapes.METRIC_NAMES
 
 
 # ---------------------------------------------------------------- OpenTelemetry's variables
