@@ -81,7 +81,7 @@ def _variable(name: str, label: str, query: str) -> dict[str, Any]:
         "label": label,
         "type": "query",
         "datasource": _DATASOURCE,
-        "query": {"query": query, "refId": name},
+        "query": {"query": query, "refId": "StandardVariableQuery"},
         "definition": query,
         "refresh": 2,
         "sort": 1,

@@ -317,6 +317,34 @@ def test_the_pages_first_commands_lead_to_boards_and_alerts(
         assert [line for line in log.splitlines() if any(word in line for word in refused)] == []
 
 
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_the_pages_cluster_is_scraped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it stands there, but for the ports and the engine."""
+    program("prometheus")
+    monkeypatch.chdir(tmp_path)
+    home = {"XDG_CONFIG_HOME": str(tmp_path)}
+    text = "\n".join(shells("Scraping a cluster")[0])
+    for port in ("9000", "9001"):
+        text = text.replace(port, str(free_port()))
+    start = [shlex.split(line)[1:] for line in text.splitlines()]
+    with Server(None, *start[0], "--listen=127.0.0.1:0", **home) as router:
+        seed = router.wait_for_line(r"router \S+ at (\S+)")[1]
+        worker, frontend, write = (
+            [w.replace("127.0.0.1:7700", seed) for w in s] for s in start[1:]
+        )
+        with (
+            Server(None, *worker, "--engine=sim", **home) as serving,
+            Server(None, *frontend, "--port=0", **home) as front,
+        ):
+            for server in (serving, front):
+                server.wait_for_line("ready: ")
+            assert main([word.replace(":8000", f":{front.port}") for word in write]) == 0
+            with hurried(Path("monitoring/prometheus.yml"), free_port()) as prometheus:
+                roles = 'count by (role) (pdserve_build_info{cluster="lab"})'
+                prometheus.wait_for(f"count({roles}) == 3")
+
+
 def targets(prometheus: Prometheus) -> list[dict[str, Any]]:
     return list(prometheus.get("targets")["activeTargets"])
 
