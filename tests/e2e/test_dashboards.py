@@ -33,12 +33,13 @@ from tests.e2e.server import PATIENCE, Server, serving
 from tests.support.prometheus import Prometheus, program
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).parents[2]
 WINDOW = "30s"
 """For `$__rate_interval`: longer than the test's load."""
 CALLERS = 12
+LONG = {"model": "bundled", "prompt": "x", "stream": True, "max_tokens": 1500, "ignore_eos": True}
 SEEN = (
     "rate(pdserve_migration_gap_seconds_count[1m]) > 0",
     'rate(pdserve_migrations_total{outcome="completed"}[1m])',
@@ -89,13 +90,23 @@ class Cluster:
         probes = [one.wait_for_line(r"probes at (?:http://)?(\S+:\d+)")[1] for one in others]
         return [f"127.0.0.1:{self.front.port}", *probes]
 
-    def post(self, path: str, body: dict[str, Any], read: int = -1) -> int:
-        """The status of one request; `read` bytes, and the client leaves."""
+    def post(
+        self,
+        path: str,
+        body: dict[str, Any],
+        read: int = -1,
+        then: Callable[[], None] | None = None,
+    ) -> int:
+        """The status of one request; after `read` bytes the client leaves, or does `then` and reads
+        the rest."""
         data = json.dumps(body).encode()
         request = urllib.request.Request(self.front.url + path, data)
         try:
             with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
                 answer.read(read)
+                if then is not None:
+                    then()
+                    answer.read()
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             with error:
@@ -106,8 +117,7 @@ class Cluster:
         the middle of each."""
         while not self.ended.is_set():
             if number == 0:
-                stream = {"model": "bundled", "prompt": "x", "stream": True, "max_tokens": 1500}
-                self.post("/v1/completions", stream | {"ignore_eos": True}, read=100)
+                self.post("/v1/completions", LONG, read=100)
                 continue
             # Every other prompt is long enough to be computed by the prefill worker.
             text = f"{number}: what is a block? " * (20 if number % 2 else 1)
@@ -123,6 +133,10 @@ class Cluster:
         assert self.post("/v1/completions", {"model": "nobody", "prompt": "x"}) == 404
         stops = {"stop": list("aeinot"), "max_tokens": 400}
         assert self.post("/v1/completions", {"model": "bundled", "prompt": "x"} | stops) == 200
+        self.post("/v1/completions", LONG | {"max_tokens": 600}, read=200, then=self.kill_engine)
+
+    def kill_engine(self) -> None:
+        """It streams at this moment, so the stream has to move."""
         self.decode.core().send_signal(signal.SIGKILL)
 
 
