@@ -1,13 +1,15 @@
 """Measures how late the event loop runs, and how many tasks it has.
 
 A timer is due every `interval`; its lateness is one sample. Stalls shorter than the interval may
-fall between two ticks, longer ones always show. `LagWindow` is plain code; a thin driver re-arms
-the timer. Owned by the process's start-up.
+fall between two ticks, longer ones always show. In a process that does next to nothing the interval
+is longer. `LagWindow` and `SamplingPace` are plain code; a thin driver re-arms the timer. Owned by
+the process's start-up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 from pdserve.clock import SystemClock
@@ -18,7 +20,14 @@ if TYPE_CHECKING:
     from pdserve.observe.metrics import Metrics
 
 INTERVAL: Seconds = 0.05
-"""Sampling interval. Twenty wake-ups a second cost an idle process about a thousandth of a core."""
+"""Sampling interval of a process that works."""
+IDLE_INTERVAL: Seconds = 0.25
+"""Sampling interval of a process that does next to nothing: twenty wake-ups a second would be half
+of all it has."""
+_IDLE_SHARE = 0.04
+"""Share of the loop's thread in the time, below which it does next to nothing."""
+_IDLE_TICKS = 40
+"""Ticks in a row after which it counts as idle."""
 WINDOW: Seconds = 60.0
 
 
@@ -45,6 +54,25 @@ class LagWindow:
         return max(self._current, self._previous)
 
 
+class SamplingPace:
+    """Chooses the next interval by the CPU time of the loop's thread."""
+
+    def __init__(self, interval: Seconds, now: Seconds, used: Seconds) -> None:
+        """`used`: CPU time of the thread so far."""
+        self._interval = interval
+        self._since = now
+        self._used = used
+        self._quiet = 0
+
+    def next(self, now: Seconds, used: Seconds) -> Seconds:
+        """The interval after a tick at `now`."""
+        busy = used - self._used > _IDLE_SHARE * (now - self._since)
+        self._since, self._used = now, used
+        self._quiet = 0 if busy else self._quiet + 1
+        idle = self._quiet >= _IDLE_TICKS
+        return max(IDLE_INTERVAL, self._interval) if idle else self._interval
+
+
 class LoopLagMonitor:
     """Measures the running loop from `start` to `stop` into `metrics`."""
 
@@ -64,11 +92,13 @@ class LoopLagMonitor:
         if self._timer is not None:
             return
         self._loop = asyncio.get_running_loop()
-        self._window = LagWindow(self._clock.now())
+        now = self._clock.now()
+        self._window = LagWindow(now)
+        self._pace = SamplingPace(self._interval, now, time.thread_time())
         self._gauge.read_from(lambda: self._window.max)
         loop = self._loop
         self._tasks.read_from(lambda: len(asyncio.all_tasks(loop)))
-        self._arm(self._clock.now())
+        self._arm(now, self._interval)
 
     def stop(self) -> None:
         """Stops measuring. Idempotent."""
@@ -76,13 +106,13 @@ class LoopLagMonitor:
             self._timer.cancel()
             self._timer = None
 
-    def _arm(self, now: Seconds) -> None:
-        self._due = now + self._interval
-        self._timer = self._loop.call_later(self._interval, self._tick)
+    def _arm(self, now: Seconds, interval: Seconds) -> None:
+        self._due = now + interval
+        self._timer = self._loop.call_later(interval, self._tick)
 
     def _tick(self) -> None:
         now = self._clock.now()
         lag = max(0.0, now - self._due)
         self._histogram.observe(lag)
         self._window.add(lag, now)
-        self._arm(now)
+        self._arm(now, self._pace.next(now, time.thread_time()))

@@ -606,6 +606,11 @@ class Bookings:
             self.touched.update(self._accounts)
 
     @property
+    def peers_work(self) -> bool:
+        """True if a peer router was busy when it was heard last."""
+        return any(heard is not None for heard in self._beats.values())
+
+    @property
     def silent_peers(self) -> list[NodeId]:
         """Routers whose news is late."""
         return sorted(router.node for router in self._trust)

@@ -44,6 +44,7 @@ from pdserve.router.core import RouterCore
 from pdserve.router.prefill_queue.service import PrefillQueueService
 from pdserve.router.worker_table import WorkerFacts
 from pdserve.runtime.model_catalog import build_catalog
+from pdserve.runtime.paced_timer import PacedTimer
 from pdserve.runtime.registry import MemberChanged, MemberGone
 from pdserve.runtime.rpc_methods import EXPLAIN, MOVE, RELEASE, ROUTE
 from pdserve.runtime.topics.replicated_set import SetView
@@ -158,9 +159,11 @@ class RouterService:
         topics.subscribe_log(BOOKINGS, self._follow_bookings)
         topics.subscribe_log(KV, self.core.index.target)
         self._sweep()
-        self._beat()
+        self._beats_paced = PacedTimer(node, _BEAT, self._beat)
+        self._beats_paced.start()
+        self._moves_paced = PacedTimer(node, _REBALANCE, self._rebalance)
         if config.rebalance:
-            self._rebalance()
+            self._moves_paced.start()
 
     def open(self) -> None:
         """The node has joined: take routing requests once the view has settled."""
@@ -233,6 +236,8 @@ class RouterService:
         booking = placement.booking
         self.routed += 1
         self._decided = booking.placed
+        self._beats_paced.wake()
+        self._moves_paced.wake()
         self._bookings.put(booking_key(booking.id), encode(booking.record))
         self._flush_soon()
         return placement.routed
@@ -299,11 +304,11 @@ class RouterService:
 
     # ------------------------------------------------------------------ rebalancing
 
-    def _rebalance(self) -> None:
-        """Tell frontends which of their requests another worker would begin sooner."""
-        self._node.timers.call_later(_REBALANCE, self._rebalance)
+    def _rebalance(self) -> bool:
+        """Tell frontends which of their requests another worker would begin sooner. Returns True if
+        there are any."""
         if self._draining:
-            return
+            return False
         for booking in self.core.rebalance(self._node.now()):
             frontend = booking.frontend
             link = None if frontend is None else self._node.link_nowait(frontend.node)
@@ -315,6 +320,7 @@ class RouterService:
                 _log.debug("%s could not be told to move a request: %s", frontend.node, error)
             else:
                 self._on_move()
+        return len(self.core.bookings) > 0
 
     # ------------------------------------------------------------------ prefill queues
 
@@ -471,6 +477,7 @@ class RouterService:
         def changed(puts: Mapping[bytes, bytes], drops: Collection[bytes]) -> None:
             beat = puts.get(_BEAT_KEY)
             bookings.peer_beat(self._node.now(), router, beat != _IDLE)
+            self._beats_paced.wake()
             for key, value in puts.items():
                 if key != _BEAT_KEY:
                     bookings.peer_placed(router, _decode_booked(value))
@@ -488,9 +495,9 @@ class RouterService:
         self._note_degraded()
         self._stir()
 
-    def _beat(self) -> None:
-        """Publish that this router has work, and check which routers have fallen silent."""
-        self._node.timers.call_later(_BEAT, self._beat)
+    def _beat(self) -> bool:
+        """Publish that this router has work, and check which routers have fallen silent. Returns
+        True while one of them has work."""
         now, bookings = self._node.now(), self.core.bookings
         bookings.judge_peers(now)
         busy = len(bookings) > 0 or now - self._decided < _BUSY_FOR
@@ -502,6 +509,7 @@ class RouterService:
             self._beats = 0
             self._bookings.put(_BEAT_KEY, _IDLE)
             self._flush_soon()
+        return busy or bookings.peers_work
 
     def _note_degraded(self) -> None:
         """Report degradations as they begin and end."""

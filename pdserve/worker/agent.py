@@ -25,6 +25,7 @@ from pdserve.messages.kv_events import KV
 from pdserve.messages.node import NodeCard, summarize_card
 from pdserve.messages.routing import LOAD, SEQUENCES, WorkerLoad, booking_key
 from pdserve.messages.worker_stream import WORKER_STREAM
+from pdserve.runtime.paced_timer import PacedTimer
 from pdserve.runtime.registry import MemberGone
 from pdserve.wire.codec import encode
 from pdserve.worker.disagg.decode_handler import DecodeHandler
@@ -59,7 +60,8 @@ __all__ = ["WorkerAgent"]
 _log = logging.getLogger(__name__)
 
 _LOAD_INTERVAL: Final[Seconds] = 0.1
-"""Seconds between two load reports while requests are held; an unchanged load is not sent again."""
+"""Seconds between two looks at the load while there is work; an unchanged load is not sent again.
+"""
 
 
 class WorkerAgent:
@@ -110,7 +112,10 @@ class WorkerAgent:
         """
         node.serve_stream(WORKER_STREAM, self._channels.opened)
         node.on_member(self._on_member)
-        self._watch()
+        self._pace = PacedTimer(node, _LOAD_INTERVAL, self._watch)
+        if self.prefill is not None:
+            self.prefill.on_work = self._pace.wake
+        self._pace.start()
 
     def _take_part(self) -> None:
         """Joins KV transfer between workers. The worker's mode decides whether prefill queues are
@@ -223,6 +228,7 @@ class WorkerAgent:
         if self._prefills_only:
             raise NotReady(f"{self._node.id} is a prefill worker: decode workers take requests")
         self._service.check_accepts()
+        self._pace.wake()
         return self._requests.submit(request, sink)
 
     def abort(self, handle: Handle) -> None:
@@ -274,11 +280,14 @@ class WorkerAgent:
         if self.prefill is not None:
             self.prefill.changed()
 
-    def _watch(self) -> None:
-        """Polls the engine, because its counters raise no events."""
-        self._node.timers.call_later(_LOAD_INTERVAL, self._watch)
+    def _watch(self) -> bool:
+        """Polls the engine, because its counters raise no events. Returns True while there is work,
+        or a change to be expected."""
         self._relieve()
         self.tell()
+        stats = self._service.engine.stats()
+        engine = stats.running or stats.waiting or stats.remote or stats.sending
+        return bool(engine or self.left) or self._service.unready_reason() is not None
 
     def _on_member(self, event: MemberEvent) -> None:
         """Ends the requests of a frontend that has left, even if its connection still

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from pdserve.errors import Draining, LinkLost, Overloaded, PdserveError, TransferRefused
 from pdserve.ids import NodeLife
 from pdserve.messages.handoff import TransportReply
+from pdserve.runtime.paced_timer import PacedTimer
 from pdserve.runtime.registry import MemberAppeared, MemberChanged, MemberGone
 from pdserve.runtime.rpc_methods import TRANSFER
 
@@ -45,7 +46,7 @@ _FAILED_FOR: Final[Seconds] = 600.0
 """Seconds that a failed load counts as a degradation: failures come with single prompts."""
 _REMEMBERED: Final = 1024
 _LOOK: Final[Seconds] = 0.1
-"""Seconds between two looks at the node's life and at the paths."""
+"""Seconds between two looks at the node's life and at the paths while KV may move."""
 
 
 class TransferRpc:
@@ -78,16 +79,22 @@ class TransferRpc:
         engine.on_transfer(self._ask)
         node.serve(TRANSFER, self._answer)
         node.on_member(self._on_member)
-        self._look()
+        self._changed = False
+        """The last look has seen a path change."""
+        self._pace = PacedTimer(node, _LOOK, self._look)
+        self._pace.start()
 
     # ------------------------------------------------------------------ lives
 
-    def _look(self) -> None:
-        """Polls the node's life, which raises no events."""
-        self._node.timers.call_later(_LOOK, self._look)
+    def _look(self) -> bool:
+        """Polls the node's life, which raises no events, and the paths. Returns True if those have
+        changed or work goes on."""
+        self._changed = False
         self._attach()
         self._count()
         self._tell_failed_loads()
+        stats = self._engine.stats()
+        return self._changed or bool(stats.running or stats.remote or stats.sending)
 
     def _attach(self) -> None:
         epoch = self._node.epoch
@@ -112,6 +119,7 @@ class TransferRpc:
     # ------------------------------------------------------------------ both ways
 
     def _answer(self, message: TransportCall, call: IncomingCall) -> None:
+        self._pace.wake()
         self._attach()
         if message.epoch != self._node.epoch:
             raise TransferRefused(
@@ -138,6 +146,7 @@ class TransferRpc:
         answered: Answered,
     ) -> None:
         """Implements `engine.port.AskPeer`."""
+        self._pace.wake()
         self._attach()
         if self._asking >= MAX_PENDING_CALLS:
             answered(Overloaded(f"{MAX_PENDING_CALLS} calls to transports are in progress"))
@@ -186,6 +195,7 @@ class TransferRpc:
         for key, state in self._seen.items():
             before = seen.get(key)
             if before is not state:
+                self._changed = True
                 self._add(state, before)
         self._tell_degraded()
 

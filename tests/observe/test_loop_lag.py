@@ -1,7 +1,7 @@
 import asyncio
 import time
 
-from pdserve.observe.loop_lag import LagWindow, LoopLagMonitor
+from pdserve.observe.loop_lag import IDLE_INTERVAL, LagWindow, LoopLagMonitor, SamplingPace
 from pdserve.observe.metrics import TOKEN_LATENCY_BUCKETS, Metrics
 
 
@@ -20,6 +20,17 @@ def test_a_long_silence_forgets_both_windows_at_once():
     window.add(0.5, 1.0)
     window.add(0.1, 500.0)
     assert window.max == 0.1
+
+
+def test_a_process_that_does_nothing_is_sampled_less_and_one_that_begins_at_once_more():
+    pace, now, used, found = SamplingPace(0.05, 0.0, 0.0), 0.0, 0.0, []
+    for tick in range(120):
+        now += found[-1] if found else 0.05
+        used += 0.01 if tick >= 100 else 0.0001
+        found.append(pace.next(now, used))
+    assert set(found[:39]) == {0.05}
+    assert set(found[39:100]) == {IDLE_INTERVAL}
+    assert set(found[101:]) == {0.05}
 
 
 async def test_a_blocked_loop_shows_as_lag():

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pdserve import __version__
+from pdserve.gossip.config import GossipConfig
 from pdserve.ids import NodeId
 from pdserve.launch.cluster.addresses import advertise, listen_address, route_from
 from pdserve.launch.cluster.admin_door import AdminDoor
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from pdserve.worker.config import WorkerConfig
 
 __all__ = ["NodeFactory"]
+
+_PRIVATE_GOSSIP = GossipConfig(ping_interval=10.0)
+"""Nodes of one process end together, so they need not watch each other every second."""
 
 
 class NodeFactory:
@@ -76,7 +80,12 @@ class NodeFactory:
         name = self._name(role) if first else self._default_name(label or role)
         if self._world is not None:
             config = NodeConfig(
-                node=name, role=role, listen=f"{name}:7700", cluster="private", leave_timeout=0.0
+                node=name,
+                role=role,
+                listen=f"{name}:7700",
+                cluster="private",
+                leave_timeout=0.0,
+                gossip=_PRIVATE_GOSSIP,
             )
             return self._make(config, self._world.network(name), lambda: (self._private_key,))
         listen = listen_address(self._config, role)

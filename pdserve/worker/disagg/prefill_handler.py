@@ -103,6 +103,8 @@ class PrefillHandler:
         self._credits = Credits()
         self._tells = False
         self._closed = False
+        self.on_work: Callable[[], None] = lambda: None
+        """Called when there is something to do; must be quick."""
         self._idle = asyncio.Event()
         """Set when no claim is left; maintained only while a drain waits."""
         self._queue = None if make_claims is None else make_claims(self._take, self._stop)
@@ -145,6 +147,7 @@ class PrefillHandler:
     # ------------------------------------------------------------------ from the queue
 
     def _take(self, claim: PrefillClaim) -> None:
+        self.on_work()
         prefilling = self._claims[id(claim)] = PrefillJob(self, claim)
         self._credits.took(claim.item.prompt_tokens)
         prefilling.begin()
