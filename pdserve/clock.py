@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from math import floor
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -25,6 +26,12 @@ class SystemClock:
 
     def now(self) -> Seconds:
         return time.monotonic()
+
+
+def until_next(now: Seconds, period: Seconds) -> Seconds:
+    """Time until the next multiple of `period`: whatever waits for it shares one wake-up."""
+    # A timer may come a little early; that moment has been.
+    return (floor(now / period + 0.05) + 1) * period - now
 
 
 class ManualClock:

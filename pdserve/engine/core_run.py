@@ -12,6 +12,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pdserve.clock import until_next
 from pdserve.engine.core_connection import CoreConnection
 from pdserve.engine.watchdog import StallWatchdog
 from pdserve.errors import EngineDied, EngineStalled, PdserveError
@@ -142,7 +143,8 @@ class CoreRun:
         late."""
         interval = min(self._options.load_timeout / 4, self._stall.interval)
         while not connection.lost.done():
-            await asyncio.wait({connection.lost}, timeout=interval)
+            wait = until_next(asyncio.get_running_loop().time(), interval)
+            await asyncio.wait({connection.lost}, timeout=wait)
             if not connection.lost.done() and (complaint := self._complaint(connection)):
                 _log.error("%s", complaint)
                 self._launcher.kill()

@@ -19,7 +19,7 @@ import time
 from random import Random
 from typing import TYPE_CHECKING
 
-from pdserve.clock import SystemClock
+from pdserve.clock import SystemClock, until_next
 from pdserve.errors import ConfigError, Draining
 from pdserve.frontend.access.api_keys import MIN_KEY_LENGTH, KeyRing, parse_keys
 from pdserve.frontend.access.trusted_hosts import TrustedHosts
@@ -305,7 +305,7 @@ class FrontendService:
     async def _sweep_forever(self) -> None:
         """Enforces the deadlines of connections every second; it waits for nothing else."""
         while True:
-            await asyncio.sleep(SWEEP)
+            await asyncio.sleep(until_next(self._loop.time(), SWEEP))
             try:
                 self.on_second()
                 self._server.sweep(self._loop.time())
@@ -315,7 +315,7 @@ class FrontendService:
     async def _prepare_forever(self) -> None:
         """Prepares the tokenizers of new models, however long one takes."""
         while True:
-            await asyncio.sleep(SWEEP)
+            await asyncio.sleep(until_next(self._loop.time(), SWEEP))
             try:
                 self._begin_metrics()
                 await self._models.prepare()

@@ -6,8 +6,9 @@ that they share a wake-up.
 
 from __future__ import annotations
 
-from math import floor
 from typing import TYPE_CHECKING, Final
+
+from pdserve.clock import until_next
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +55,7 @@ class PacedTimer:
         now = self._node.now()
         # The next call is due even if this one raises.
         self._seldom = now - self._worked >= _LINGER
-        due = (floor(now / IDLE) + 1) * IDLE if self._seldom else now + self._interval
+        due = now + (until_next(now, IDLE) if self._seldom else self._interval)
         self._timer = self._node.timers.call_at(due, self._fire)
         if self._call():
             self.wake()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec.structs import replace
 
 from pdserve.blocks.hashing import hash_secret_id
-from pdserve.clock import SystemClock
+from pdserve.clock import SystemClock, until_next
 from pdserve.engine.port import Engine, EngineState
 from pdserve.errors import Draining, NotReady
 from pdserve.limits.process_usage import UsageReader
@@ -203,7 +203,8 @@ class WorkerService:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(_WATCH_INTERVAL)
+            now = asyncio.get_running_loop().time()
+            await asyncio.sleep(until_next(now, _WATCH_INTERVAL))
             self._totals.note(self.engine.stats())
             self.on_second()
 
