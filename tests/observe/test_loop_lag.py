@@ -23,7 +23,8 @@ def test_a_long_silence_forgets_both_windows_at_once():
 
 
 def test_a_process_that_does_nothing_is_sampled_less_and_one_that_begins_at_once_more():
-    pace, now, used, found = SamplingPace(0.05, 0.0, 0.0), 0.0, 0.0, []
+    pace, now, used = SamplingPace(0.05, 0.0, 0.0), 0.0, 0.0
+    found: list[float] = []
     for tick in range(120):
         now += found[-1] if found else 0.05
         used += 0.01 if tick >= 100 else 0.0001

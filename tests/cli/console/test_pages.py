@@ -6,12 +6,13 @@ import pytest
 
 from pdserve.cli.console.head import head_lines
 from pdserve.cli.console.pages import MetricsPage, overview_of_pages
+from pdserve.observe.exposition import render
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.slo import SloVerdict
 
 
 def scraped(metrics: Metrics, at: float) -> MetricsPage:
-    return MetricsPage.read(metrics.render()[0].decode(), at)
+    return MetricsPage.read(render(metrics.families()).decode(), at)
 
 
 def answered(metrics: Metrics, model: str, ttft: float, times: int = 1) -> None:
