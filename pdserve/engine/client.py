@@ -770,9 +770,9 @@ def _post_request(life: CoreRun, command: Submit | SubmitRemote | PrefillForPeer
     except ProtocolError as error:
         raise PayloadTooLarge(f"the request is too large: {error.message}") from error
     if _log.isEnabledFor(logging.DEBUG):
-        request, handle = command.request.request_id, command.handle
+        request, handle = command.request, command.handle
         # Lines of the engine have only the handle where they do not know the request.
-        _log.debug("request %s is handle %d here", request, handle, extra=about(request))
+        _log.debug("request %s is handle %d here", request.request_id, handle, extra=about(request))
 
 
 def _deliver(sink: TokenSink | PrefillSink, error: PdserveError) -> None:

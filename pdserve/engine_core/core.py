@@ -496,7 +496,7 @@ class EngineCore:
             handle = sequence.handle
             if handle in faults:
                 continue
-            named = about(sequence.request.request_id, handle=handle)
+            named = about(sequence.request, handle=handle)
             faults.add(handle)
             self.scheduler.drop(handle, trusted=index in result.sound)
             if index in result.lasting:

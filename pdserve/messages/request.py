@@ -173,6 +173,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     trace: bool = False
     """The worker reports `WorkerPhase`s with the first token and with the end. An older one ignores
     the flag."""
+    trace_id: bytes = b""
+    """Id of the request's trace, 16 bytes, for lines in the log; empty: it is not traced."""
 
     @property
     def prompt_tokens(self) -> int:

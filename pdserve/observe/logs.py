@@ -14,7 +14,7 @@ import json
 import logging
 import sys
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, TextIO
+from typing import TYPE_CHECKING, Literal, Protocol, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,10 +67,22 @@ def configure(
     logging.captureWarnings(True)
 
 
-def about(request: str, *, trace_id: bytes = b"", **more: object) -> dict[str, object]:
+class NamedRequest(Protocol):
+    """A request as log lines name it."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def trace_id(self) -> bytes:
+        """Empty: it is not traced."""
+        ...
+
+
+def about(request: NamedRequest, **more: object) -> dict[str, object]:
     """For `extra=`: a line that is about a request, outside of the request's own task."""
-    traced = {"trace_id": trace_id.hex()} if trace_id else {}
-    return {"request_id": request, **traced, **more}
+    traced = {"trace_id": request.trace_id.hex()} if request.trace_id else {}
+    return {"request_id": request.request_id, **traced, **more}
 
 
 class TextFormatter(logging.Formatter):

@@ -116,6 +116,8 @@ class PromptPhases(msgspec.Struct, eq=False):
     time: Callable[[], Seconds]
     traced: bool = False
     """Workers and routers are asked for their own phases."""
+    trace_id: bytes = b""
+    """As that of the request."""
     over: bool = False
     routes: list[RoutePhase] = []
     attempts: list[AttemptPhase] = []
@@ -229,7 +231,7 @@ class RequestPhases(msgspec.Struct, eq=False):
         if len(self.prompts) >= MOST_PROMPTS:
             self.prompts_left_out += 1
             return None
-        phases = PromptPhases(self.time, traced=self.traced)
+        phases = PromptPhases(self.time, traced=self.traced, trace_id=self.trace_id)
         self.prompts.append(phases)
         return phases
 

@@ -81,6 +81,9 @@ class Tracer:
         """Called once the request's model is known: under a watch its workers are asked, too."""
         if self.watches and self.watches.watching(model, self._time()):
             phases.traced = True
+            if not phases.trace_id:
+                # So that the log can name the trace while the request runs.
+                phases.trace_id, phases.root_id = self._trace_id(phases), self._root_id()
 
     def end(self, phases: RequestPhases, facts: RequestFacts, model: str) -> bool:
         """Whether the trace of a request that is over is kept; counts it then."""

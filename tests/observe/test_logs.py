@@ -2,10 +2,18 @@ import contextlib
 import io
 import json
 import logging
+from typing import NamedTuple
 
 import pytest
 
 from pdserve.observe import logs
+
+
+class Named(NamedTuple):
+    """A request."""
+
+    request_id: str
+    trace_id: bytes = b""
 
 
 @pytest.fixture
@@ -117,7 +125,7 @@ def test_an_exception_cannot_forge_a_line(stream):
 
 def test_a_line_about_a_request_carries_its_ids(stream):
     logs.configure("json", "info", stream)
-    told = logs.about("req-9", trace_id=b"\x0a" * 16, handle=7)
+    told = logs.about(Named("req-9", b"\x0a" * 16), handle=7)
     logging.getLogger("pdserve.worker").info("lost", extra=told)
     record = json.loads(stream.getvalue())
     assert (record["request_id"], record["trace_id"], record["handle"]) == ("req-9", "0a" * 16, 7)
@@ -129,8 +137,8 @@ def test_a_task_with_a_trace_says_so_only_of_its_own_request(stream):
     token = logs.trace_ids.set(("ab" * 16, "cd" * 8))
     with request("req-7"):
         logging.getLogger("pdserve").info("own")
-        logging.getLogger("pdserve").info("own, by name", extra=logs.about("req-7"))
-        logging.getLogger("pdserve").info("other", extra=logs.about("req-8"))
+        logging.getLogger("pdserve").info("own, by name", extra=logs.about(Named("req-7")))
+        logging.getLogger("pdserve").info("other", extra=logs.about(Named("req-8")))
     logs.trace_ids.reset(token)
     own, named, other = map(json.loads, stream.getvalue().splitlines())
     for record in (own, named):
@@ -143,7 +151,7 @@ def test_a_task_with_a_trace_says_so_only_of_its_own_request(stream):
 
 def test_text_lines_name_the_request_at_their_end_once(stream):
     logs.configure("text", "info", stream)
-    told = logs.about("req-9", trace_id=b"\x0a" * 16, handle=7)
+    told = logs.about(Named("req-9", b"\x0a" * 16), handle=7)
     with request("req-9"):
         logging.getLogger("pdserve").info("lost", extra=told)
     assert stream.getvalue().rstrip().endswith("lost handle=7 [req-9]")

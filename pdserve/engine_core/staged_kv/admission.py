@@ -172,7 +172,7 @@ class StagedAdmission:
                 _log.info(
                     "a prompt is prefilled here: %d KV blocks are more than all %d for staging",
                     *(need, self._pool.num_blocks),
-                    extra=about(submission.request.request_id, handle=stem.handle),
+                    extra=about(submission.request, handle=stem.handle),
                 )
                 self.prefill_here(stem.handle)
         return made

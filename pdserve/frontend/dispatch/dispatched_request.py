@@ -521,7 +521,7 @@ class DispatchedRequest:
         if self._deaths.suspect(self._ways.now(), self._ways.standing):
             request = replace(request, suspect=True)
         if self._phases is not None and self._phases.traced:
-            request = replace(request, trace=True)
+            request = replace(request, trace=True, trace_id=self._phases.trace_id)
         remaining = self.remaining
         if remaining is None or self._spent < _NOTICED:
             return request
@@ -530,7 +530,8 @@ class DispatchedRequest:
     @property
     def _about(self) -> dict[str, object]:
         """For the log: these lines are written outside of the request's own task."""
-        return about(self.request.request_id)
+        traced = b"" if self._phases is None else self._phases.trace_id
+        return about(replace(self.request, trace_id=traced))
 
     def count_out(self, life: NodeLife, error: PdserveError) -> None:
         """Records that a worker did not take the request, and excludes it."""

@@ -127,7 +127,7 @@ class DecodeHandler:
             return self.engine.submit(request, sink)
         decision = self.decide(request, self._cached(request))
         if _log.isEnabledFor(logging.DEBUG):
-            _log.debug("decided: %s", decision, extra=about(request.request_id))
+            _log.debug("decided: %s", decision, extra=about(request))
         if not decision.remote:
             return self._submit_here(request, sink, decision.reason)
         return self._submit_remote(
@@ -142,7 +142,7 @@ class DecodeHandler:
             _log.info(
                 "the request's KV is not fetched from %s: %s",
                 *(source.node, obstacle),
-                extra=about(request.request_id),
+                extra=about(request),
             )
             return self._submit_here(request, sink, obstacle)
         usual = self.decide(request, cached)
@@ -156,9 +156,7 @@ class DecodeHandler:
             handle = self.engine.submit_remote(request, remote)
         except TransferRefused as error:
             remote.discard()
-            _log.warning(
-                "the prompt is prefilled here: %s", error.message, extra=about(request.request_id)
-            )
+            _log.warning("the prompt is prefilled here: %s", error.message, extra=about(request))
             return self._submit_here(request, sink, "not_possible")
         except BaseException:
             remote.discard()

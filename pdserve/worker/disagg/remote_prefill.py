@@ -400,7 +400,7 @@ class RemotePrefillRequest:
 
     @property
     def _about(self) -> dict[str, object]:
-        return about(self.request.request_id, handle=self.handle)
+        return about(self.request, handle=self.handle)
 
     @property
     def _name(self) -> str:
