@@ -189,15 +189,25 @@ _HEALTH: Final = Row(
         ),
         Panel(
             "Memory",
-            "Resident memory of the node's process.",
+            "Resident memory of the engine's processes, and of the node's. Memory of a GPU is not "
+            "in it.",
             "bytes",
-            (Query("process_resident_memory_bytes{PROCESS}", "{{instance}} node"),),
+            (
+                Query("pdserve_engine_process_resident_memory_bytes{WORKER}", f"{_NAMED} engine"),
+                Query("process_resident_memory_bytes{PROCESS}", "{{instance}} node"),
+            ),
         ),
         Panel(
             "Processor",
-            "Cores that the node's process uses.",
+            "Cores that the engine's processes use, and the node's.",
             "none",
-            (Query("rate(process_cpu_seconds_total{PROCESS}[RATE])", "{{instance}} node"),),
+            (
+                Query(
+                    "rate(pdserve_engine_process_cpu_seconds_total{WORKER}[RATE])",
+                    f"{_NAMED} engine",
+                ),
+                Query("rate(process_cpu_seconds_total{PROCESS}[RATE])", "{{instance}} node"),
+            ),
         ),
         Panel(
             "Event loop lag, p99",
