@@ -84,6 +84,8 @@ class RouteRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Target seconds from arrival at the frontend to the first token; None: no target."""
     hold: bool = True
     """False: refuse instead of queueing the request; it already has a worker."""
+    trace: bool = False
+    """True: the decision says what it rests on. A router of the release before ignores it."""
 
 
 class RouteDecision(msgspec.Struct, frozen=True, array_like=True):
@@ -101,6 +103,13 @@ class RouteDecision(msgspec.Struct, frozen=True, array_like=True):
     """Seconds from this answer to the first token; None: no prediction."""
     held: float = 0.0
     """Seconds that the request waited in the router."""
+    candidates: Count = 0
+    """Workers that the policy could choose; this and the next two are told only to a request that
+    asks for them."""
+    waiting: Count = 0
+    """Requests of the model that waited in the router at that time."""
+    sequences: Count = 0
+    """Sequences at the chosen worker, as the router knew."""
 
 
 class Candidate(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -528,7 +528,10 @@ class RouterCore:
         self.numbers.placed += 1
         self.decisions[policy] += 1
         overlap = state.overlaps.get(chosen.node, 0)
-        routed = RouteDecision(worker.node, worker.epoch, booking.id, policy, overlap, ttft, held)
+        basis = (len(state.workers), state.held, chosen.sequences) if request.trace else ()
+        routed = RouteDecision(
+            worker.node, worker.epoch, booking.id, policy, overlap, ttft, held, *basis
+        )
         return PlacedRequest(booking, routed)
 
     def _choose(self, request: RouteRequest, state: RoutingState) -> WorkerView:

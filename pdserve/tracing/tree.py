@@ -162,6 +162,10 @@ class _Tree:
             about["pdserve.held"] = decision.held
             if decision.predicted_ttft is not None:
                 about["pdserve.predicted_ttft"] = decision.predicted_ttft
+            if decision.candidates:
+                about["pdserve.candidates"] = decision.candidates
+                about["pdserve.waiting"] = decision.waiting
+                about["pdserve.sequences"] = decision.sequences
         self._child(parent, "pdserve.route", route.start, route.end, about, route.error)
 
     def _attempt(self, parent: Span, attempt: AttemptPhase) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ from tests.support.fake_backend import FakeBackend, Script
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from pdserve.messages.card import ModelCard
+
 CHAT = "/v1/chat/completions"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -34,11 +37,11 @@ class Kept(list[Trace]):
 
 @asynccontextmanager
 async def traced(
-    script: Script | Any = None, **config: Any
+    script: Script | Any = None, served: ModelCard | None = None, **config: Any
 ) -> AsyncIterator[tuple[Client, Kept, Metrics]]:
     """A frontend whose traces are kept in a list."""
     kept, metrics = Kept(), Metrics()
-    backend = FakeBackend({MODEL: card()}, script if script is not None else Script())
+    backend = FakeBackend({MODEL: served or card()}, script if script is not None else Script())
     config = {"port": 0, "trace_sample": 1.0} | config
     service = FrontendService(FrontendConfig(**config), backend, metrics, traces=kept)
     await service.start()
@@ -214,6 +217,54 @@ async def test_several_prompts_have_a_record_each():
     names = [span.name for span in kept[0].spans]
     assert names.count("pdserve.prompt") == 3
     assert kept[0].spans[0].attributes["gen_ai.operation.name"] == "text_completion"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "operation", "prompts"),
+    [
+        ("/v1/embeddings", {"input": ["a", "b"]}, "embeddings", 2),
+        ("/api/embed", {"model": MODEL, "input": ["a"]}, "embeddings", 1),
+        ("/v1/rerank", {"query": "q", "documents": ["a", "b"]}, "score", 3),
+        ("/v1/score", {"text_1": "q", "text_2": "a"}, "score", 2),
+    ],
+)
+async def test_vectors_and_scores_have_traces(
+    path: str, body: dict[str, Any], operation: str, prompts: int
+) -> None:
+    makes = {"pooling": "mean", "embedding_size": 4, "features": ("embeddings",)}
+    script = Script(vector=lambda request: struct.pack("<4f", 1, 2, 3, 4))
+    async with traced(script, card(**makes)) as (client, kept, _):
+        status, _, answer = await client.post(path, body)
+        assert status == 200, answer
+        await until(lambda: kept)
+    (trace,) = kept
+    root = trace.spans[0]
+    assert (root.name, root.attributes["http.route"]) == (f"POST {path}", path)
+    assert root.attributes["gen_ai.operation.name"] == operation
+    assert root.attributes["gen_ai.usage.output_tokens"] == 0
+    around = [span for span in trace.spans if span.name == "pdserve.prompt"]
+    assert len(around) == (prompts if prompts > 1 else 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", HELLO | {"max_tokens": 5}),
+        ("/v1/responses", {"input": "hello", "model": MODEL}),
+        ("/api/chat", HELLO | {"stream": False, "model": MODEL}),
+        ("/api/generate", {"prompt": "hello", "model": MODEL, "stream": False}),
+        ("/invocations", HELLO),
+    ],
+)
+async def test_the_other_apis_have_traces(path: str, body: dict[str, Any]) -> None:
+    async with traced(Script(tokens=tokens("hello"), fail_after=3, end="stop")) as made:
+        client, kept, _ = made
+        status, _, answer = await client.post(path, body)
+        assert status == 200, answer
+        await until(lambda: kept)
+    root = kept[0].spans[0]
+    assert root.name == f"POST {path}"
+    assert root.attributes["gen_ai.response.finish_reasons"]
 
 
 async def test_a_watch_keeps_all_requests_of_a_model():

@@ -97,6 +97,19 @@ def test_choices_count_each():
     assert world.spread(6) == {"w1" if first == W2 else "w2": 6}
 
 
+def test_a_request_that_is_traced_is_told_what_its_decision_rests_on():
+    world = World("w1", "w2")
+    world.ask(n=3)
+    told = []
+    for trace in (True, False):
+        asked = replace(route("m"), trace=trace)
+        answer = world.core.offer(world.now, F, asked, lambda _: None)
+        assert isinstance(answer, PlacedRequest)
+        routed = answer.routed
+        told.append((routed.candidates, routed.waiting, routed.sequences))
+    assert told == [(2, 0, 0), (0, 0, 0)]
+
+
 def test_a_retry_goes_elsewhere_and_the_last_worker_left_says_so():
     world = World("w1", "w2")
     first = world.ask()

@@ -132,6 +132,15 @@ def test_a_usual_request() -> None:
     )
 
 
+def test_a_router_that_was_asked_tells_what_its_decision_rests_on() -> None:
+    phases = request()
+    decision = RouteDecision(NodeId("w"), 7, 1, candidates=4, waiting=2, sequences=3)
+    prompt(phases).add_route(RoutePhase(101.0, 102.0, "first", "r1", decision, 16))
+    (route,) = named(build(phases), "pdserve.route")
+    about = {"pdserve.candidates": 4, "pdserve.waiting": 2, "pdserve.sequences": 3}
+    assert about.items() <= route.attributes.items()
+
+
 def test_time_that_a_worker_does_not_account_for_was_spent_on_the_way() -> None:
     """Half of it on the way there."""
     phases = request()

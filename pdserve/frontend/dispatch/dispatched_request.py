@@ -339,6 +339,7 @@ class DispatchedRequest:
             deadline=remaining,
             slo_ttft=hints.slo_ttft if attempt is None and not self._keep_on else None,
             hold=attempt is None or attempt.moving == "drain",
+            trace=self._phases is not None and self._phases.traced,
         )
 
     def excluded(self) -> tuple[NodeId, ...]:

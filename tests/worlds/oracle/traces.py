@@ -157,6 +157,9 @@ def _agrees(account: TrackedRequest, prompt: PromptPhases) -> Iterator[str]:
     if whole and account.enough is None and len(finished) != 1:
         yield f"its attempts ended so: {ends}"
     yield from _one_after_another(prompt)
+    for route in prompt.routes:
+        if route.decision is not None and bool(route.decision.candidates) != prompt.traced:
+            yield f"it is traced: {prompt.traced}; its router tells {route.decision}"
     for attempt in prompt.attempts:
         if attempt.started is not None and bool(attempt.started.phases) != prompt.traced:
             yield f"it is traced: {prompt.traced}; its worker tells {attempt.started.phases}"
