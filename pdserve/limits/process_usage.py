@@ -21,8 +21,10 @@ __all__ = ["ProcessUsage", "UsageReader", "own_memory"]
 _FRESH: Final[Seconds] = 0.25
 _FAMILY_FRESH: Final[Seconds] = 10.0
 """How long the list of descendants is kept: it takes a file for each thread."""
-_MOST: Final = 256
-"""Most threads of a process, and most processes, that are looked at."""
+_MOST_FILES: Final = 512
+"""Most files that are read for the list of descendants: some milliseconds."""
+_MOST_PROCESSES: Final = 64
+"""Most processes whose usage is read."""
 
 
 class ProcessUsage(NamedTuple):
@@ -63,26 +65,27 @@ class UsageReader:
 
     def _descendants(self, pid: int) -> list[int]:
         found = [pid]
+        files = 0
         for parent in found:
-            for text in self._children(parent):
-                found += map(int, text.split())
-            if len(found) > _MOST:
-                break
-        return found[:_MOST]
+            # The main thread comes first; it is mostly the one that starts processes.
+            for thread in self._threads(parent)[: _MOST_FILES - files]:
+                files += 1
+                found += self._children(parent, thread)
+        return found[:_MOST_PROCESSES]
 
-    def _children(self, pid: int) -> list[str]:
-        """The children of each thread. Kernels without this file have none to tell."""
+    def _threads(self, pid: int) -> list[int]:
         try:
-            threads = sorted(os.listdir(self._proc / str(pid) / "task"), key=int)[:_MOST]
+            return sorted(map(int, os.listdir(self._proc / str(pid) / "task")))
         except OSError:
             return []
-        texts = []
-        for thread in threads:
-            try:
-                texts.append((self._proc / str(pid) / "task" / thread / "children").read_text())
-            except OSError:  # the thread has ended
-                continue
-        return texts
+
+    def _children(self, pid: int, thread: int) -> list[int]:
+        """What a thread has started. Kernels without this file tell nothing."""
+        path = self._proc / str(pid) / "task" / str(thread) / "children"
+        try:
+            return [int(each) for each in path.read_text().split()]
+        except OSError:  # the thread has ended
+            return []
 
     def _one(self, pid: int) -> ProcessUsage:
         try:

@@ -63,6 +63,14 @@ def test_a_reading_is_kept_for_a_moment_and_another_process_begins_anew(tmp_path
     assert reader.read(7).memory == 17 * page
 
 
+def test_a_process_with_very_many_children_takes_no_longer(tmp_path):
+    process(tmp_path, 1, pages=1, ticks=0, children=" ".join(map(str, range(2, 1000))))
+    for pid in range(2, 1000):
+        process(tmp_path, pid, pages=1, ticks=0)
+    found = UsageReader(lambda: 0.0, tmp_path).read(1)
+    assert found.memory == 64 * os.sysconf("SC_PAGE_SIZE")
+
+
 def test_without_a_process_or_proc_there_is_nothing(tmp_path):
     reader = UsageReader(lambda: 0.0, tmp_path)
     assert reader.read(None) == reader.read(7) == ProcessUsage()

@@ -60,6 +60,25 @@ async def test_metrics_come_in_the_format_that_was_asked_for(role):
         assert response.headers["Content-Type"].startswith("application/openmetrics-text")
 
 
+async def test_vllms_names_and_compressed_pages_are_for_who_asks(role):
+    role.metrics.of_model("m").e2e_request_latency.observe(1.0)
+    async with role.get("/metrics?names=vllm") as response:
+        assert response.headers["Content-Encoding"] == "gzip"
+        page = await response.text()
+        assert "vllm:e2e_request_latency_seconds_count" in page
+        assert "pdserve_e2e_request_latency_seconds_count" not in page
+    async with role.get("/metrics", headers={"Accept-Encoding": "identity"}) as response:
+        assert "Content-Encoding" not in response.headers
+    role.metrics.names = "both"
+    async with role.get("/metrics") as response:
+        page = await response.text()
+        assert "vllm:e2e_request_latency_seconds_count" in page
+        assert "pdserve_e2e_request_latency_seconds_count" in page
+    async with role.get("/metrics?names=other") as response:
+        assert response.status == 400
+        assert "pdserve, vllm, both" in (await response.json())["error"]
+
+
 async def test_anything_else_is_refused(role):
     async with role.get("/v1/models") as response:
         assert response.status == 404

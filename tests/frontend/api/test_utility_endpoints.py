@@ -53,6 +53,17 @@ async def test_anthropics_client_reads_the_models_and_that_there_is_none():
     assert "is not served here" in caught.value.message
 
 
+async def test_metrics_have_vllms_names_for_who_asks():
+    async with frontend() as client:
+        await client.chat(max_tokens=1)
+        status, headers, page = await client.get("/metrics?names=vllm")
+        assert (status, headers["Content-Encoding"]) == (200, "gzip")
+        assert b'vllm:e2e_request_latency_seconds_count{engine="0",model_name="tiny"} 1.0' in page
+        assert b"pdserve_requests_total{" not in page
+        status, error = await read(client, "/metrics?names=other")
+        assert (status, error["error"]["param"]) == (400, "names")
+
+
 async def test_text_becomes_tokens_and_tokens_text():
     async with frontend() as client:
         _, _, answer = await client.post(
