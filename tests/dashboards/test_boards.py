@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from grafana_foundation_sdk.models import units
+
 from pdserve.dashboards.alerts import Promise, recordings
 from pdserve.dashboards.boards import BOARDS
 from pdserve.dashboards.table import Query, selected
@@ -13,7 +15,7 @@ from tests.support.promql import Reading, Registry
 REGISTRY = Registry(Metrics.definitions(), {one.name: one.expr for one in recordings(Promise())})
 PANELS = [panel for board in BOARDS for row in board.rows for panel in row.panels]
 QUERIES = [query for panel in PANELS for query in panel.queries]
-UNITS = {"s", "reqps", "ops", "short", "none", "percentunit", "bytes", "Bps"}
+UNITS = {name for name in vars(units).values() if isinstance(name, str)}
 """Grafana's names of units: an unknown one would be printed behind each number."""
 MOST_RARE = 7
 """Queries that may be empty on a sound cluster."""

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from grafana_foundation_sdk.cog import plugins
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import dashboard
 
 from pdserve.dashboards.boards import BOARDS
 from pdserve.dashboards.files import untouched
 from pdserve.dashboards.grafana import COLUMNS, render_board
 from pdserve.dashboards.table import Board, Panel, Query, Row
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+OURS = {"/__made_by", "/templating/list/definition"}
+"""Our mark, and what Grafana's pages write beside a variable's query."""
 RENDERED = [pytest.param(json.loads(render_board(board)), id=board.uid) for board in BOARDS]
 
 
@@ -53,6 +61,34 @@ def test_boards_have_the_same_variables(board: dict[str, Any]) -> None:
     names = [variable["name"] for variable in board["templating"]["list"]]
     assert names == ["datasource", "cluster", "model", "worker"]
     assert board["schemaVersion"] == 39
+
+
+@pytest.mark.parametrize("board", RENDERED)
+def test_grafanas_own_types_know_every_field(board: dict[str, Any]) -> None:
+    """What they read and write again has lost nothing that is meant for Grafana."""
+    plugins.register_default_plugins()
+    read = dashboard.Dashboard.from_json(board)
+    assert set(lost(board, json.loads(JSONEncoder().encode(read)))) <= OURS
+
+
+def lost(before: Any, after: Any, path: str = "") -> Iterator[str]:
+    """Fields and values of `before` that `after` does not have."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name, value in before.items():
+            inside = f"{path}/{name}"
+            yield from lost(value, after[name], inside) if name in after else [inside]
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for one, other in zip(before, after, strict=True):
+            yield from lost(one, other, path)
+    elif before != after:
+        yield path
+
+
+def test_a_field_that_grafana_does_not_know_is_found() -> None:
+    board = json.loads(render_board(BOARDS[0]))
+    board["panels"][1]["fieldConfig"]["defaults"]["unti"] = "s"
+    read = json.loads(JSONEncoder().encode(dashboard.Dashboard.from_json(board)))
+    assert set(lost(board, read)) - OURS == {"/panels/fieldConfig/defaults/unti"}
 
 
 def test_a_line_of_panels_breaks_where_it_is_full() -> None:
