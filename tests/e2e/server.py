@@ -38,7 +38,7 @@ class Server:
         self._command = [sys.executable, "-m", "pdserve", "--port", "0", *named, *flags]
         clean = {k: v for k, v in os.environ.items() if not k.startswith("PDSERVE_")}
         keep = {"PDSERVE_PURE": os.environ["PDSERVE_PURE"]} if "PDSERVE_PURE" in os.environ else {}
-        self._environ = clean | {"PDSERVE_CONFIG": "none"} | keep | environ
+        self.environ = clean | {"PDSERVE_CONFIG": "none"} | keep | environ
         self.lines: list[str] = []
         self._changed = threading.Condition()
         self._ended = False
@@ -48,7 +48,7 @@ class Server:
 
     def __enter__(self) -> Server:
         self.process = subprocess.Popen(
-            self._command, env=self._environ, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+            self._command, env=self.environ, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
