@@ -30,7 +30,7 @@ __all__ = [
     "mean_itl",
 ]
 
-Objective = Literal["ttft", "itl", "both"]
+SloObjective = Literal["ttft", "itl", "both"]
 SloResult = Literal["good", "bad", "none"]
 SloCause = Literal[
     "", "frontend", "held", "queue", "prefill", "handoff", "decode", "moved", "error"
@@ -85,7 +85,7 @@ class Observed(NamedTuple):
 class SloVerdict(NamedTuple):
     """The labels of `pdserve_slo_total` after the model."""
 
-    objective: Objective
+    objective: SloObjective
     result: SloResult
     cause: SloCause = ""
     """What took the most of a bad request's time; empty for others."""
@@ -108,7 +108,7 @@ def judge(limits: Objectives, seen: Observed) -> list[SloVerdict]:
 
 
 def _verdict(
-    objective: Objective,
+    objective: SloObjective,
     limit: Seconds,
     value: Seconds | None,
     parts: Mapping[SloCause, Seconds],

@@ -64,7 +64,7 @@ from pdserve.launch.roles.worker import WorkerRole
 from pdserve.messages.handoff import ClaimOutcome
 from pdserve.messages.status import ClusterStatus
 from pdserve.messages.worker_stream import MigrationHintReason
-from pdserve.observe import logs
+from pdserve.observe import logs, slo
 from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics, Outcome
 from pdserve.observe.node_metrics import NODE_METRICS
@@ -466,6 +466,9 @@ def metrics() -> Part:
 def _label_values() -> dict[str, set[str]]:
     return {
         "pdserve_requests_total{outcome}": _values(Outcome),
+        "pdserve_slo_total{objective}": _values(slo.SloObjective),
+        "pdserve_slo_total{result}": _values(slo.SloResult),
+        "pdserve_slo_total{cause}": _values(slo.SloCause),
         "pdserve_migrations_total{reason}": _values(migration_state.MigrationReason),
         "pdserve_migrations_total{outcome}": _values(migration_state.MigrationOutcome),
         "pdserve_router_failures_total{reason}": _labelled("router_failures"),

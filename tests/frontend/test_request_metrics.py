@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import pytest
+
 from pdserve.errors import EngineDied, NoWorker
-from tests.frontend.support import HELLO, MODEL, frontend, tokens
+from pdserve.frontend.placement import Placement
+from pdserve.ids import NodeId
+from tests.frontend.support import HELLO, MODEL, frontend, tokens, until
 from tests.support.fake_backend import Script
 
 
@@ -62,6 +67,41 @@ async def test_requests_are_judged_by_their_models_objectives():
         metrics = client.service.metrics
         assert bounds(metrics.time_to_first_token) >= {60.0, 1e-9}
         assert bounds(metrics.inter_token_latency) >= {1e-9}
+
+
+def placed(**numbers: Any) -> Placement:
+    usual: Any = {"attempts": 1, "overlap_tokens": 0, "predicted_ttft": None, "held": 0.0}
+    return Placement(worker=NodeId("w"), router=NodeId("r"), policy="ttft", **(usual | numbers))
+
+
+@pytest.mark.parametrize(
+    ("placement", "cause"),
+    [
+        (None, "frontend"),
+        (placed(), "frontend"),
+        (placed(held=5.0), "held"),
+        (placed(attempts=2), "moved"),
+    ],
+)
+async def test_the_cause_of_a_late_first_token_is_what_took_longest(placement, cause):
+    script = Script(tokens=tokens("abc"), placement=placement, hold_open=0.05)
+    async with frontend(script, slo_ttft={"": 1e-9}) as client:
+        await client.chat(max_tokens=1)
+        assert judged(client) == {
+            (MODEL, "ttft", "bad", cause): 1,
+            (MODEL, "both", "bad", cause): 1,
+        }
+
+
+async def test_the_cause_of_a_slow_stream_is_a_move_if_that_took_longest():
+    async with frontend(Script(tokens=tokens("abc")), slo_itl={"": 1e-9}) as client:
+        await client.chat(max_tokens=300)
+        asked = asyncio.ensure_future(client.chat(max_tokens=300))
+        await until(lambda: len(client.backend.streams) == 2)
+        client.backend.streams[-1].moved = 60.0
+        await asked
+        assert judged(client)[MODEL, "itl", "bad", "decode"] == 1
+        assert judged(client)[MODEL, "itl", "bad", "moved"] == 1
 
 
 async def test_what_the_server_refuses_or_fails_is_bad():

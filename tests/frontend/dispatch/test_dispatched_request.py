@@ -64,7 +64,7 @@ async def test_a_stream_goes_on_at_another_worker_when_its_own_dies() -> None:
         await w.ready()
         sink = Sink()
         placed: list[Placement] = []
-        await w.backend.open(request(deadline=60.0), sink, on_placed=placed.append)
+        stream = await w.backend.open(request(deadline=60.0), sink, on_placed=placed.append)
         first.say(5)
         first.say(6, 7)
         await w.nodes.until(lambda: sink.tokens == [5, 6, 7])
@@ -82,7 +82,9 @@ async def test_a_stream_goes_on_at_another_worker_when_its_own_dies() -> None:
         assert (question.attempt, question.excluded) == (1, ("a",))
         assert (question.prompt_tokens, question.max_tokens) == (6, 5)
         second.say(8, end=True)
+        assert stream.moved == 0.0
         await w.nodes.until(partial(ended, sink))
+        assert 0.0 < stream.moved < 0.3
         assert (sink.tokens, sink.errors) == ([5, 6, 7, 8], [])
         assert [p.migrations for p in placed] == [0, 1]
         assert outcomes(w) == {("worker_lost", "completed"): 1}
