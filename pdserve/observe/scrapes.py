@@ -96,9 +96,12 @@ class ScrapeHandler(Protocol):
 
 def page_of(families: list[ScrapedFamily], form: ScrapeForm) -> ScrapedPage:
     """The page in this form."""
-    if form.names != "pdserve":
-        others = families if form.names == "both" else []
-        families = [*others, *vllm_families(families)]
+    if form.names == "both":
+        families = [*families, *vllm_families(families)]
+    elif form.names == "vllm":
+        # The standard `process_*` are everybody's.
+        standard = [one for one in families if one.name.startswith("process_")]
+        families = [*standard, *vllm_families(families)]
     body = render(families, openmetrics=form.openmetrics)
     kind = content_type(openmetrics=form.openmetrics)
     if form.gzip and len(body) >= _WORTH_IT:

@@ -43,9 +43,9 @@ class VllmMetric:
 
 
 def vllm_families(families: list[ScrapedFamily]) -> list[ScrapedFamily]:
-    """The families of vLLM that can be made of these; the standard `process_*` are kept."""
+    """The families of vLLM that can be made of these."""
     found = {one.name.removeprefix("pdserve_"): one for one in families}
-    made = [one for one in families if one.name.startswith("process_")]
+    made = []
     for metric in VLLM_METRICS:
         sources = [found[source] for source in metric.sources if source in found]
         series = metric.read(found, metric.sources) if sources else []

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.observe.engine_metrics import EngineSample
 from pdserve.observe.exposition import render
 from pdserve.observe.merge import merge
 from pdserve.observe.metrics import Metrics
-from pdserve.observe.scrapes import ScrapeForm, page_of
+from pdserve.observe.scrapes import METRIC_NAMES, ScrapeForm, page_of
 from pdserve.observe.vllm_names import VLLM_METRICS, VllmMetric, vllm_families
 from tests.observe import vllm_facts
 
@@ -157,6 +158,18 @@ def test_every_name_is_on_the_page_with_its_kind_and_labels(openmetrics):
             assert set(re.findall(r'(\w+)="', labels)) == set(metric.labels)
     assert not kinds
     assert "process_resident_memory_bytes" in page
+
+
+@pytest.mark.parametrize("names", METRIC_NAMES)
+def test_no_name_is_on_a_page_twice(names):
+    metrics = busy(engine("prefill", blocks_total=8), engine("decode", blocks_total=8))
+    page = page_of(metrics.families(), ScrapeForm(names)).body.decode()
+    kinds = re.findall(r"^# TYPE (\S+) ", page, re.MULTILINE)
+    assert len(kinds) == len(set(kinds))
+    lines = [line.rpartition(" ")[0] for line in page.splitlines() if not line.startswith("#")]
+    assert len(lines) == len(set(lines))
+    opened = page_of(metrics.families(), ScrapeForm(names, openmetrics=True)).body.decode()
+    assert list(parse_openmetrics(opened))
 
 
 def test_both_names_show_the_same_numbers():
