@@ -55,9 +55,8 @@ def recordings(promise: Promise) -> tuple[Recording, ...]:
         *(Recording(f"pdserve:bad_ratio:{window}", _bad_ratio(window)) for window in BURN_WINDOWS),
         Recording(
             "pdserve:prefix_hit_ratio:1h",
-            "sum by (cluster, model) "
-            '(rate(pdserve_cached_prompt_tokens_total{mode!="prefill"}[1h]))\n'
-            '/ sum by (cluster, model) (rate(pdserve_prompt_tokens_total{mode!="prefill"}[1h]))',
+            "sum by (cluster, model) (rate(pdserve_cached_prompt_tokens_total[1h]))\n"
+            "/ sum by (cluster, model) (rate(pdserve_prompt_tokens_total[1h]))",
         ),
     )
 

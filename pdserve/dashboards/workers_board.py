@@ -104,15 +104,15 @@ _STEPS: Final = Row(
         ),
         Panel(
             "Tokens computed, and of use",
-            "computed: all that went through the model. of use: prompt tokens that were not "
-            "cached, and output. The difference was computed again, after a preemption or a move.",
+            "computed: all that went through the model, on all workers of the model. of use: "
+            "prompt tokens that were not cached, and output, counted when a request ends. What is "
+            "computed and of no use was computed again, after a preemption or a move.",
             "ops",
             (
-                Query("sum(rate(pdserve_computed_tokens_total{WORKER}[RATE]))", "computed"),
+                Query("sum(rate(pdserve_computed_tokens_total{MODEL}[RATE]))", "computed"),
                 Query(
-                    "sum(rate(pdserve_prompt_tokens_total{WORKER}[RATE])"
-                    " - rate(pdserve_cached_prompt_tokens_total{WORKER}[RATE])"
-                    " + rate(pdserve_generation_tokens_total{WORKER}[RATE]))",
+                    "sum(rate(pdserve_request_uncached_tokens_sum{MODEL}[RATE]))"
+                    " + sum(rate(pdserve_generation_tokens_total{MODEL}[RATE]))",
                     "of use",
                 ),
             ),
