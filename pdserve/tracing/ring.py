@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from pdserve.ids import Bytes
-from pdserve.messages.trace import Trace, TraceReply, TraceSummary
+from pdserve.messages.trace import TraceReply, TraceSummary
+from pdserve.tracing.compact import decode_trace, encode_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pdserve.ids import Seconds
-    from pdserve.messages.trace import TraceQuery
+    from pdserve.messages.trace import Trace, TraceQuery
 
 __all__ = ["MOST_SUMMARIES", "TraceRing", "is_id_of", "summarize"]
 
@@ -31,9 +32,6 @@ _TEXT: Final = 256
 """Most characters of a text in a summary."""
 _FIRST_TOKEN: Final = "first_token"
 _STATUS: Final = "http.response.status_code"
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Trace).decode
 
 
 class _Entry(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -65,7 +63,7 @@ class TraceRing:
     def add(self, trace: Trace) -> None:
         """Remember a trace, and forget the oldest ones that have no room beside it."""
         self.added += 1
-        encoded = _encode(trace)
+        encoded = encode_trace(trace)
         summary = summarize(trace, self.added)
         size = sys.getsizeof(encoded) + _size_of(summary)
         if size > self._limit:
@@ -88,7 +86,7 @@ class TraceRing:
             found = [entry for entry in reversed(found) if entry.summary.number > after]
         return TraceReply(
             summaries=tuple(_named(entry.summary, node) for entry in found[:limit]),
-            trace=_decode(found[0].encoded) if query.id and found else None,
+            trace=decode_trace(found[0].encoded) if query.id and found else None,
             frontends=(node,),
             numbers={node: self.added},
         )

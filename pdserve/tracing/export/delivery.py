@@ -10,16 +10,15 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-import msgspec
-
 from pdserve.backoff import backoff_delay
-from pdserve.messages.trace import Trace
+from pdserve.tracing.compact import decode_trace, encode_trace
 from pdserve.tracing.export.otlp import read_partial_success
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pdserve.ids import Bytes, Seconds
+    from pdserve.messages.trace import Trace
 
 __all__ = [
     *("BATCH_SPANS", "QUEUE_SPANS", "RETRY_FOR"),
@@ -42,9 +41,6 @@ _RETRYABLE: Final = frozenset((429, 502, 503, 504))
 _QUOTED: Final = 200
 """Most characters of a collector's words in the log."""
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Trace).decode
-
 DropReason = Literal["queue_full", "undelivered", "refused", "rejected", "invalid", "shutdown"]
 """Why spans are not exported: no room, the collector did not answer in time, it refused the request
 or some of its spans, they could not be encoded, the process ended."""
@@ -59,7 +55,7 @@ class SpanBatch:
 
     def traces(self) -> Iterator[Trace]:
         """The traces, decoded one by one."""
-        return map(_decode, self.encoded)
+        return map(decode_trace, self.encoded)
 
 
 class SpanQueue:
@@ -78,7 +74,7 @@ class SpanQueue:
         number = len(trace.spans)
         if self.spans + number > self._most:
             return False
-        encoded = _encode(trace)
+        encoded = encode_trace(trace)
         if self.size + len(encoded) > self._limit:
             return False
         self._waiting.append((number, encoded))

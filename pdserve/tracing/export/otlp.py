@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from pdserve import __version__
+from pdserve.tracing.compact import well_formed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -111,7 +112,7 @@ def encode_span(trace: Trace, span: Span) -> bytes:
         return _encode(coded)
     except UnicodeEncodeError:
         # Half of a surrogate pair, which no UTF-8 can carry.
-        return _encode(_well_formed(coded))
+        return _encode(well_formed(coded))
 
 
 def _moment(began: int, offset: Seconds) -> str:
@@ -147,17 +148,6 @@ def _not_finite(value: float) -> str:
     if math.isnan(value):
         return "NaN"
     return "Infinity" if value > 0 else "-Infinity"
-
-
-def _well_formed(value: Any) -> Any:
-    """The same with every text made UTF-8."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, list):
-        return [_well_formed(one) for one in value]
-    if isinstance(value, dict):
-        return {_well_formed(name): _well_formed(one) for name, one in value.items()}
-    return value
 
 
 class _PartialSuccess(msgspec.Struct, rename="camel"):
