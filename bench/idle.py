@@ -199,7 +199,10 @@ def main() -> None:
     text = report(found, options)
     print(text)
     if options.write:
-        options.write.write_text(text)
+        # What was written by hand stays.
+        old = options.write.read_text() if options.write.exists() else ""
+        _, heading, notes = old.partition("\n## ")
+        options.write.write_text(text + (heading + notes if heading else ""))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,11 +24,36 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def runtime() -> Iterator[str]:
+    """A runtime directory in which there is no other server."""
+    with tempfile.TemporaryDirectory(prefix="pdserve-") as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def server(runtime: str) -> Iterator[Server]:
     """The bundled model with the default engine, as README starts it for tools."""
     (start, _) = blocks(section("JSON and tools"))[1].splitlines()
-    with serving(None, *flags(start, Places())) as server:
+    with serving(None, *flags(start, Places()), XDG_RUNTIME_DIR=runtime) as server:
         yield server
+
+
+def test_readmes_view_shows_the_server(server, runtime):
+    commands = blocks(section("See what it does"))[0].splitlines()
+    assert commands == ["pdserve status", "pdserve top"]
+    server.post("/v1/completions", {"prompt": "hello", "max_tokens": 4})
+    command = [sys.executable, "-m", *shlex.split(commands[0])]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PDSERVE_")}
+    environ = clean | {"PDSERVE_CONFIG": "none", "XDG_RUNTIME_DIR": runtime}
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=PATIENCE, check=True
+    )
+    shown = [line.partition("  ")[0] for line in done.stdout.splitlines()]
+    example = section("See what it does").partition("```text\n")[2].partition("```")[0]
+    labels = [line.partition("  ")[0] for line in example.splitlines()[1:6]]
+    assert labels == ["requests", "tokens", "TTFT", "ITL", "KV cache"]
+    assert set(labels) <= set(shown)
+    assert f"pdserve at 127.0.0.1:{server.port} as " in done.stdout
 
 
 def test_the_command_in_the_ready_line_works_as_it_stands(server):
