@@ -10,6 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from pdserve.launch.config.resolve import unused_flags
+from pdserve.launch.frontend_processes import is_child_frontend
 from pdserve.net.address import is_loopback
 from pdserve.tracing.export.otel_env import looks_like_grpc
 
@@ -35,7 +36,7 @@ def log_config_sources(config: Config) -> None:
             "enableServiceLinks: false leaves them out",
             ", ".join(sorted(config.ignored)),
         )
-    if config.process.role in ("all-in-one", "frontend"):
+    if config.process.role in ("all-in-one", "frontend") and not is_child_frontend(config):
         _warn_about_export(config.frontend)
 
 

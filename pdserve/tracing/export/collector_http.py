@@ -5,6 +5,8 @@ It knows no OTLP and never tries again. The exporter owns it.
 
 from __future__ import annotations
 
+import os
+import socket
 import ssl
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -96,12 +98,20 @@ async def _beginning(content: aiohttp.StreamReader) -> bytes:
 def _in_words(error: Exception) -> str:
     """One line without the URL, which may hold a password."""
     if isinstance(error, aiohttp.ClientConnectorError):
-        return f"it cannot be reached: {error.os_error.strerror or error.os_error}"
+        return f"it cannot be reached: {_reason(error.os_error)}"
     if isinstance(error, aiohttp.ServerDisconnectedError):
         return "it closes the connection without an answer"
     if isinstance(error, aiohttp.InvalidURL):
         return "its URL cannot be used"
     return f"{type(error).__name__}: {error}"[:200]
+
+
+def _reason(error: OSError) -> str:
+    """The system's words, without those of the library around them."""
+    # asyncio puts the address into the words; errors of TLS and of names have numbers of their own.
+    if isinstance(error, ssl.SSLError | socket.gaierror) or not error.errno:
+        return str(error.strerror or error)
+    return os.strerror(error.errno).lower()
 
 
 def _tls_of(settings: OtelSettings) -> ssl.SSLContext:
