@@ -226,6 +226,14 @@ class RequestPhases(msgspec.Struct, eq=False):
     prompts: list[PromptPhases] = []
     prompts_left_out: int = 0
 
+    @property
+    def left_out(self) -> int:
+        """Prompts, decisions, attempts and moves that are counted only."""
+        count = self.prompts_left_out
+        for prompt in self.prompts:
+            count += prompt.routes_left_out + prompt.attempts_left_out + prompt.moves_left_out
+        return count
+
     def add_prompt(self) -> PromptPhases | None:
         """A record for one more prompt; None if there are too many."""
         if len(self.prompts) >= MOST_PROMPTS:

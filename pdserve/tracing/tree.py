@@ -95,8 +95,9 @@ class _Tree:
     def request(self, phases: RequestPhases) -> None:
         root, context = self._root, phases.context
         attributes = root.attributes
-        if phases.prompts_left_out:
-            attributes = attributes | {"pdserve.prompts_left_out": phases.prompts_left_out}
+        left_out = phases.left_out
+        if left_out:
+            attributes = attributes | {"pdserve.left_out": left_out}
         end = max(root.end - self._zero, 0.0)
         whole = Span(
             span_id=self._new_id(),

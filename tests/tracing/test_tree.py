@@ -12,6 +12,7 @@ from pdserve.messages.request import Finish, FirstTokenStats, WorkerPhase
 from pdserve.messages.routing import RouteDecision
 from pdserve.tracing.context import TraceContext
 from pdserve.tracing.phases import (
+    MOST,
     AttemptPhase,
     MovePhase,
     PromptPhases,
@@ -208,7 +209,20 @@ def test_several_prompts_have_a_span_each() -> None:
     around = named(trace, "pdserve.prompt")
     assert [span.attributes["pdserve.index"] for span in around] == [0, 1, 2]
     assert [len(children(trace, span)) for span in around] == [1, 1, 0]
-    assert trace.spans[0].attributes["pdserve.prompts_left_out"] == 4
+    assert trace.spans[0].attributes["pdserve.left_out"] == 4
+
+
+def test_an_endless_mover_has_the_first_of_its_attempts() -> None:
+    phases = request()
+    made = prompt(phases)
+    for number in range(1, MOST + 4):
+        made.add_route(RoutePhase(101.0, 102.0, "kv"))
+        made.add_attempt(attempt(number=number, start=102.0 + number / 100))
+        made.add_move(MovePhase(103.0, 104.0, "kv", "a", "b", "completed"))
+    trace = build(phases)
+    numbers = [span.attributes["pdserve.number"] for span in named(trace, "pdserve.attempt")]
+    assert numbers == list(range(1, MOST + 1))
+    assert trace.spans[0].attributes["pdserve.left_out"] == 9
 
 
 def test_texts_are_cut() -> None:
