@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -187,6 +188,7 @@ def answered(active: Any, began: float) -> None:
         first_token=began,
         arrival=began,
         stop_string=None,
+        client_slow=None,
         choices=[choice],
         sinks=[SimpleNamespace(course=PromptStats(cached_tokens=16))],
         prompt_tokens=32,
@@ -286,6 +288,7 @@ def main() -> None:
         f"{ROUNDS} rounds of {REQUESTS} requests, arms in turn. A trace has 7 spans.",
         "",
         *(f"- {fact}" for fact in facts()),
+        f"- Load average: {os.getloadavg()[0]:.0f}; other work makes all times longer",
         "",
         "| traces | us per request | half of the rounds | of a small request | aim |",
         "|---|---:|---:|---:|---|",
