@@ -80,6 +80,8 @@ class AdminClient:
         servers run and no setting says which.
         """
         self.socket = choose_socket(config, environ, port=port)
+        self._environ = environ
+        self._door: DoorNetwork | None = None
         self._answer = DoorAnswer()
         settings = NetSettings(dial_timeout=_TIMEOUT)
         network: ByteNetwork
@@ -90,7 +92,7 @@ class AdminClient:
         else:
             self.addresses = (str(self.socket),)
             keys = self._told_key
-            network = DoorNetwork(self.socket, self._on_answer)
+            network = self._door = DoorNetwork(self.socket, self._on_answer)
         self._endpoint = Endpoint(
             _visitor(config.cluster),
             _Deaf(),
@@ -141,6 +143,10 @@ class AdminClient:
         if self._link is not None and self._link.down is None:
             return self._link
         failures: list[str] = []
+        if self.socket is not None and self._door is not None:
+            # The server may have been started again, with another PID.
+            self.socket = self._door.path = admin_socket.successor(self.socket, self._environ)
+            self.addresses = (str(self.socket),)
         for address in self.addresses:
             try:
                 self._link = await self._endpoint.dial(address)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Seconds
 
-__all__ = ["AdminSocket", "default_path", "find", "folders", "listen", "remove"]
+__all__ = ["AdminSocket", "default_path", "find", "folders", "listen", "remove", "successor"]
 
 _FALLBACK: Final = "/tmp"
 """Not TMPDIR: it may differ between the server and the command that looks for it."""
@@ -89,6 +89,16 @@ def find(environ: Mapping[str, str], *, everywhere: bool = False) -> list[AdminS
         if everywhere or not found:
             found += [one for one in _sockets(folder) if _answers(one.path)]
     return sorted(found)
+
+
+def successor(path: Path, environ: Mapping[str, str]) -> Path:
+    """The socket of the server that has taken the place of the one at `path`: the only one with its
+    port. `path` itself if there is none."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        return path
+    found = [one for one in find(environ, everywhere=True) if one.port == int(match[1])]
+    return found[0].path if len(found) == 1 else path
 
 
 def _sockets(folder: Path) -> Iterator[AdminSocket]:

@@ -30,7 +30,8 @@ class DoorNetwork:
 
     def __init__(self, path: Path, on_answer: Callable[[DoorAnswer], None]) -> None:
         """`on_answer` hears the cluster's name and key before the handshake begins."""
-        self._path = path
+        self.path = path
+        """The socket; it may be replaced by that of a server that follows."""
         self._on_answer = on_answer
 
     def binding(self, transport: asyncio.BaseTransport) -> bytes:
@@ -48,15 +49,15 @@ class DoorNetwork:
         connection.setblocking(False)
         try:
             async with asyncio.timeout(timeout):
-                await self._enter(connection, "" if address == str(self._path) else address)
+                await self._enter(connection, "" if address == str(self.path) else address)
                 loop = asyncio.get_running_loop()
                 await loop.create_unix_connection(factory, sock=connection)
         except TimeoutError:
             connection.close()
-            raise DialTimeout(f"{self._path} did not answer within {timeout:g} s") from None
+            raise DialTimeout(f"{self.path} did not answer within {timeout:g} s") from None
         except OSError as error:
             connection.close()
-            raise _unreachable(self._path, error) from None
+            raise _unreachable(self.path, error) from None
         except BaseException:
             connection.close()
             raise
@@ -64,19 +65,19 @@ class DoorNetwork:
     async def _enter(self, connection: socket.socket, to: str) -> None:
         """Asks for a node. Errors: `DialFailed`, `OSError`."""
         loop = asyncio.get_running_loop()
-        await loop.sock_connect(connection, str(self._path))
+        await loop.sock_connect(connection, str(self.path))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             # It may be closed already, after an answer that says why.
             await loop.sock_sendall(connection, framed(DoorQuery(to)))
         (size,) = PREFIX.unpack(await _exactly(connection, PREFIX.size))
         if size > LONGEST:
-            raise DialFailed(f"what listens at {self._path} is no pdserve")
+            raise DialFailed(f"what listens at {self.path} is no pdserve")
         try:
             answer = msgspec.json.decode(await _exactly(connection, size), type=DoorAnswer)
         except (msgspec.DecodeError, ValueError):
-            raise DialFailed(f"what listens at {self._path} is no pdserve") from None
+            raise DialFailed(f"what listens at {self.path} is no pdserve") from None
         if answer.error:
-            raise DialFailed(f"{self._path}: {answer.error}")
+            raise DialFailed(f"{self.path}: {answer.error}")
         self._on_answer(answer)
 
 

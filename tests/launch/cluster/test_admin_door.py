@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +24,6 @@ from pdserve.runtime.status import StatusService
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
     from pdserve.runtime.node import Node
 
@@ -105,6 +107,26 @@ async def test_a_closed_door_leaves_no_socket_and_ends_its_visits(served: Served
     await visitor.close()
 
 
+async def test_a_client_follows_a_server_that_was_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin_socket, "_FALLBACK", str(tmp_path))
+    environ = {"HOME": str(tmp_path)}
+    folder = admin_socket.default_path(1, {}).parent
+    first = Served(folder / "8000-1.sock", environ)
+    await first.start()
+    visitor = AdminClient(ClusterConfig(), environ)
+    assert (await visitor.status()).asked == first.second.id
+    await first.end()
+    with pytest.raises(DialFailed):
+        await visitor.status()
+    again = Served(folder / "8000-2.sock", environ)
+    await again.start()
+    assert (await visitor.status()).asked == again.second.id
+    await visitor.close()
+    await again.end()
+
+
 async def test_too_many_visitors_are_turned_away(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +152,30 @@ async def test_another_users_process_is_turned_away(
     assert served.door.admit(object(), 4712) == "this server belongs to another user"  # type: ignore[arg-type]
     assert not served.door.visitors
     await visitor.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can run a process of another user")
+async def test_the_kernel_says_whose_process_a_visitor_is() -> None:
+    """Folder and socket have been opened to everybody, by mistake."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        served = Served(Path(folder) / "door", {"HOME": folder})
+        await served.start()
+        served.door.path.chmod(0o666)
+        code = (
+            "import os, socket, sys\n"
+            "os.setgid(65534); os.setuid(65534)\n"
+            "one = socket.socket(socket.AF_UNIX)\n"
+            f"one.connect({str(served.door.path)!r})\n"
+            "sys.stdout.write(one.recv(1000).decode('latin-1'))\n"
+        )
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", code), stdout=asyncio.subprocess.PIPE
+        )
+        told, _ = await asyncio.wait_for(child.communicate(), 20.0)
+        assert b"this server belongs to another user" in told
+        assert not served.door.visitors
+        await served.end()
 
 
 async def spoken(door: AdminDoor, said: bytes) -> bytes:

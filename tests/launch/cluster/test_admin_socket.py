@@ -56,6 +56,19 @@ def test_servers_are_found_by_port_in_all_folders(
         assert [one.port for one in admin_socket.find({})] == [80]
 
 
+def test_a_server_that_was_started_again_is_found_by_its_port(
+    runtime: dict[str, str], listening: socket.socket
+) -> None:
+    folder = admin_socket.default_path(1, runtime).parent
+    (now,) = admin_socket.find(runtime)
+    before = folder / "8000-1.sock"
+    assert admin_socket.successor(before, runtime) == now.path
+    assert admin_socket.successor(folder / "8001-1.sock", runtime) == folder / "8001-1.sock"
+    assert admin_socket.successor(folder / "mine", runtime) == folder / "mine"
+    with admin_socket.listen(folder / "8000-2.sock"):
+        assert admin_socket.successor(before, runtime) == before, "there are two"
+
+
 def test_a_socket_without_a_server_is_removed(runtime: dict[str, str]) -> None:
     path = admin_socket.default_path(8000, runtime)
     admin_socket.listen(path).close()
