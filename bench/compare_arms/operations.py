@@ -96,7 +96,9 @@ class FakeBackend:
 
     def refusal(self, card: Any, name: str | None = None) -> None: ...
 
-    async def open(self, request: Any, sink: Any, hints: Any, on_placed: Any) -> FakeBackend:
+    async def open(
+        self, request: Any, sink: Any, hints: Any, on_placed: Any, *later: Any
+    ) -> FakeBackend:
         self._next(request, sink, 1)
         return self
 
