@@ -9,6 +9,7 @@ import select
 import shlex
 import subprocess
 import sys
+import termios
 import time
 from typing import TYPE_CHECKING
 
@@ -103,8 +104,9 @@ def pdserve(places: Places, *arguments: str) -> subprocess.CompletedProcess[str]
 def top(places: Places, pattern: str) -> str:
     """What it has drawn when the pattern is there."""
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (60, 200))
     command = [sys.executable, "-m", "pdserve", *flags(TOP, places)]
-    environ = os.environ | {"COLUMNS": "200", "LINES": "60", "TERM": "xterm"} | places.environ
+    environ = os.environ | {"TERM": "xterm"} | places.environ
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, env=environ) as process:
         drawn, end = "", time.monotonic() + PATIENCE
         while not re.search(pattern, drawn):
