@@ -168,8 +168,8 @@ class _Drawing:
                 yield from self._span_rows(item, depth)
                 below = self._children.get(item.span_id, []) + (orphans if item is root else [])
                 inner: list[Span | SpanEvent] = [*below, *item.events]
-                inner.sort(key=_begins, reverse=True)
-                waiting.extend((one, depth + 1) for one in inner)
+                inner.sort(key=_begins)  # what begins together stays in its order
+                waiting.extend((one, depth + 1) for one in reversed(inner))
 
     def _span_rows(self, span: Span, depth: int) -> Iterator[str]:
         root = span is self._trace.spans[0]

@@ -109,7 +109,7 @@ def test_spans_without_their_parent_stand_below_the_root():
     trace = make_trace()
     lost = replace(trace, spans=tuple(s for s in trace.spans if s.name != "pdserve.attempt"))
     assert [row.split()[0] for row in rows_of(lost)] == [
-        *("request", "tokenize", "route", "queue", "prefill", "first_token", "decode"),
+        *("request", "tokenize", "route", "queue", "prefill", "decode", "first_token"),
     ]
 
 
@@ -123,6 +123,22 @@ def test_spans_without_their_parent_stand_below_the_root():
 )
 def test_durations(seconds, text):
     assert seconds_text(seconds) == text
+
+
+def test_what_begins_together_stays_in_its_order():
+    root, *_ = make_trace().spans
+    phases = tuple(
+        Span(span_id=bytes([9] * 7 + [n]), parent_id=root.span_id, name=name, start=0.1, end=0.1)
+        for n, name in enumerate(("open", "fill", "activate"))
+    )
+    rows = rows_of(replace(make_trace(), spans=(root, *phases)))
+    assert [row.split()[0] for row in rows] == [
+        "request",
+        "open",
+        "fill",
+        "activate",
+        "first_token",
+    ]
 
 
 def test_attributes_in_few_words():
