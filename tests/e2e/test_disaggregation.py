@@ -319,7 +319,7 @@ def streamed(roles: Roles, worker: str, **fields: Any) -> tuple[str, Any]:
 def disagg(roles: Roles, how: str, worker: str) -> None:
     """As an operator: decide like this from now on."""
     command = (sys.executable, "-m", "pdserve", "disagg", how, "--worker", worker)
-    environ = roles.prefill._environ
+    environ = roles.prefill.environ
     subprocess.run(
         [*command, "--join", roles.cluster.address], env=environ, timeout=PATIENCE, check=True
     )
@@ -385,7 +385,7 @@ def test_status_shows_what_moved(roles):
     command = (sys.executable, "-m", "pdserve", "status", "--join", roles.cluster.address)
     shown = subprocess.run(
         command,
-        env=roles.prefill._environ,
+        env=roles.prefill.environ,
         capture_output=True,
         text=True,
         timeout=PATIENCE,

@@ -209,7 +209,7 @@ def shown(cluster: VllmCluster) -> Any:
 def command(cluster: VllmCluster, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(PYTHON), "-m", "pdserve", *words],
-        env=cluster.front._environ,
+        env=cluster.front.environ,
         capture_output=True,
         text=True,
         timeout=PATIENCE,
