@@ -29,6 +29,8 @@ class Degradations:
         """Activates `reason`; `detail` gives the cause and the remedy. Idempotent."""
         if reason in self._reasons:
             return
+        # A path may have bytes that are no text, and then neither JSON nor gossip could carry it.
+        detail = detail.encode("utf-8", "backslashreplace").decode()
         self._reasons[reason] = detail
         self._metrics.degraded.labels(reason).value = 1
         _log.warning("degraded (%s): %s", reason, detail)
