@@ -1,4 +1,7 @@
 import logging
+import os
+
+import msgspec
 
 from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics
@@ -27,3 +30,11 @@ def test_a_cleared_reason_leaves_no_trace():
     degradations.clear("never there")
     assert not degradations.reasons()
     assert len(metrics.degraded) == 0
+
+
+def test_a_path_that_is_no_text_can_be_sent():
+    degradations = Degradations(Metrics())
+    degradations.add("no_socket", os.fsdecode(b"/tmp/\xff cannot be made"))
+    assert msgspec.json.decode(msgspec.json.encode(dict(degradations.reasons()))) == {
+        "no_socket": "/tmp/\\udcff cannot be made"
+    }
