@@ -34,6 +34,8 @@ _TOKEN: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 """A header's name."""
 _NOT_IN_HEADERS: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _OWN_HEADERS: Final = frozenset(("content-type", "content-encoding", "content-length", "host"))
+_CREDENTIALS: Final = re.compile(r"(?<=//).*@|^[^/]*@", re.DOTALL)
+"""A name and a password before a host, also in what is no URL."""
 _GRPC_PORT: Final = 4317
 
 ParentRule = Literal["limit", "ignore"]
@@ -90,18 +92,20 @@ def traces_url(base: str) -> str:
 
 def _checked_url(text: str) -> str:
     url = text.strip()
+    shown = repr(_CREDENTIALS.sub("***@", url))
     example = "write http://HOST:4318"
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError as error:
-        raise ValueError(f"{url!r} is no URL ({error}): {example}") from None
+    except ValueError:
+        # Not its message: that may quote a part of a password.
+        raise ValueError(f"{shown} is no URL: {example}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{url!r} is no http or https URL: {example}")
-    if port == 0 or any(ord(one) <= 32 or ord(one) == 127 for one in url):
-        raise ValueError(f"{url!r} is no URL: {example}")
+        raise ValueError(f"{shown} is no http or https URL: {example}")
+    if port == 0 or any(ord(one) <= 32 or ord(one) == 127 for one in url) or _is_no_utf8(url):
+        raise ValueError(f"{shown} is no URL: {example}")
     if parts.query or parts.fragment:
-        raise ValueError(f"{url!r} has a query or a fragment, which an endpoint has not: {example}")
+        raise ValueError(f"{shown} has a query or a fragment, which an endpoint has not: {example}")
     return url
 
 
@@ -129,7 +133,7 @@ class _Reader:
             certificate=self._for_traces("CERTIFICATE", _file),
             client_certificate=self._for_traces("CLIENT_CERTIFICATE", _file),
             client_key=self._for_traces("CLIENT_KEY", _file),
-            service_name=self._text("OTEL_SERVICE_NAME"),
+            service_name=self._parsed("OTEL_SERVICE_NAME", str) or "",
             resource=self._parsed("OTEL_RESOURCE_ATTRIBUTES", _pairs) or {},
             sample=sample,
             parent=parent,
@@ -145,6 +149,9 @@ class _Reader:
         """The variable's value; None if it is absent or wrong."""
         text = self._text(name)
         if not text:
+            return None
+        if not text.isascii() and _is_no_utf8(text):
+            self._warnings.append(f"{name} is ignored: it is no UTF-8")
             return None
         try:
             return parse(text)
@@ -226,11 +233,16 @@ def _pairs(text: str) -> dict[str, str]:
     return found
 
 
+def _is_no_utf8(text: str) -> bool:
+    """Whether a variable has bytes that are no UTF-8; Python keeps them as lone surrogates."""
+    return any("\ud800" <= one <= "\udfff" for one in text)
+
+
 def _timeout(text: str) -> Seconds:
     """Milliseconds. 0 means no limit, and is our longest."""
     if not text.isascii() or not text.isdigit():
         raise ValueError(f"{text!r} is no number of milliseconds")
-    return min(int(text) / 1000 or _LONGEST, _LONGEST)
+    return min(float(text) / 1000 or _LONGEST, _LONGEST)
 
 
 def _compression(text: str) -> bool:

@@ -62,6 +62,43 @@ def test_a_wrong_endpoint_is_ignored_with_a_warning(url):
         traces_url(url)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://me:hunter2@c:99999", "ftp://me:hunter2@c", "http://me:hunter2@c /a"),
+        *("http://me:hunter2@c?a=b", "http://me:hunter2@[::1", "me:hunter2@c:4318"),
+        *(
+            "http://me:hun/ter2@c:0",
+            "http://me:x@hunter2@c:0",
+            "http://me:hunter2/@c",
+            "//m:ter2@c",
+        ),
+    ],
+)
+def test_the_password_of_a_wrong_endpoint_is_not_told(url):
+    (line,) = read(**{ENDPOINT: url}).warnings
+    assert "hunter2" not in line
+    assert "ter2" not in line
+
+
+def test_an_endpoint_that_is_no_text_is_refused():
+    with pytest.raises(ValueError, match="is no URL: write http://HOST:4318"):
+        traces_url("http://c\udcff")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES", "OTEL_EXPORTER_OTLP_HEADERS"),
+        *("OTEL_TRACES_SAMPLER", ENDPOINT),
+    ],
+)
+def test_bytes_that_are_no_text_are_ignored_with_a_warning(name):
+    settings = read(**{name: "a=b\udcff"})
+    assert (settings.service_name, settings.resource, settings.headers) == ("", {}, {})
+    assert settings.warnings == (f"{name} is ignored: it is no UTF-8",)
+
+
 def test_headers_are_decoded_and_never_shown():
     settings = read(
         OTEL_EXPORTER_OTLP_HEADERS="authorization=Basic%20c2VjcmV0==, x-scope = a b ,",
