@@ -103,7 +103,9 @@ def _in_words(error: Exception) -> str:
         return "it closes the connection without an answer"
     if isinstance(error, aiohttp.InvalidURL):
         return "its URL cannot be used"
-    return f"{type(error).__name__}: {error}"[:200]
+    if isinstance(error, aiohttp.ClientResponseError):
+        return f"what answers does not speak HTTP: {' '.join(error.message.split())}"[:200]
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 
 def _reason(error: OSError) -> str:

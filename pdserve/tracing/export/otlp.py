@@ -170,5 +170,5 @@ def read_partial_success(body: bytes) -> tuple[int, str]:
     try:
         part = _decode(body).partial_success
         return (0, "") if part is None else (max(0, int(part.rejected_spans)), part.error_message)
-    except (msgspec.MsgspecError, ValueError):
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return 0, ""

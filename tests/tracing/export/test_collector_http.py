@@ -67,7 +67,7 @@ async def test_every_status_comes_back_as_it_is(status):
     [
         (hang, "it does not answer within 0.3 s"),
         (hang_up, "closes the connection"),
-        (nonsense, ""),
+        (nonsense, "does not speak HTTP"),
     ],
 )
 async def test_a_collector_that_does_not_answer(step, words):

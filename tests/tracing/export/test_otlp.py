@@ -214,6 +214,7 @@ def _with(attributes, start=0.0, end=1.0):
         (b'{"partialSuccess":[]}', (0, "")),
         (b"\x0a\x02\x08\x07", (0, "")),
         (b"<html>", (0, "")),
+        (b'{"a":' * 10_000, (0, "")),
     ],
 )
 def test_partial_success(body, rejected):
