@@ -13,7 +13,9 @@ import shutil
 import time
 import urllib.error
 import urllib.request
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import msgspec
 
 from pdserve.cli.console.head import as_numbers, head_lines
 from pdserve.cli.console.overview import overview
@@ -27,12 +29,14 @@ from pdserve.launch import exit_codes
 if TYPE_CHECKING:
     from pdserve.cli.console.overview import Overview
     from pdserve.cli.console.reach import Reach
-    from pdserve.ids import Seconds
+    from pdserve.ids import Bytes, Seconds
     from pdserve.messages.status import ClusterStatus
 
 __all__ = ["OPTIONS", "fetch", "health_of", "metrics_of", "run"]
 
 _HTTP_TIMEOUT: Final[Seconds] = 5.0
+_MOST_BODY: Final[Bytes] = 64 << 20
+"""Largest answer: a page of metrics of hundreds of models is smaller."""
 _BETWEEN: Final[Seconds] = 1.0
 """Time between the two scrapes that rates need."""
 _WIDEST: Final = 120
@@ -74,13 +78,27 @@ async def _ask(reach: Reach) -> ClusterStatus:
 # ---------------------------------------------------------------------- over HTTP
 
 
+class _Health(msgspec.Struct):
+    """What is read of `/health`. Anything may listen at an address, so its types are checked."""
+
+    status: str
+    reason: str | None = None
+    version: str = "?"
+    uptime_seconds: float = 0.0
+    memory_bytes: int = 0
+    active_requests: int = 0
+    degraded: dict[str, str] = {}
+
+
 def health_of(url: str) -> dict[str, Any]:
     """The server's `/health`. Errors: `ConfigError` for an invalid URL, `Unavailable`."""
+    body = fetch(url, "/health")
     try:
-        health = json.loads(fetch(url, "/health"))
-        return {"status": health["status"], **health}
-    except (ValueError, KeyError, TypeError):
+        known = msgspec.structs.asdict(msgspec.json.decode(body, type=_Health))
+        known |= msgspec.json.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError):
         raise Unavailable(f"what answers at {url} is no pdserve") from None
+    return known
 
 
 def fetch(url: str, path: str) -> bytes:
@@ -88,14 +106,10 @@ def fetch(url: str, path: str) -> bytes:
     whole = url if "://" in url else f"http://{url}"
     if not whole.startswith(("http://", "https://")):
         raise ConfigError(f"--url: {url!r} is no address such as http://127.0.0.1:8000")
+    until = time.monotonic() + _HTTP_TIMEOUT
     try:
-        with urllib.request.urlopen(whole.rstrip("/") + path, timeout=_HTTP_TIMEOUT) as reply:
-            body: bytes = reply.read()
-            return body
-    except urllib.error.HTTPError as error:
-        with error:
-            # A 503 has a body of the same form.
-            return error.read()
+        with _opened(whole.rstrip("/") + path) as reply:
+            return _body(reply, whole, until)
     except http.client.HTTPException:
         raise Unavailable(f"what answers at {whole} does not speak HTTP") from None
     except (OSError, ValueError) as error:
@@ -104,6 +118,32 @@ def fetch(url: str, path: str) -> bytes:
             f"no server answers at {whole}: {reason}; start one with `pdserve`, or name another "
             "with --url"
         ) from None
+
+
+class _Readable(Protocol):
+    def read1(self, size: int, /) -> bytes: ...
+
+
+def _opened(url: str) -> Any:
+    try:
+        return urllib.request.urlopen(url, timeout=_HTTP_TIMEOUT)
+    except urllib.error.HTTPError as error:
+        # A 503 has a body of the same form.
+        return error
+
+
+def _body(reply: _Readable, url: str, until: Seconds) -> bytes:
+    """All of an answer, which has to end by a time and within `_MOST_BODY`. Errors:
+    `Unavailable`."""
+    body = bytearray()
+    while part := reply.read1(1 << 16):
+        body += part
+        if len(body) > _MOST_BODY or time.monotonic() > until:
+            raise Unavailable(
+                f"what answers at {url} is no pdserve, or too slow: its answer does not end within "
+                f"{_HTTP_TIMEOUT:g} s and {_MOST_BODY >> 20} MiB"
+            )
+    return bytes(body)
 
 
 def metrics_of(url: str) -> MetricsPage:
@@ -136,14 +176,14 @@ def _health_text(url: str, health: dict[str, Any], seen: Overview | None) -> str
     from pdserve.cli.outputs import printable
     from pdserve.launch.drain import requests_in_words
 
-    reason = f": {health['reason']}" if health.get("reason") else ""
-    uptime, memory = health.get("uptime_seconds", 0), health.get("memory_bytes", 0) >> 20
+    reason = f": {health['reason']}" if health["reason"] else ""
+    memory = health["memory_bytes"] >> 20
     lines = [
         f"{url} is {health['status']}{reason}",
-        f"pdserve {health.get('version', '?')}, up {age(uptime)}, {memory} MiB",
-        f"{requests_in_words(health.get('active_requests', 0))} in progress",
+        f"pdserve {health['version']}, up {age(health['uptime_seconds'])}, {memory} MiB",
+        f"{requests_in_words(health['active_requests'])} in progress",
     ]
     if seen is not None:
         lines += ["", *head_lines(seen, 100)[1:]]
-    lines += [f"degraded: {name}: {why}" for name, why in health.get("degraded", {}).items()]
+    lines += [f"degraded: {name}: {why}" for name, why in health["degraded"].items()]
     return "\n".join(map(printable, lines))

@@ -1,7 +1,9 @@
+import contextlib
 import http.server
 import json
 import socket
 import threading
+import time
 
 import pytest
 
@@ -60,12 +62,38 @@ def test_a_server_without_a_cluster_is_asked_over_http(server, capsys):
     assert json.loads(capsys.readouterr().out)["status"] == "loading"
 
 
-@pytest.mark.parametrize("body", [b"hello", b"[]", b'{"ok": 1}'])
+STRANGE = [
+    *(b"hello", b"[]", b'{"ok": 1}', b'{"status": 1}', b"[" * 100_000, b'{"status": "\\ud800"}'),
+    *(b'{"status": "ok", "degraded": [1]}', b'{"status": "ok", "degraded": {"a": 1}}'),
+    *(b'{"status": "ok", "uptime_seconds": "x"}', b'{"status": "ok", "uptime_seconds": 1e999}'),
+    *(b'{"status": "ok", "active_requests": NaN}', b'{"status": "ok", "memory_bytes": "x"}'),
+]
+
+
+@pytest.mark.parametrize("body", STRANGE)
 def test_a_stranger_is_told_apart(server, capsys, body):
     handler, address = server
     handler.body = body
     assert main(["status", "--url", address]) == exit_codes.FAILED
     assert "is no pdserve" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["_MOST_BODY", "_HTTP_TIMEOUT"])
+def test_an_answer_without_end_is_not_waited_for(server, capsys, monkeypatch, what):
+    handler, address = server
+    monkeypatch.setattr(f"pdserve.cli.status.{what}", {"_MOST_BODY": 1 << 16}.get(what, 0.2))
+
+    def babble(self):
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while True:
+                self.wfile.write(b" " if what == "_HTTP_TIMEOUT" else b" " * 8192)
+                time.sleep(0.01)
+
+    monkeypatch.setattr(handler, "do_GET", babble)
+    assert main(["status", "--url", address]) == exit_codes.FAILED
+    assert "does not end within" in capsys.readouterr().err
 
 
 def test_nobody_and_nonsense_are_told_in_one_line(capsys):

@@ -5,6 +5,7 @@ It knows pdserve's metric names (docs/metrics.md), not how a page is fetched.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +16,8 @@ from pdserve.cli.console.overview import Overview, Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from prometheus_client.metrics_core import Metric
 
     from pdserve.ids import Seconds
 
@@ -44,13 +47,25 @@ class MetricsPage:
         """Errors: `ValueError` for what is no page of metrics."""
         values: defaultdict[str, float] = defaultdict(float)
         parts: defaultdict[Key, float] = defaultdict(float)
-        for family in text_string_to_metric_families(text):
+        for family in _families(text):
             for sample in family.samples:
                 labels = sample.labels
-                if "le" not in labels:
+                if not math.isfinite(sample.value):
+                    continue  # an average of nothing
+                if "le" in labels:
+                    float(labels["le"])
+                else:
                     values[sample.name] += sample.value
                 parts[sample.name, labels.get("model", ""), _part(labels)] += sample.value
         return cls(at, values, parts)
+
+
+def _families(text: str) -> list[Metric]:
+    try:
+        return list(text_string_to_metric_families(text))
+    except IndexError:
+        # The parser's answer to some pages that end early.
+        raise ValueError("this is no page of metrics") from None
 
 
 def _part(labels: Mapping[str, str]) -> str:

@@ -66,3 +66,21 @@ def test_what_health_says_is_part_of_it() -> None:
 def test_what_is_no_page_of_metrics_is_an_error() -> None:
     with pytest.raises(ValueError, match="metric name"):
         MetricsPage.read("<html>not numbers</html>", 0.0)
+
+
+@pytest.mark.parametrize(
+    "page", ['pdserve_x_bucket{model="a",le="z"} 3\n', "x{,\t=#l,e..N}E+Pb{..\n"]
+)
+def test_a_page_that_only_looks_like_one_is_an_error(page: str) -> None:
+    with pytest.raises(ValueError, match=r"could not convert|no page"):
+        MetricsPage.read(page, 0.0)
+
+
+def test_numbers_that_are_none_count_nothing() -> None:
+    page = MetricsPage.read(
+        "pdserve_num_requests_running NaN\npdserve_kv_blocks +Inf\n"
+        'pdserve_slo_total{model="a",objective="ttft",result="good"} NaN\n',
+        0.0,
+    )
+    seen = overview_of_pages([page], {}, "u")
+    assert (seen.running, seen.blocks, seen.all.kept("ttft")) == (0, 0, None)
