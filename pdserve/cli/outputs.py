@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import ConfigError
 
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["check_writable", "columns", "printable", "write"]
+
+_ORDER: Final = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+"""Characters that override the direction of text. Marks of single letters are not among them."""
 
 
 def check_writable(paths: Iterable[Path]) -> None:
@@ -43,5 +46,11 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """`text` without control characters, because a model's output must not control the terminal."""
-    return "".join(one for one in text if one in "\n\t" or unicodedata.category(one) != "Cc")
+    """`text` without control characters, because a model's output must not control the terminal,
+    nor change the order of what stands beside it. Halves of surrogate pairs go, too: they cannot
+    be written."""
+    return "".join(
+        one
+        for one in text
+        if one in "\n\t" or (unicodedata.category(one) not in ("Cc", "Cs") and one not in _ORDER)
+    )

@@ -35,6 +35,8 @@ LEVELS = ("debug", "info", "warning", "error")
 
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 _CONTROL |= {0x0A: "\\n", 0x0D: "\\r", 0x09: "\\t", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+_CONTROL |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+"""What would steer a terminal, end a line or change the order of its text."""
 
 _IDS = ("request_id", "trace_id", "span_id")
 """Fields that say which request a line is about."""

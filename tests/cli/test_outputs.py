@@ -35,3 +35,5 @@ def test_columns():
 
 def test_a_models_words_cannot_steer_the_terminal():
     assert printable("a\x1b[2Jb\r\n\tc\x07\x9b1m") == "a[2Jb\n\tc1m"
+    assert printable("a\u202eb\u2067c\u2069\ud800d") == "abcd"
+    assert printable("e\u0301 \u200d \u200f") == "e\u0301 \u200d \u200f", "languages need these"

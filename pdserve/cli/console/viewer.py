@@ -12,6 +12,7 @@ from typing import Final, Literal, NamedTuple
 from pdserve.cli.console.head import degraded_lines, head_lines
 from pdserve.cli.console.layout import Table, cut, laid_out, text_width
 from pdserve.cli.console.overview import Overview
+from pdserve.cli.outputs import printable
 
 __all__ = ["ScreenLine", "View", "Viewer"]
 
@@ -191,7 +192,10 @@ class Viewer:
         padding = [ScreenLine("")] * (room - len(shown))
         bottom = ScreenLine(self._bottom(width), "bottom")
         whole = [*shown, *padding, bottom] if lines > 1 else [bottom]
-        return [ScreenLine(cut(line.text, columns), line.style) for line in whole[:lines]]
+        # Errors and notes quote what others have sent.
+        return [
+            ScreenLine(cut(printable(line.text), columns), line.style) for line in whole[:lines]
+        ]
 
     def _body(self, width: int) -> tuple[list[ScreenLine], list[tuple[int, int]]]:
         """The tables, and the first and last line of each row."""

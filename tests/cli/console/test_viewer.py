@@ -163,6 +163,15 @@ def test_a_look_that_failed_is_said_above_the_last_one() -> None:
     assert names([line.text for line in lines])
 
 
+def test_errors_and_notes_cannot_steer_the_terminal() -> None:
+    top = viewer()
+    top.trouble = "turned away: \x1b]0;x\x07"
+    top.view.notes = ["n\x1b[2J gets no requests: \u202ex\x9b"]
+    text = "".join(line.text for line in top.screen(80, 24))
+    assert "n[2J gets no requests: x" in text
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(text)
+
+
 def test_any_keys_at_any_size_leave_it_whole(seed: int, long: bool) -> None:
     random_ = random.Random(seed)
     keys = [
