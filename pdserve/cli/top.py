@@ -231,6 +231,7 @@ class _Top:
             signal.SIGINT: self._end,
             signal.SIGTERM: self._end,
             signal.SIGHUP: self._end,
+            signal.SIGQUIT: self._end,
             signal.SIGTSTP: self._pause,
             signal.SIGWINCH: self._draw_if_on,
         }

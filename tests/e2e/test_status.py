@@ -147,7 +147,7 @@ def top(trio: Trio, *whom: str, columns: int = 80, lines: int = 24, **own: str) 
     return Terminal(command, environ(trio.home) | {"TERM": "xterm"} | own, columns, lines)
 
 
-@pytest.mark.parametrize("end", ["q", "Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("end", ["q", "Ctrl-C", "Ctrl-\\", "SIGTERM"])
 def test_top_draws_again_and_again_and_gives_the_terminal_back(trio, end):
     terminal = top(trio, "--join", trio.seed)
     try:
@@ -159,7 +159,7 @@ def test_top_draws_again_and_again_and_gives_the_terminal_back(trio, end):
         if end == "SIGTERM":
             terminal.process.terminate()
         else:
-            terminal.type("q" if end == "q" else "\x03")
+            terminal.type({"Ctrl-C": "\x03", "Ctrl-\\": "\x1c"}.get(end, end))
         assert terminal.ended() == exit_codes.OK
         assert terminal.screen.scrolled == 0
     finally:
