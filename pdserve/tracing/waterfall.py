@@ -33,8 +33,8 @@ _DEPTH: Final = 6
 _PREFIX: Final = "pdserve."
 _TIMES: Final = ("predicted_ttft", "itl_", "gap")
 """Beginnings of names of attributes in seconds."""
-_LEFT_OUT: Final = ("life", "accepted_after")
-"""Attributes that say little to people."""
+_LEFT_OUT: Final = ("life", "accepted_after", "content.prompt", "content.output")
+"""Attributes that say little to people, or have no room here."""
 _FIRST: Final = (
     *("worker", "policy", "cached_tokens", "computed_tokens", "from", "to", "node", "backend"),
     *("tokens", "itl_mean", "itl_p50", "overlap_tokens", "predicted_ttft", "held", "reason"),
