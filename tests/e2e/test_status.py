@@ -253,7 +253,9 @@ def test_a_killed_servers_socket_is_removed_and_a_bad_path_only_degrades(alone, 
         assert "/no/s" in degraded["no_admin_socket"]
 
 
-@pytest.mark.parametrize(("columns", "lines"), [(80, 24), (60, 15), (120, 40)])
+@pytest.mark.parametrize(
+    ("columns", "lines"), [(80, 24), (60, 15), pytest.param(120, 40, marks=pytest.mark.long)]
+)
 def test_top_fits_any_terminal_and_every_row_is_reached(alone, columns, lines):
     alone.server.post("/v1/completions", {"prompt": "hello", "max_tokens": 2})
     terminal = top(alone, columns=columns, lines=lines, NO_COLOR="1")
