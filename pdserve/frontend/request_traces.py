@@ -93,7 +93,7 @@ class RequestTraces:
         if objectives is None:
             # There are as many entries as served models.
             objectives = self._objectives[model] = self._slos.of(model)
-        facts = request_facts(phases, active, answer, objectives, failed=failed)
+        facts = request_facts(phases, answer, objectives, failed=failed)
         if not self.tracer.end(phases, facts, model):
             return
         if answer is not None:
@@ -118,13 +118,13 @@ class RequestTraces:
 
 def request_facts(
     phases: RequestPhases,
-    active: ActiveRequest | None,
     answer: ResponseBuilder | None,
     objectives: Objectives,
     *,
     failed: bool,
 ) -> RequestFacts:
-    """What decides whether the trace is kept."""
+    """What decides whether the trace is kept. A client's own limit for its first token does not:
+    it is for routing."""
     moves = preemptions = attempts = 0
     prefill_failed = False
     for prompt in phases.prompts:
@@ -132,12 +132,11 @@ def request_facts(
         moves += len(prompt.moves)
         preemptions += prompt.preemptions
         prefill_failed = prefill_failed or prompt.prefill_failed
-    asked = None if active is None else active.hints.slo_ttft
     return RequestFacts(
         failed=failed,
         ttft=_ttft(answer),
         itl=None if answer is None or objectives.itl is None else request_itl(answer),
-        slo_ttft=asked or objectives.ttft,
+        slo_ttft=objectives.ttft,
         slo_itl=objectives.itl,
         moves=moves,
         preemptions=preemptions,

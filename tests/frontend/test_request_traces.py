@@ -174,12 +174,23 @@ async def test_a_stream_that_breaks_off_is_an_error_with_status_200():
 
 
 async def test_a_slow_first_token_is_kept():
-    async with traced(Script(tokens=tokens("hello")), trace_sample=0.0) as (client, kept, _):
+    script = Script(tokens=tokens("hello"))
+    async with traced(script, trace_sample=0.0, slo_ttft={"": 1e-6}) as (client, kept, _):
+        await client.post(CHAT, HELLO)
+        await until(lambda: kept)
+    assert kept[0].kept == ("slo_ttft",)
+
+
+async def test_a_clients_own_limit_keeps_no_trace():
+    """Else each client could have all its requests kept, past the limit of `--trace-parent`."""
+    scripts = iter([Script(tokens=tokens("hello")), Script(fail=EngineError("broken"))])
+    async with traced(lambda request: next(scripts), trace_sample=0.0) as (client, kept, _):
         headers = {"x-pdserve-slo-ttft-ms": "0.001"}
         async with client.http.post(client.url + CHAT, json=HELLO, headers=headers) as answer:
             assert answer.status == 200
+        await client.post(CHAT, HELLO)
         await until(lambda: kept)
-    assert kept[0].kept == ("slo_ttft",)
+    assert [trace.kept for trace in kept] == [("error",)]
 
 
 async def test_a_client_that_leaves_is_no_error():
