@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _LEAST, _MOST = 0.5, 0.99999
 _TARGET: Final = "127.0.0.1:8000"
+_PAGE: Final = re.compile(r"[!-z|~]+")
+"""Without blanks and braces: Prometheus takes those for a template."""
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):\d{1,5}")
 
 
@@ -95,12 +97,13 @@ def _texts(parsed: argparse.Namespace) -> dict[str, str]:
     boards = {
         f"boards/{board.uid.removeprefix('pdserve-')}.json": render_board(board) for board in BOARDS
     }
-    rules = {"rules.yml": render_rules(recordings(promise), alerts(promise), parsed.runbooks)}
+    runbooks = _page(parsed.runbooks)
+    rules = {"rules.yml": render_rules(recordings(promise), alerts(promise), runbooks)}
     if parsed.boards_only:
         return boards
     if parsed.rules_only:
         return rules
-    return boards | rules | {"prometheus.yml": render_prometheus(targets, parsed.cluster)}
+    return boards | rules | {"prometheus.yml": render_prometheus(targets, _name(parsed.cluster))}
 
 
 def _objective(text: str) -> float:
@@ -129,4 +132,16 @@ def _seconds(text: str) -> Seconds:
 def _address(text: str) -> str:
     if not _ADDRESS.fullmatch(text):
         raise ConfigError(f"--target {text}: give HOST:PORT, without http://")
+    return text
+
+
+def _page(text: str) -> str:
+    if not _PAGE.fullmatch(text):
+        raise ConfigError(f"--runbooks {text}: give a URL without blanks and braces")
+    return text
+
+
+def _name(text: str) -> str:
+    if not text.isprintable():
+        raise ConfigError("--cluster: give a name of printable characters")
     return text

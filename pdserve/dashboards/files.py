@@ -46,7 +46,10 @@ def write_all(texts: Mapping[Path, str]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             # A reader such as Grafana sees the old file or the new one.
             fresh = path.with_name(f".{path.name}.new")
-            fresh.write_text(text, encoding="utf-8")
+            # Never through a link that somebody else may have put there.
+            fresh.unlink(missing_ok=True)
+            with fresh.open("x", encoding="utf-8") as file:
+                file.write(text)
             os.replace(fresh, path)
     except OSError as error:
         reason = error.strerror or str(error)
@@ -54,6 +57,9 @@ def write_all(texts: Mapping[Path, str]) -> None:
 
 
 def _check(path: Path) -> None:
+    if path.exists() and not path.is_file():
+        # Reading a pipe would have no end.
+        raise ConfigError(f"{path} cannot be written: it is no file. Choose another --out")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

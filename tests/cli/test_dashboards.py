@@ -74,6 +74,9 @@ REFUSED: tuple[tuple[Sequence[str], str], ...] = (
     (("--out", "x", "--slo-ttft", "soon"), "--slo-ttft: 'soon' is not a duration"),
     (("--out", "x", "--target", "http://a:1"), "give HOST:PORT, without http://"),
     (("--out", "x", "--target", "a"), "give HOST:PORT"),
+    (("--out", "x", "--runbooks", "http://x/{{ end }}"), "give a URL without blanks and braces"),
+    (("--out", "x", "--cluster", "a\nb"), "--cluster: give a name of printable characters"),
+    (("--out", "x", "--cluster", "a\udcff"), "--cluster: give a name of printable characters"),
     (("--outt", "x"), "did you mean --out?"),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -50,3 +51,18 @@ def test_a_place_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written: "):
         write_all({tmp_path / "file" / "rules.yml": TEXT})
+
+
+def test_a_link_that_was_put_in_the_way_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / ".rules.yml.new").symlink_to(victim)
+    write_all({tmp_path / "rules.yml": sealed(f"# {MARK}")})
+    assert victim.read_text() == "precious"
+    assert untouched((tmp_path / "rules.yml").read_text())
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rules.yml")
+    with pytest.raises(ConfigError, match="it is no file"):
+        write_all({tmp_path / "rules.yml": sealed(f"# {MARK}")})
