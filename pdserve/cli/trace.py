@@ -128,6 +128,8 @@ def _query(parsed: argparse.Namespace) -> TraceQuery:
     def limit(text: str) -> int:
         return parse_count(text, 1, MOST_SUMMARIES)
 
+    if any("\ud800" <= one <= "\udfff" for one in parsed.request + parsed.model + watch):
+        raise ConfigError("names and ids of requests are UTF-8; this one is not")
     return TraceQuery(
         id=parsed.request.strip(),
         limit=_PAGE if watch else _parsed("--limit", limit, parsed.limit),

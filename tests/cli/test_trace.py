@@ -176,6 +176,9 @@ def test_without_a_frontend_there_is_nothing(visitor, capsys):
         (("--watch", "model=a", "--for", "x"), "--for: "),
         (("--colour",), "--colour is unknown"),
         (("a", "b"), "unexpected argument 'b'"),
+        (("req-\udcff",), "are UTF-8"),
+        (("--model", "\udcff"), "are UTF-8"),
+        (("--watch", "model=\udcff"), "are UTF-8"),
     ],
 )
 def test_wrong_arguments(visitor, capsys, arguments, says):
