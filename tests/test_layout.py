@@ -106,6 +106,7 @@ ASYNCIO = {
     "pdserve/text/fair_thread_pool.py": "waits for the threads that text work is handed to",
     "pdserve/text/text_pool.py": "hands long text work to threads and processes",
     "pdserve/tracing/export/exporter.py": "batches, pauses and slices of a background export",
+    "pdserve/tracing/export/name_lookup.py": "waits for a thread that looks up a name",
     "pdserve/transfer/same_host/cuda_ipc.py": "an ending path waits for its peer, under a deadline",
     "pdserve/testing/fake_rdma.py": "a fake device's only time is the loop's",
     "pdserve/transfer/tcp/handshake.py": "the first bytes of a connection, before a thread has it",

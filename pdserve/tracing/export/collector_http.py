@@ -5,19 +5,25 @@ It knows no OTLP and never tries again. The exporter owns it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import ssl
+import struct
 from typing import TYPE_CHECKING, Final, Protocol
+from weakref import WeakSet
 
 import aiohttp
 
 from pdserve import __version__
 from pdserve.errors import ConfigError
 from pdserve.tracing.export.delivery import CollectorAnswer
+from pdserve.tracing.export.name_lookup import NameLookup
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from aiohttp.connector import AddrInfoType
 
     from pdserve.ids import Bytes, Seconds
     from pdserve.tracing.export.otel_env import OtelSettings
@@ -31,6 +37,8 @@ _HEADERS: Final = {
     "User-Agent": f"pdserve/{__version__}",
     "Accept-Encoding": "identity",
 }
+_NO_LINGER: Final = struct.pack("ii", 1, 0)
+"""For SO_LINGER: what is not sent is discarded when the socket is closed."""
 
 
 class Collector(Protocol):
@@ -52,6 +60,7 @@ class HttpCollector:
         self._headers: Mapping[str, str] = {**settings.headers, **_HEADERS}
         self._tls = _tls_of(settings) if url.startswith("https:") else True
         self._session: aiohttp.ClientSession | None = None
+        self._sockets: WeakSet[socket.socket] = WeakSet()
 
     async def post(self, body: bytes, *, gzip: bool, timeout: Seconds) -> CollectorAnswer:
         headers = {**self._headers, "Content-Encoding": "gzip"} if gzip else self._headers
@@ -69,18 +78,41 @@ class HttpCollector:
                     await _beginning(reply.content),
                 )
         except TimeoutError:
+            self._cut()
             return CollectorAnswer(failure=f"it does not answer within {timeout:g} s")
         except (aiohttp.ClientError, OSError, ValueError) as error:
+            self._cut()
             return CollectorAnswer(failure=_in_words(error))
+        except BaseException:
+            self._cut()
+            raise
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=1, ssl=self._tls),
+                connector=aiohttp.TCPConnector(
+                    limit=1,
+                    ssl=self._tls,
+                    resolver=NameLookup(),
+                    socket_factory=self._socket,
+                ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
             )
         return self._session
+
+    def _socket(self, address: AddrInfoType) -> socket.socket:
+        made = socket.socket(*address[:3])
+        self._sockets.add(made)
+        return made
+
+    def _cut(self) -> None:
+        """End the connection at once. A connection that is merely closed waits, with all that it
+        has yet to send, until the collector reads; one that is stopped never does."""
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+                each.shutdown(socket.SHUT_RDWR)
 
     async def close(self) -> None:
         """Close the connection."""
