@@ -1,6 +1,8 @@
 """Posts over real HTTP to collectors of every temper, and through the exporter."""
 
 import asyncio
+import os
+import socket
 import ssl
 from contextlib import asynccontextmanager
 
@@ -83,6 +85,29 @@ async def test_an_answer_without_end_is_read_for_a_while():
     async with FakeCollector(babble) as collector, client_of(collector.url) as client:
         got = await client.post(b"x", gzip=False, timeout=5.0)
     assert (got.status, len(got.body)) == (200, 64 << 10)
+
+
+@pytest.mark.filterwarnings("ignore:Sending a large body")
+async def test_a_collector_that_reads_nothing_costs_no_connection_per_attempt():
+    """It is stopped: its system takes connections and some bytes, and that is all."""
+    with socket.socket() as stopped:
+        stopped.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stopped.bind(("127.0.0.1", 0))
+        stopped.listen(16)
+        async with client_of(f"http://127.0.0.1:{stopped.getsockname()[1]}/") as client:
+            body = bytes(8 << 20)  # more than the systems of both take
+            open_files = []
+            for _ in range(3):
+                got = await client.post(body, gzip=False, timeout=0.05)
+                assert "does not answer" in got.failure
+                open_files.append(len(os.listdir("/dev/fd")))
+            posting = asyncio.ensure_future(client.post(body, gzip=False, timeout=9.0))
+            await asyncio.sleep(0.05)
+            posting.cancel()
+            await asyncio.gather(posting, return_exceptions=True)
+            await asyncio.sleep(0.05)
+            assert len(os.listdir("/dev/fd")) <= min(open_files)
+            assert max(open_files) == min(open_files)
 
 
 async def test_nobody_listens():
