@@ -130,6 +130,7 @@ class TraceExporter:
 
     async def close(self) -> None:
         """Deliver what is queued, for `FLUSH` seconds at most. Idempotent."""
+        lost = self._lost
         self._closing.set()
         self._due.set()
         if self._task is not None and not self._task.done():
@@ -140,7 +141,14 @@ class TraceExporter:
         self._drop(self.waiting, "shutdown")
         self._queue, self._under_way = SpanQueue(), 0
         self._stop_lingering()
+        self._tell_lost(self._lost - lost)
         await self._collector.close()
+
+    def _tell_lost(self, spans: int) -> None:
+        """Tell of spans that were dropped at the end: nobody reads the metrics any more."""
+        if spans:
+            why = self._problem or "it did not take them in time"
+            _log.warning("the last %d spans were not exported to %s: %s", spans, self._where, why)
 
     # ------------------------------------------------------------------ the task
 

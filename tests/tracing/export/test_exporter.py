@@ -432,6 +432,30 @@ def test_the_end_waits_two_seconds_at_most(step):
     virtual_time.run(main())
 
 
+@pytest.mark.parametrize("script", [("hang",), (GONE,)])
+def test_spans_that_are_lost_at_the_end_are_told(script, caplog):
+    async def main():
+        s = Scene(*script)
+        s.exporter.start()
+        s.add(300)
+        with caplog.at_level(logging.WARNING):
+            await s.exporter.close()
+            await s.exporter.close()
+        s.check_balance()
+
+    virtual_time.run(main())
+    (line,) = [text for text in caplog.messages if "degraded" not in text]
+    assert line.startswith(f"the last {300 * SPANS} spans were not exported to http://c:4318: ")
+
+
+def test_an_end_without_loss_is_silent(caplog):
+    async def scene(s):
+        s.add(3)
+
+    play(scene)
+    assert not caplog.messages
+
+
 def test_what_comes_after_the_end_is_dropped_and_counted():
     async def main():
         s = Scene()
