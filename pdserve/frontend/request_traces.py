@@ -8,6 +8,7 @@ answers is in a trace only if the operator and the request's API key allow it.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Final
 
 from pdserve.frontend.placement import TRACE_ID_HEADER, cached_tokens
@@ -31,11 +32,15 @@ if TYPE_CHECKING:
 
 __all__ = ["RequestTraces"]
 
+_log = logging.getLogger(__name__)
+
 _PROVIDER: Final = "pdserve"
 _MOST_TEXT: Final = 4096
 """Most characters of a prompt or an answer."""
 _MOST_TOKENS: Final = 1024
 """Most tokens that are made text for it: they take the event loop's time."""
+_SAY_EVERY: Final = 60.0
+"""Seconds between two lines about traces that cannot be made."""
 _MOST_TEXTS: Final = 4
 """Most prompts and answers whose text is in a trace."""
 
@@ -52,14 +57,19 @@ class RequestTraces:
         later: Callable[[Callable[[], None]], object],
         *,
         content: bool = False,
+        on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         """`slos` has the models' objectives; `later` runs a callback in a later turn of the event
-        loop. `content`: traces may have text."""
+        loop. `content`: traces may have text. `on_lost` is called for each trace that a defect has
+        cost."""
         self.tracer = tracer
         self._content = content
         self._slos = slos
         self._objectives: dict[str, Objectives] = {}
         self._later = later
+        self._on_lost = on_lost
+        self._say_at: Seconds = 0.0
+        """No defect is logged before this time."""
 
     def begin(self, call: HttpRequest) -> None:
         """Begins the record of a request that has arrived."""
@@ -80,11 +90,24 @@ class RequestTraces:
         phases.owner = active
 
     def end(self, call: HttpRequest, status: int) -> None:
-        """Ends the record of a request that was answered with this status; 499: it was not."""
+        """Ends the record of a request that was answered with this status; 499: it was not. It does
+        not raise: a defect in what watches requests must not cost an answer."""
         phases, call.phases = call.phases, None
         if phases is None:
             return
         active, phases.owner = phases.owner, None
+        try:
+            root = self._root(call, status, phases, active)
+        except Exception:
+            self._lose()
+            return
+        if root is not None:
+            self._later(lambda: self._emit(phases, root))
+
+    def _root(
+        self, call: HttpRequest, status: int, phases: RequestPhases, active: ActiveRequest | None
+    ) -> TraceRoot | None:
+        """The root of the request's trace; None: it is not kept."""
         now = phases.time()
         failed = status >= 500 or (status == 200 and phases.error_type not in ("", "Cancelled"))
         answer = None if active is None else active.answer
@@ -95,13 +118,13 @@ class RequestTraces:
             objectives = self._objectives[model] = self._slos.of(model)
         facts = request_facts(phases, answer, objectives, failed=failed)
         if not self.tracer.end(phases, facts, model):
-            return
+            return None
         if answer is not None:
             _copy_times(phases, answer)
         attributes = root_attributes(call, status, phases, active)
         if active is not None and active.plan is not None and self._may_tell(call):
             attributes |= content_attributes(active.plan, answer)
-        root = TraceRoot(
+        return TraceRoot(
             end=now,
             request_id=call.request_id,
             model=model,
@@ -109,7 +132,20 @@ class RequestTraces:
             attributes=attributes,
             error=phases.error if failed else "",
         )
-        self._later(lambda: self.tracer.emit(phases, root))
+
+    def _emit(self, phases: RequestPhases, root: TraceRoot) -> None:
+        try:
+            self.tracer.emit(phases, root)
+        except Exception:
+            self._lose()
+
+    def _lose(self) -> None:
+        """Counts a trace that is lost by the exception under way, and logs it once a minute."""
+        self._on_lost()
+        now = self.tracer.time()
+        if now >= self._say_at:
+            self._say_at = now + _SAY_EVERY
+            _log.exception("the trace of a request could not be made")
 
     def _may_tell(self, call: HttpRequest) -> bool:
         """Whether the trace of this request may have its text."""

@@ -152,6 +152,7 @@ class FrontendService:
             SloTable(config.slo_ttft, config.slo_itl),
             loop.call_soon,
             content=config.trace_content,
+            on_lost=metrics.traces_lost.inc,
         )
         self._generations = GenerationHandler(
             config,

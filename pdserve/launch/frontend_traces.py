@@ -46,7 +46,7 @@ class FrontendTraces:
         sinks: list[TraceSink] = [self._ring]
         if self._exporter is not None:
             sinks.append(self._exporter)
-        self.sink: TraceSink = TraceSinks(*sinks)
+        self.sink: TraceSink = TraceSinks(*sinks, on_lost=context.metrics.traces_lost.inc)
         """Takes the traces that are kept."""
 
     def serve(self, watches: TraceWatches) -> None:

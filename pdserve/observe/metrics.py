@@ -353,6 +353,13 @@ class Instruments:
         ("limit",),
     )
 
+    traces_lost: Counter = _counter(
+        "traces_lost_total",
+        "Traces of requests that were lost by a defect, which the log describes; the requests "
+        "themselves were not affected.",
+        "frontend",
+    )
+
     router_failures: Family[Counter] = _counters(
         "router_failures_total",
         "Routing requests that went from one router to another, by the reason: unreachable (its "

@@ -49,7 +49,7 @@ class Tracer:
         self.rules = rules
         self.watches = TraceWatches()
         self._sink = sink
-        self._time = time
+        self.time = time
         self._random = random
         self._wall = wall
         self._on_kept = on_kept
@@ -64,8 +64,8 @@ class Tracer:
         rules = self.rules
         if rules.rate <= 0:
             return None
-        now = self._time()
-        phases = RequestPhases(now, self._time)
+        now = self.time()
+        phases = RequestPhases(now, self.time)
         if traceparent is not None:
             phases.context = parse_traceparent(traceparent, tracestate)
         drawn = self._random.random() < rules.sample
@@ -79,7 +79,7 @@ class Tracer:
 
     def watch(self, phases: RequestPhases, model: str) -> None:
         """Called once the request's model is known: under a watch its workers are asked, too."""
-        if self.watches and self.watches.watching(model, self._time()):
+        if self.watches and self.watches.watching(model, self.time()):
             phases.traced = True
             if not phases.trace_id:
                 # So that the log can name the trace while the request runs.
@@ -88,9 +88,9 @@ class Tracer:
     def end(self, phases: RequestPhases, facts: RequestFacts, model: str) -> bool:
         """Whether the trace of a request that is over is kept; counts it then."""
         kept, tail = phases.kept, tail_reasons(facts)
-        if self.watches and self.watches.take(model, self._time()):
+        if self.watches and self.watches.take(model, self.time()):
             kept += ("watch",)
-        if not kept and (not tail or not self._allowed(self._time())):
+        if not kept and (not tail or not self._allowed(self.time())):
             return False
         phases.kept = kept = kept + tail
         for reason in kept:
@@ -100,7 +100,7 @@ class Tracer:
     def emit(self, phases: RequestPhases, root: TraceRoot) -> None:
         """Builds the trace of a request that is kept, and passes it on. The tracer fills in the
         root's ids and its wall time."""
-        began = self._wall() - round(1e9 * max(0.0, root.end - phases.arrival))
+        began = self._wall() - round(1e9 * max(0.0, self.time() - phases.arrival))
         whole = replace(
             root,
             trace_id=phases.trace_id or self._trace_id(phases),

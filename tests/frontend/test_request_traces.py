@@ -281,7 +281,7 @@ async def test_the_other_apis_have_traces(path: str, body: dict[str, Any]) -> No
 async def test_a_watch_keeps_all_requests_of_a_model():
     async with traced(trace_sample=0.0) as (client, kept, _):
         tracer = client.service.tracer
-        tracer.watches.begin(MODEL, 60.0, tracer._time())
+        tracer.watches.begin(MODEL, 60.0, tracer.time())
         await client.post(CHAT, HELLO)
         await until(lambda: kept)
     assert kept[0].kept == ("watch",)
@@ -307,6 +307,50 @@ async def test_a_client_that_reads_too_slowly_is_an_event():
         await until(lambda: kept)
     names = {event.name for event in kept[0].spans[0].events}
     assert names == {"body_read", "first_token", "client_slow"}
+
+
+# ---------------------------------------------------------------- defects
+
+
+@pytest.mark.parametrize(
+    ("broken", "stream"),
+    [
+        ("frontend.request_traces.request_facts", False),
+        ("frontend.request_traces.root_attributes", True),
+        ("frontend.request_traces.content_attributes", False),
+        ("tracing.tracer.build_trace", True),
+    ],
+)
+async def test_a_trace_that_cannot_be_made_costs_no_answer(
+    broken: str, stream: bool, monkeypatch: Any, caplog: Any
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(f"pdserve.{broken}", fails)
+    script = Script(tokens=tokens("one two"), fail_after=8, end="stop")
+    async with traced(script, trace_content=True) as (client, kept, metrics):
+        for _ in range(3):
+            end = (await client.chunks())[-1] if stream else await client.chat()
+            assert end["choices"][0]["finish_reason"] == "stop"
+        await until(lambda: metrics.traces_lost.value == 3)
+    assert not kept
+    assert caplog.text.count("the trace of a request could not be made") == 1
+
+
+async def test_a_client_that_leaves_is_told_no_defect(monkeypatch: Any) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise ValueError("a defect")
+
+    monkeypatch.setattr("pdserve.frontend.request_traces.root_attributes", fails)
+    script = Script(tokens=tokens("la "), interval=0.01)
+    async with traced(script) as (client, _, metrics):
+        asking = asyncio.ensure_future(client.post(CHAT, HELLO | {"max_tokens": 4000}))
+        await until(lambda: client.backend.streams and client.backend.streams[0]._outputs[0])
+        asking.cancel()
+        await until(lambda: metrics.traces_lost.value)
+        assert client.backend.streams[0].cancelled
+        assert not client.service.active_requests
 
 
 # ---------------------------------------------------------------- text

@@ -30,10 +30,13 @@ def test_every_sink_gets_each_trace():
 
 def test_a_sink_that_fails_hurts_no_request_and_no_other_sink(caplog):
     last = Taker()
+    lost = []
+    sinks = TraceSinks(Broken(), last, on_lost=lambda: lost.append(1))
     with caplog.at_level(logging.ERROR):
-        TraceSinks(Broken(), last).add(make_trace())
-    assert len(last.taken) == 1
-    assert "a trace was lost in Broken" in caplog.text
+        for _ in range(3):
+            sinks.add(make_trace())
+    assert len(last.taken) == len(lost) == 3
+    assert caplog.text.count("a trace was lost in Broken") == 1
 
 
 def test_no_sink_takes_everything():

@@ -71,6 +71,21 @@ def test_the_share_of_requests_that_lots_choose() -> None:
     assert len({trace.trace_id for trace in made.traces}) == kept
 
 
+def test_a_trace_that_is_made_later_begins_when_the_request_did() -> None:
+    made = Made(sample=1.0)
+    arrived = made.wall()
+    phases = made.tracer.begin()
+    assert phases is not None
+    made.clock.advance(2.0)
+    root = TraceRoot(end=made.clock.now(), request_id="r", name="n")
+    made.clock.advance(0.5)  # other work of the event loop
+    assert made.tracer.end(phases, USUAL, "m")
+    made.tracer.emit(phases, root)
+    (trace,) = made.traces
+    assert trace.began == arrived
+    assert trace.spans[0].end == 2.0
+
+
 def test_what_happened_is_a_reason_too() -> None:
     made = Made()
     assert [made.request(), made.request(FAILED)] == [False, True]
