@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import sys
 from typing import TYPE_CHECKING, cast
 
+from pdserve.cli.outputs import printable
 from pdserve.errors import ConfigError, HandshakeRefused, PdserveError
 from pdserve.launch import exit_codes
 
@@ -42,10 +44,12 @@ _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _write_what_can_be()
     try:
         return _run(arguments)
     except PdserveError as error:
-        print(f"pdserve: {error.message}", file=sys.stderr)
+        # It may quote what others have sent.
+        print(f"pdserve: {printable(error.message)}", file=sys.stderr)
         return _status_of(error)
     except BrokenPipeError:
         # The reader of the output is gone.
@@ -59,6 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_codes.FAILED
     except KeyboardInterrupt:
         return exit_codes.INTERRUPTED
+
+
+def _write_what_can_be() -> None:
+    """Characters that the encoding of standard output lacks are replaced, and end no command."""
+    output = sys.stdout
+    if isinstance(output, io.TextIOWrapper) and output.errors == "strict":
+        output.reconfigure(errors="replace")
 
 
 def _run(arguments: list[str]) -> int:

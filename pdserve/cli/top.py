@@ -57,6 +57,8 @@ def run(arguments: list[str]) -> int:
     parser.own.add_argument("--url", metavar="URL", default="", help="A server, over HTTP.")
     add_reach(parser)
     parsed = parser.parse(arguments)
+    if sys.stdout is None:
+        raise ConfigError("standard output is closed, so there is nothing to watch on")
     with contextlib.suppress(KeyboardInterrupt):
         if parsed.url:
             asyncio.run(_Top(_Server(parsed.url)).run())

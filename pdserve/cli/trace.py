@@ -202,13 +202,13 @@ def _warn(reply: TraceReply) -> None:
 
 
 def _width() -> int:
-    if not sys.stdout.isatty():
+    if sys.stdout is None or not sys.stdout.isatty():
         return _WIDTH
     return max(MIN_WIDTH, min(shutil.get_terminal_size((_WIDTH, 24)).columns, MAX_WIDTH))
 
 
 def _speaks_utf8() -> bool:
-    return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    return (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
 
 
 def _now() -> datetime.datetime:

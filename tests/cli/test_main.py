@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import subprocess
 import sys
@@ -153,6 +154,27 @@ def test_a_reader_that_goes_away_is_no_failure():
     command = f"{sys.executable} -m pdserve --help | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30)
     assert done.stderr == ""
+
+
+def test_an_output_without_our_characters_is_no_failure():
+    command = [sys.executable, "-m", "pdserve", "status", "--help"]
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environ, capture_output=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"HOST:PORT[,?]" in done.stdout
+
+
+def test_an_error_cannot_steer_the_terminal(capsys):
+    assert main(["status", "--port", "\x1b[2J8\u202e"]) == exit_codes.USAGE
+    assert main(["\x1b]0;x\x07"]) == exit_codes.USAGE
+    assert not {"\x1b", "\x07", "\u202e"} & set(capsys.readouterr().err)
+
+
+def test_top_needs_an_output():
+    closed = f"{sys.executable} -m pdserve top >&-"
+    done = subprocess.run(["sh", "-c", closed], capture_output=True, text=True, timeout=30)
+    assert done.returncode == exit_codes.USAGE
+    assert done.stderr.startswith("pdserve: standard output is closed")
 
 
 def test_serve_takes_a_model_as_an_argument():

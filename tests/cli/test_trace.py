@@ -110,6 +110,11 @@ def test_a_terminal_that_is_not_utf8_gets_ascii(visitor, capsys, monkeypatch, en
     assert capsys.readouterr().out.isascii() is plain
 
 
+def test_an_output_that_is_closed_gets_nothing(visitor, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    assert trace() == exit_codes.OK
+
+
 def test_several_that_begin_so_are_listed(visitor, capsys):
     visitor.rings["f1"].add(make_trace("req-abc"))
     visitor.rings["f2"].add(make_trace("req-abd"))
