@@ -581,6 +581,9 @@ class CoreClient:
         if self._stop.is_set():
             return
         self._capabilities = self._had = event.capabilities
+        # A core reports when something has changed: until then its pool is known, and free.
+        blocks = event.capabilities.num_blocks
+        self._stats = EngineStats(blocks_total=blocks, blocks_free=blocks)
         if self._life is not None and self._spec.hash_secret != self._secret:
             self._life.post(SetHashSecret(hash_secret=self._spec.hash_secret))
         if event.capabilities.transfers:

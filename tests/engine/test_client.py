@@ -132,6 +132,21 @@ async def running(given: EngineSpec | None = None, **options: Any) -> AsyncItera
 # ------------------------------------------------------------------ crashes
 
 
+async def test_the_pool_is_known_before_the_core_reports():
+    played = PlayedCarrier()
+    client = CoreClient(spec(), make_launcher=lambda: played)
+    starting = asyncio.ensure_future(client.start())
+    await until(lambda: played.core is not None)
+    assert client.stats().blocks_total == 0
+    await played.hear()
+    played.say(CoreReady(capabilities=CAPABILITIES))
+    await starting
+    assert client.stats().blocks_total == client.stats().blocks_free == CAPABILITIES.num_blocks > 0
+    played.end()
+    await client.stop()
+    assert client.stats().blocks_total == 0
+
+
 async def test_a_killed_core_ends_every_request_once_and_comes_back():
     async with running(spec(step_ms="20")) as watched:
         client, events = watched.client, list[KvEvent]()
