@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
+from pdserve.edge.hosts import host_name
 from pdserve.frontend.placement import TRACE_ID_HEADER, cached_tokens
 from pdserve.frontend.request_metrics import request_itl
 from pdserve.observe import logs
@@ -43,6 +44,8 @@ _SAY_EVERY: Final = 60.0
 """Seconds between two lines about traces that cannot be made."""
 _MOST_TEXTS: Final = 4
 """Most prompts and answers whose text is in a trace."""
+
+_PORT_DIGITS: Final = 5
 
 Attributes = dict[str, "AttributeValue"]
 
@@ -205,7 +208,7 @@ def root_attributes(
         "http.response.status_code": status,
     }
     if host := http.headers.get("Host"):
-        found["server.address"] = host[:MAX_ATTRIBUTE]
+        found |= _server(host)
     if phases.error_type:
         found["error.type"] = phases.error_type
     if call.key is not None:
@@ -214,6 +217,15 @@ def root_attributes(
         found |= _asked(active.plan)
         if active.answer is not None:
             found |= _answered(active.plan, active.answer, phases)
+    return found
+
+
+def _server(host: str) -> Attributes:
+    """The server by the name and port that the client's `Host` header gives it."""
+    found: Attributes = {"server.address": host_name(host)[:MAX_ATTRIBUTE]}
+    port = host.rpartition("]")[2].partition(":")[2]
+    if port.isascii() and port.isdecimal() and len(port) <= _PORT_DIGITS:
+        found["server.port"] = int(port)
     return found
 
 

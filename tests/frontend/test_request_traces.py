@@ -109,6 +109,27 @@ async def test_the_callers_trace_goes_on():
     assert trace.spans[0].parent_id.hex() == PARENT.split("-")[2]
 
 
+@pytest.mark.parametrize(
+    ("host", "address", "port"),
+    [
+        ("127.0.0.1:8000", "127.0.0.1", 8000),
+        ("localhost", "localhost", None),
+        ("[::1]:443", "::1", 443),
+        ("[::1]", "::1", None),
+        ("localhost:eighty", "localhost", None),
+        ("localhost:" + "9" * 300, "localhost", None),
+    ],
+)
+async def test_the_server_is_named_without_its_port(
+    host: str, address: str, port: int | None
+) -> None:
+    async with traced() as (client, kept, _):
+        await client.post(CHAT, HELLO, headers={"Host": host})
+        await until(lambda: kept)
+    root = kept[0].spans[0].attributes
+    assert (root["server.address"], root.get("server.port")) == (address, port)
+
+
 async def test_a_malformed_parent_is_no_reason_to_refuse():
     async with traced() as (client, kept, _):
         headers = {"traceparent": "00-" + "0" * 32 + "-b7ad6b7169203331-01"}
