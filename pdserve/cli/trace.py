@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from pdserve.cli.console.reach import add_reach, reach_of
 from pdserve.cli.console.trace_list import (
+    cut,
     reply_as_json,
     summary_as_json,
     summary_line,
@@ -61,9 +62,9 @@ _MODEL: Final = 18
 _AT_ONCE: Final[Seconds] = 0.001
 """The rest of a watch that was interrupted."""
 _WHY_FEW: Final = (
-    "Kept are one request in a hundred (--trace-sample at the server) and those that fail, move, "
-    "are tried twice or miss their SLO, the last 200 at each frontend; `pdserve trace --watch "
-    "model=NAME` keeps all of a model for a minute."
+    "Each frontend has the last 200 that were kept: a share of all requests (one in a hundred, or "
+    "--trace-sample at the server), and those that fail, move, are preempted, are tried twice or "
+    "miss their SLO. `pdserve trace --watch model=NAME` keeps all of a model for a minute."
 )
 
 
@@ -170,7 +171,8 @@ def _show(reply: TraceReply, query: TraceQuery, parsed: argparse.Namespace) -> i
     elif reply.summaries:
         print("\n".join(trace_list(reply.summaries, _width(), _now())))
     else:
-        print(f"No trace fits.\n{_WHY_FEW}")
+        chosen = query.model or query.errors or query.slow or query.longer_than
+        print(f"No trace {'fits' if chosen else 'is kept yet'}.\n{_WHY_FEW}")
     return exit_codes.OK
 
 
@@ -232,7 +234,7 @@ async def _watch(visitor: AdminClient, query: TraceQuery, *, as_json: bool) -> i
         async for summary in _ended(visitor, query, first.numbers, until):
             line = json.dumps(summary_as_json(summary))
             if not as_json:
-                line = summary_line(summary, _now(), columns)[: _width()]
+                line = cut(summary_line(summary, _now(), columns), _width())
             print(line, flush=True)
     except asyncio.CancelledError:
         with suppress(PdserveError):

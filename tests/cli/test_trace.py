@@ -70,9 +70,11 @@ def test_filters_reach_the_frontends(visitor):
 def test_an_empty_list_says_why(visitor, capsys):
     assert trace() == exit_codes.OK
     said = capsys.readouterr().out
-    assert "No trace fits" in said
+    assert said.startswith("No trace is kept yet.")
     assert "--trace-sample" in said
     assert "--watch model=NAME" in said
+    assert trace("--slow") == exit_codes.OK
+    assert capsys.readouterr().out.startswith("No trace fits.")
 
 
 def test_one_request_is_drawn(visitor, capsys):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pdserve.messages.trace import Trace, TraceReply, TraceSummary
 
 __all__ = [
-    *("reply_as_json", "summary_as_json", "summary_line", "trace_as_json"),
+    *("cut", "reply_as_json", "summary_as_json", "summary_line", "trace_as_json"),
     *("trace_list", "trace_list_head"),
 ]
 
@@ -32,7 +32,12 @@ def trace_list(summaries: Sequence[TraceSummary], width: int, now: datetime.date
     model = max([len(one.model) for one in summaries], default=0)
     columns = (short, max(len("MODEL"), min(model, _MODEL)))
     lines = [summary_line(one, now, columns) for one in summaries]
-    return [line[:width] for line in (trace_list_head(columns), *lines)]
+    return [cut(line, width) for line in (trace_list_head(columns), *lines)]
+
+
+def cut(line: str, width: int) -> str:
+    """The line, with a mark where it would be wider."""
+    return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
 def trace_list_head(columns: tuple[int, int]) -> str:

@@ -48,6 +48,13 @@ def test_what_would_move_the_cursor_is_replaced_and_no_line_is_too_long():
     assert all(line.isprintable() and len(line) <= 60 for line in lines)
 
 
+def test_what_does_not_fit_is_marked():
+    trace = make_trace("req-1", error="e" * 90)
+    lines = trace_list(reply_of(trace).summaries, 80, DAY)
+    assert [len(line) for line in lines[1:]] == [80]
+    assert lines[1].endswith("ee…")
+
+
 def test_json_has_ids_in_hex_and_every_field():
     trace = make_trace()
     found = json.loads(json.dumps(trace_as_json(trace)))
