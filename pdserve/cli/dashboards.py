@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final
 from pdserve.cli.parser import Parser
 from pdserve.dashboards.alerts import Promise, alerts, recordings
 from pdserve.dashboards.boards import BOARDS
-from pdserve.dashboards.files import write_all
+from pdserve.dashboards.files import make_folder, write_all
 from pdserve.dashboards.grafana import render_board
-from pdserve.dashboards.rules import RUNBOOKS, render_prometheus, render_rules
+from pdserve.dashboards.rules import RUNBOOKS, TARGETS, render_prometheus, render_rules
 from pdserve.errors import ConfigError
 from pdserve.launch import exit_codes
 from pdserve.launch.config.units import parse_duration, parse_share
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Seconds
 
+CONFIGURATION: Final = "prometheus.yml"
 _LEAST, _MOST = 0.5, 0.99999
 _TARGET: Final = "127.0.0.1:8000"
 _PAGE: Final = re.compile(r"[!-z|~]+")
@@ -42,13 +43,20 @@ def run(arguments: list[str]) -> int:
         raise ConfigError("--out DIR is missing: where to write the files")
     texts = _texts(parsed)
     write_all({Path(parsed.out) / name: text for name, text in texts.items()})
+    if CONFIGURATION in texts:
+        # Prometheus watches a folder only if it is there when the configuration is read.
+        make_folder(Path(parsed.out) / TARGETS)
     print("\n".join(str(Path(parsed.out) / name) for name in texts))
     return exit_codes.OK
 
 
 def _add_flags(parser: Parser) -> None:
     add = parser.own.add_argument
-    add("--out", metavar="DIR", help="Where to write; the folder is made if it is missing.")
+    add(
+        "--out",
+        metavar="DIR",
+        help="Where to write; needed. The folder is made if it is missing.",
+    )
     add("--boards-only", action="store_true", help="Only Grafana's boards.")
     add("--rules-only", action="store_true", help="Only the rules.")
     add(
@@ -103,7 +111,7 @@ def _texts(parsed: argparse.Namespace) -> dict[str, str]:
         return boards
     if parsed.rules_only:
         return rules
-    return boards | rules | {"prometheus.yml": render_prometheus(targets, _name(parsed.cluster))}
+    return boards | rules | {CONFIGURATION: render_prometheus(targets, _name(parsed.cluster))}
 
 
 def _objective(text: str) -> float:

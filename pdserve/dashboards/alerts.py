@@ -100,8 +100,8 @@ def _burn_alert(
         severity="page" if severity == "page" else "ticket",
         summary="{{ $labels.model }}: {{ $value | humanizePercentage }} of requests miss their "
         f"objectives ({long})",
-        description=f"More than {threshold} of the requests of the last {long} and of the last "
-        f"{short} missed an objective; {promise.budget:g} may.",
+        description=f"More than {100 * float(threshold):g} % of the requests of the last {long} "
+        f"and of the last {short} missed an objective; {100 * promise.budget:g} % may.",
         operands=(
             f"pdserve:bad_ratio:{long}",
             f"pdserve:bad_ratio:{short}",

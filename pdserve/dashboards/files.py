@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["MARK", "sealed", "untouched", "write_all"]
+__all__ = ["MARK", "make_folder", "sealed", "untouched", "write_all"]
 
 _UNSEALED: Final = "0" * 16
 MARK: Final = f"Made by `pdserve dashboards`, checksum {_UNSEALED}"
@@ -52,8 +52,20 @@ def write_all(texts: Mapping[Path, str]) -> None:
                 file.write(text)
             os.replace(fresh, path)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(f"{error.filename} cannot be written: {reason}") from None
+        raise _not_written(error) from None
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder if it is missing. Errors: `ConfigError`."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_written(error) from None
+
+
+def _not_written(error: OSError) -> ConfigError:
+    reason = error.strerror or str(error)
+    return ConfigError(f"{error.filename} cannot be written: {reason}")
 
 
 def _check(path: Path) -> None:

@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
     from pdserve.dashboards.table import Alert, Recording
 
-__all__ = ["RUNBOOKS", "render_prometheus", "render_rules"]
+__all__ = ["RUNBOOKS", "TARGETS", "render_prometheus", "render_rules"]
 
 RUNBOOKS: Final = "docs/observability.md"
 """Where the runbooks are, unless a deployment has them elsewhere."""
+TARGETS: Final = "targets"
+"""The folder beside the configuration whose files name further processes."""
 
 
 def render_rules(
@@ -58,7 +60,7 @@ def render_prometheus(targets: Sequence[str], cluster: str) -> str:
                 # {{"cluster": ...}}}}, and is read again when it changes.
                 file_sd_configs:
                   - files:
-                      - targets/*.json
+                      - {TARGETS}/*.json
             """
         )
     )

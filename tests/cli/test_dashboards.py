@@ -25,6 +25,7 @@ def test_all_files_are_written_and_named(tmp_path, capsys):
     assert written(tmp_path) == BOARDS | {"rules.yml", "prometheus.yml"}
     names = capsys.readouterr().out.splitlines()
     assert {Path(name).relative_to(tmp_path).as_posix() for name in names} == written(tmp_path)
+    assert (tmp_path / "targets").is_dir()  # Prometheus watches no folder that comes later
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,7 @@ def test_all_files_are_written_and_named(tmp_path, capsys):
 def test_a_part_can_be_written(tmp_path, flag, files):
     assert main(["dashboards", "--out", str(tmp_path / "new"), flag]) == 0
     assert written(tmp_path / "new") == files
+    assert not (tmp_path / "new/targets").exists()
 
 
 def test_flags_arrive_in_the_files(tmp_path):
