@@ -184,6 +184,6 @@ def _health_text(url: str, health: dict[str, Any], seen: Overview | None) -> str
         f"{requests_in_words(health['active_requests'])} in progress",
     ]
     if seen is not None:
-        lines += ["", *head_lines(seen, 100)[1:]]
+        lines += ["", f"rates of the last {_BETWEEN:g} s", *head_lines(seen, 100)[1:]]
     lines += [f"degraded: {name}: {why}" for name, why in health["degraded"].items()]
     return "\n".join(map(printable, lines))

@@ -37,7 +37,7 @@ def render(status: ClusterStatus, width: int = 100) -> str:
     """The overview over the last minute, what calls for attention, and tables of everything."""
     seen = overview(status, minute=True)
     sections = [
-        "\n".join([_title(status), *head_lines(seen, width)[1:]]),
+        "\n".join([f"{_title(status)}; rates of the last minute", *head_lines(seen, width)[1:]]),
         "\n".join(_notes("degraded", seen.degraded)),
         "\n".join(notes(status)),
         *("\n".join(lines_of(table, _WIDE)) for table in tables(status, minute=True)),
