@@ -86,6 +86,8 @@ def test_the_command_writes_what_the_others_read(tmp_path):
     ((target,),) = (static["targets"] for static in scrape["static_configs"])
     host, _, port = target.partition(":")
     assert port in SERVICES[host]["ports"][0].split(":")
+    # A server without API keys answers under no other names.
+    assert host in flag(host, "--allowed-hosts").split(",")
 
     (provider,) = provisioned("dashboards")["providers"]
     boards = Path(provider["options"]["path"])
