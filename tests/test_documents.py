@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -83,6 +84,36 @@ def test_words_of_the_glossary_occur_in_the_tree() -> None:
 def test_documents_link_the_glossary() -> None:
     assert "(docs/glossary.md)" in README
     assert "(docs/glossary.md)" in ARCHITECTURE
+
+
+def degradations() -> set[str]:
+    """Reasons of degradation in the code, as far as they are written out."""
+    found: set[object] = set()
+    for path in (ROOT / "pdserve").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "egradations.add(" not in text:
+            continue
+        tree = ast.parse(text)
+        constants = {
+            node.target.id: node.value.value
+            for node in tree.body
+            if isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and isinstance(node.value, ast.Constant)
+        }
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("degradations.add"):
+                reason = call.args[0]
+                found.add(constants.get(ast.unparse(reason)) or getattr(reason, "value", None))
+    return {reason for reason in found if isinstance(reason, str)}
+
+
+def test_every_degradation_is_explained() -> None:
+    text = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    explained = {row[0].strip("`") for row in rows(section(text, "Health"))}
+    found = degradations()
+    assert len(found) >= 14
+    assert found <= explained
 
 
 def test_the_folder_list_is_the_tree() -> None:
