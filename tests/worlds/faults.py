@@ -215,9 +215,9 @@ async def _stall(world: World, fault: Fault) -> bool:
     until = idle + fault.lasts
     while engine.core is core and world.loop.time() < until:
         await asyncio.sleep(0.5)
-        if core is not None and not core.has_work:
+        if _paused(host) or (core is not None and not core.has_work):
             idle = world.loop.time()
-        if world.loop.time() - idle > _NOTICED and engine.core is core and not _paused(host):
+        if world.loop.time() - idle > _NOTICED and engine.core is core:
             world.complain(f"{host.name} has stood still for {_NOTICED:g} s, and nobody noticed")
     engine.go_on()
     return engine.core is not core or (core is not None and core.has_work)
