@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import re
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
 from pdserve.errors import InvalidRequest
@@ -40,6 +41,7 @@ seconds.
 """
 _WORTH_IT: Final = 1400
 """Bytes from which on a page is compressed: less fits one packet."""
+_TAKES_GZIP: Final = re.compile(r"gzip(;(?!q=0\.?0*$).*)?")
 _LEVEL: Final = 1
 """Of gzip: a page of metrics shrinks to a tenth at once, and hardly further."""
 
@@ -64,11 +66,7 @@ class ScrapeForm(NamedTuple):
                 f"'names' must be one of {', '.join(METRIC_NAMES)}, as in /metrics?names=vllm",
                 param="names",
             )
-        words = encodings.replace(" ", "").lower().split(",")
-        zipped = any(
-            word.partition(";")[0] == "gzip" and not word.endswith((";q=0", ";q=0.0"))
-            for word in words
-        )
+        zipped = any(map(_TAKES_GZIP.fullmatch, encodings.replace(" ", "").lower().split(",")))
         chosen = default if names is None else names
         return cls(chosen, OPENMETRICS in accept, zipped)
 

@@ -44,6 +44,9 @@ def test_the_form_is_what_the_scraper_asks_for():
     assert asked(PROMETHEUS, "gzip") == ScrapeForm("pdserve", True, True)
     assert asked(encodings="deflate, gzip;q=1.0").gzip
     assert not asked(encodings="gzip;q=0").gzip
+    assert not asked(encodings="br, gzip;q=0.000").gzip
+    assert not asked(encodings="gzipped").gzip
+    assert asked(encodings="gzip;q=0.001").gzip
     assert asked(names="vllm").names == "vllm"
     assert ScrapeForm.asked("", "", None, "vllm").names == "vllm"
 
