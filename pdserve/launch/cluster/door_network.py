@@ -74,6 +74,7 @@ class DoorNetwork:
             raise DialFailed(f"what listens at {self.path} is no pdserve")
         try:
             answer = msgspec.json.decode(await _exactly(connection, size), type=DoorAnswer)
+            bytes.fromhex(answer.key)
         except (msgspec.DecodeError, ValueError):
             raise DialFailed(f"what listens at {self.path} is no pdserve") from None
         if answer.error:

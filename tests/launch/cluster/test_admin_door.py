@@ -16,7 +16,7 @@ from pdserve.errors import ConfigError, DialFailed
 from pdserve.launch.cluster import admin_client, admin_door, admin_socket
 from pdserve.launch.cluster.addresses import ClusterConfig
 from pdserve.launch.cluster.admin_client import AdminClient, choose_socket
-from pdserve.launch.cluster.admin_door import PREFIX, AdminDoor, DoorQuery, framed
+from pdserve.launch.cluster.admin_door import PREFIX, AdminDoor, DoorAnswer, DoorQuery, framed
 from pdserve.launch.cluster.node_factory import NodeFactory
 from pdserve.messages.status import DrainState, NodeReport
 from pdserve.runtime.rpc_methods import DRAIN
@@ -230,10 +230,13 @@ def _inside(door: AdminDoor) -> bool:
     return all(visit.node is not None for visit in door._visits)
 
 
-async def test_what_is_no_door_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "said", [b"SSH-2.0-OpenSSH\r\n", framed(DoorAnswer(cluster="a", key="no hexadecimal"))]
+)
+async def test_what_is_no_door_is_said(tmp_path: Path, said: bytes) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
-        writer.write(b"SSH-2.0-OpenSSH\r\n")
+        writer.write(said)
         writer.close()
 
     server = await asyncio.start_unix_server(answer, tmp_path / "s")
