@@ -56,8 +56,8 @@ _PAUSE: Final[Seconds] = 1.0
 _TAIL: Final[Seconds] = 2.0
 """A watch listens so much longer: requests that have ended are told of in a moment."""
 _PAGE: Final = 100
-_ID: Final = 28
-"""Characters of a request id in a watch: all of pdserve's own."""
+_ID: Final = 20
+"""Characters of a request id in a watch: enough to ask for it, with room for the reasons behind."""
 _MODEL: Final = 18
 _AT_ONCE: Final[Seconds] = 0.001
 """The rest of a watch that was interrupted."""
