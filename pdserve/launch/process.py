@@ -337,8 +337,8 @@ class ServerProcess:
         except ConfigError as error:
             self._context.degradations.add(
                 "no_admin_socket",
-                f"`pdserve status`, `top` and `drain` do not find this server: {error.message}; "
-                "give another path with --admin-socket, or none to do without",
+                "`pdserve status`, `top`, `trace` and `drain` do not find this server: "
+                f"{error.message}; give another path with --admin-socket, or none to do without",
             )
         else:
             self._door = door

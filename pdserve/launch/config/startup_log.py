@@ -7,7 +7,7 @@ The process calls it.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pdserve.launch.config.resolve import unused_flags
 from pdserve.launch.frontend_processes import is_child_frontend
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["log_config_sources", "log_listening", "warn_about_config"]
 
 _log = logging.getLogger(__name__)
+
+_FRONTENDS: Final = ("all-in-one", "frontend")
+"""Roles with a frontend."""
 
 
 def log_config_sources(config: Config) -> None:
@@ -36,7 +39,7 @@ def log_config_sources(config: Config) -> None:
             "enableServiceLinks: false leaves them out",
             ", ".join(sorted(config.ignored)),
         )
-    if config.process.role in ("all-in-one", "frontend") and not is_child_frontend(config):
+    if config.process.role in _FRONTENDS and not is_child_frontend(config):
         _warn_about_export(config.frontend)
 
 
@@ -75,9 +78,19 @@ def warn_about_config(config: Config, address: str) -> None:
     idle = unused_flags(config)
     if idle:
         _log.warning("a %s has no use for %s", role, ", ".join(idle))
+    _warn_of_nothing(config)
     if role == "all-in-one" and mode != "aggregated":
         _log.warning(
             "--mode=%s has no effect without --role=worker: all in one runs its own workers", mode
         )
     if role in ("frontend", "worker") and not config.cluster.join:
         _log.warning("there is no --join: this %s waits for others, at %s", role, address)
+
+
+def _warn_of_nothing(config: Config) -> None:
+    """Warns of settings without what they belong to."""
+    process, frontend = config.process, config.frontend
+    if process.metrics_host and process.metrics_port is None:
+        _log.warning("--metrics-host has no effect without --metrics-port")
+    if frontend.otlp_endpoint and frontend.trace_rate <= 0 and config.process.role in _FRONTENDS:
+        _log.warning("no traces go to --otlp-endpoint: --trace-rate 0 switches them off")

@@ -103,7 +103,9 @@ def parse_model_times(parts: Iterable[str]) -> dict[str, Seconds]:
     """
     times: dict[str, Seconds] = {}
     for part in parts:
-        model, _, text = (one.strip() for one in part.rpartition("="))
+        model, equals, text = (one.strip() for one in part.rpartition("="))
+        if equals and not model:
+            raise ValueError(f"{part.strip()!r} names no model: write {text} for all models")
         _, unit = _quantity(text, "a time such as 500ms or 2s")
         if not unit:
             raise ValueError(f"{part.strip()!r} has no unit: write {text}ms or {text}s")

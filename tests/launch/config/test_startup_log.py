@@ -6,7 +6,11 @@ import logging
 from typing import TYPE_CHECKING
 
 from pdserve.launch.config.resolve import resolve
-from pdserve.launch.config.startup_log import log_config_sources, log_listening
+from pdserve.launch.config.startup_log import (
+    log_config_sources,
+    log_listening,
+    warn_about_config,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,3 +67,17 @@ def test_the_port_of_grpc_gets_a_warning(tmp_path: Path, caplog: pytest.LogCaptu
     (message,) = caplog.messages
     assert "4317" in message
     assert "4318" in message
+
+
+def test_settings_without_what_they_belong_to_get_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flags = {"config": "none", "metrics-host": "0.0.0.0", "trace-rate": "0"}
+    warn_about_config(resolve(flags | {"otlp-endpoint": "http://c:4318"}, {}, tmp_path), "a:1")
+    assert caplog.messages == [
+        "--metrics-host has no effect without --metrics-port",
+        "no traces go to --otlp-endpoint: --trace-rate 0 switches them off",
+    ]
+    caplog.clear()
+    warn_about_config(resolve(flags | {"metrics-port": "9000"}, {}, tmp_path), "a:1")
+    assert not caplog.messages

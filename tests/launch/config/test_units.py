@@ -116,6 +116,7 @@ def test_times_of_models_parse():
         (["m=fast"], "such as 500ms"),
         (["m="], "such as 500ms"),
         (["m=0ms"], "more than 0"),
+        ([" =1s"], "names no model: write 1s for all models"),
         (["m=1s", "m=2s"], "second time for m"),
         (["1s", "2s"], "second time for all models"),
         (["1parsec"], "unknown unit"),
