@@ -813,7 +813,8 @@ OPTIONS: tuple[Option, ...] = (
         "admin-socket",
         "cluster.admin_socket",
         "cluster",
-        "Unix socket of a server without a cluster, for status, top, trace and drain; none: without.",
+        "Unix socket of a server without a cluster, for status, top, trace and drain; none: "
+        "without.",
         "PATH",
         "in the user's runtime directory",
     ),
