@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Any, Final, Protocol
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -25,6 +26,7 @@ from pdserve.cli.parser import Parser
 from pdserve.cli.status_tables import age, as_json, render
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.launch import exit_codes
+from pdserve.net.address import is_loopback
 
 if TYPE_CHECKING:
     from pdserve.cli.console.overview import Overview
@@ -125,8 +127,10 @@ class _Readable(Protocol):
 
 
 def _opened(url: str) -> Any:
+    # A proxy does not reach this machine as we do.
+    direct = [urllib.request.ProxyHandler({})] if is_loopback(urlsplit(url).hostname or "") else []
     try:
-        return urllib.request.urlopen(url, timeout=_HTTP_TIMEOUT)
+        return urllib.request.build_opener(*direct).open(url, timeout=_HTTP_TIMEOUT)
     except urllib.error.HTTPError as error:
         # A 503 has a body of the same form.
         return error

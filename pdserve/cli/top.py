@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import sys
+import threading
 from collections import deque
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from pdserve.cli.console.head import degraded_lines, head_lines
 from pdserve.cli.console.layout import lines_of
@@ -23,7 +25,7 @@ from pdserve.cli.console.viewer import View, Viewer
 from pdserve.cli.parser import Parser
 from pdserve.cli.status import health_of, metrics_of
 from pdserve.cli.status_tables import notes, tables
-from pdserve.errors import ConfigError, DialFailed, HandshakeRefused, PdserveError
+from pdserve.errors import ConfigError, DialFailed, HandshakeRefused, PdserveError, Unavailable
 from pdserve.launch import exit_codes
 
 if TYPE_CHECKING:
@@ -36,7 +38,11 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
+T = TypeVar("T")
+
 _INTERVAL: Final[Seconds] = 1.0
+_PATIENCE: Final[Seconds] = 10.0
+"""A server may take so long to answer; whoever sends it byte by byte would take for ever."""
 _ESCAPE: Final[Seconds] = 0.1
 """A byte that begins a key's sequence is the Escape key if nothing follows for so long."""
 _SERVER: Final = "http://127.0.0.1:8000"
@@ -128,17 +134,44 @@ class _Server:
     def __init__(self, url: str) -> None:
         self._url = url
         self._pages: deque[MetricsPage] = deque(maxlen=_WINDOWS[-1] + 1)
+        self._reading: asyncio.Future[tuple[dict[str, Any], MetricsPage]] | None = None
+        """The answer that is on its way; one at a time."""
 
     async def look(self, *, minute: bool) -> View:
-        return await asyncio.to_thread(self._read, _WINDOWS[minute])
-
-    def _read(self, count: int) -> View:
-        health = health_of(self._url)
-        self._pages.append(metrics_of(self._url))
+        if self._reading is None:
+            self._reading = _in_thread(self._read)
+        done, _ = await asyncio.wait({self._reading}, timeout=_PATIENCE)
+        if not done:
+            raise Unavailable(f"{self._url} has not answered for {_PATIENCE:g} s")
+        reading, self._reading = self._reading, None
+        health, page = reading.result()
+        self._pages.append(page)
+        count = _WINDOWS[minute]
         return View(overview_of_pages(list(self._pages)[-count - 1 :], health, self._url))
+
+    def _read(self) -> tuple[dict[str, Any], MetricsPage]:
+        return health_of(self._url), metrics_of(self._url)
 
     async def close(self) -> None:
         pass
+
+
+def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Calls `work` in a thread that the end of the process does not wait for."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        tell: Callable[[], None]
+        try:
+            tell = functools.partial(future.set_result, work())
+        except Exception as error:
+            tell = functools.partial(future.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(tell)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 class _Top:

@@ -78,6 +78,14 @@ def test_a_stranger_is_told_apart(server, capsys, body):
     assert "is no pdserve" in capsys.readouterr().err
 
 
+def test_a_proxy_is_not_asked_for_this_machine(server, capsys, monkeypatch):
+    handler, address = server
+    handler.body = b'{"status": "ok"}'
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert main(["status", "--url", address]) == exit_codes.OK
+    assert f"{address} is ok" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("what", ["_MOST_BODY", "_HTTP_TIMEOUT"])
 def test_an_answer_without_end_is_not_waited_for(server, capsys, monkeypatch, what):
     handler, address = server

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
+
 from pdserve.cli.console.layout import Table
-from pdserve.cli.top import _place
+from pdserve.cli.top import _place, _Server
+from pdserve.errors import Unavailable
 from tests.e2e.model import write_model
 from tests.e2e.server import PATIENCE, serving
 
@@ -21,6 +26,25 @@ def test_what_changes_most_stands_first() -> None:
     assert [table.name for table in found] == [
         *("WORKER READY", "MODEL WORKERS", "WORKER MODE", "NODE ROLE")
     ]
+
+
+def test_a_server_that_never_answers_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither now nor at the end, where a pool's threads would be waited for."""
+    monkeypatch.setattr("pdserve.cli.top._PATIENCE", 0.05)
+    monkeypatch.setattr("pdserve.cli.status._HTTP_TIMEOUT", 600.0)
+
+    async def look_twice(url: str) -> None:
+        server = _Server(url)
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="has not answered for"):
+                await server.look(minute=False)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        asyncio.run(look_twice(f"http://127.0.0.1:{silent.getsockname()[1]}"))
+        silent.accept()[0].close()
+        silent.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            silent.accept()
 
 
 def test_a_server_is_watched_over_http_too(tmp_path: Path) -> None:
