@@ -27,10 +27,13 @@ if TYPE_CHECKING:
         RoutePhase,
     )
 
-__all__ = ["MAX_ATTRIBUTE", "TraceRoot", "build_trace"]
+__all__ = ["MAX_ATTRIBUTE", "MOST_SPANS", "TraceRoot", "build_trace"]
 
 MAX_ATTRIBUTE: Final = 256
 """Most characters of an attribute's text."""
+MOST_SPANS: Final = 1024
+"""Most spans of a trace, which take a millisecond to build; later ones are counted. Sixteen
+prompts, each prefilled in many steps, have about 600."""
 
 _HANDOFF: Final = "handoff_"
 _PARTS: Final = {
@@ -90,14 +93,13 @@ class _Tree:
         self._zero = zero
         self._root = root
         self._next_id = root.root_id
+        self._left_out = 0
+        """Spans for which there was no room; those below them are not counted."""
         self.spans: list[Span] = []
 
     def request(self, phases: RequestPhases) -> None:
         root, context = self._root, phases.context
-        attributes = root.attributes
-        left_out = phases.left_out
-        if left_out:
-            attributes = attributes | {"pdserve.left_out": left_out}
+        attributes = dict(root.attributes)
         end = max(root.end - self._zero, 0.0)
         whole = Span(
             span_id=self._new_id(),
@@ -117,7 +119,12 @@ class _Tree:
             self._child(whole, "pdserve.tokenize", phases.planning, planned, about)
         several = len(phases.prompts) > 1
         for index, prompt in enumerate(phases.prompts):
-            self._prompt(self._around(whole, prompt, index) if several else whole, prompt)
+            if self._full:
+                self._left_out += several + _steps(prompt)
+            else:
+                self._prompt(self._around(whole, prompt, index) if several else whole, prompt)
+        if left_out := phases.left_out + self._left_out:
+            attributes["pdserve.left_out"] = left_out
 
     def _events(self, phases: RequestPhases, end: Seconds) -> tuple[SpanEvent, ...]:
         happened = [
@@ -147,7 +154,10 @@ class _Tree:
         for route in prompt.routes:
             self._route(parent, route)
         for attempt in prompt.attempts:
-            self._attempt(parent, attempt)
+            if self._full:
+                self._left_out += 1
+            else:
+                self._attempt(parent, attempt)
         for move in prompt.moves:
             self._move(parent, move)
 
@@ -246,7 +256,11 @@ class _Tree:
         attributes: Attributes,
         error: str = "",
     ) -> Span:
-        """A span between two times of the phases' clock, as far as they lie in its parent."""
+        """A span between two times of the phases' clock, as far as they lie in its parent. If there
+        is no room for it, returns its parent in its place."""
+        if self._full:
+            self._left_out += 1
+            return parent
         zero = self._zero
         start = _within(start - zero, parent.start, parent.end)
         span = Span(
@@ -261,10 +275,19 @@ class _Tree:
         self.spans.append(span)
         return span
 
+    @property
+    def _full(self) -> bool:
+        return len(self.spans) >= MOST_SPANS
+
     def _new_id(self) -> bytes:
         number = self._next_id
         self._next_id = number + 1
         return number.to_bytes(8, "big")
+
+
+def _steps(prompt: PromptPhases) -> int:
+    """Spans of a prompt, without those below its attempts."""
+    return len(prompt.routes) + len(prompt.attempts) + len(prompt.moves)
 
 
 def _within(at: Seconds, start: Seconds, end: Seconds) -> Seconds:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.ids import NodeId
-from pdserve.messages.request import Finish, FirstTokenStats, WorkerPhase
+from pdserve.messages.request import MAX_WORKER_PHASES, Finish, FirstTokenStats, WorkerPhase
 from pdserve.messages.routing import RouteDecision
 from pdserve.tracing.context import TraceContext
+from pdserve.tracing.export.delivery import QUEUE_SPANS
 from pdserve.tracing.phases import (
     MOST,
     AttemptPhase,
@@ -19,7 +20,7 @@ from pdserve.tracing.phases import (
     RequestPhases,
     RoutePhase,
 )
-from pdserve.tracing.tree import MAX_ATTRIBUTE, TraceRoot, build_trace
+from pdserve.tracing.tree import MAX_ATTRIBUTE, MOST_SPANS, TraceRoot, build_trace
 from tests.support.trace_checks import children, defects, named
 
 if TYPE_CHECKING:
@@ -334,3 +335,28 @@ def test_a_remote_prefill_has_the_phases_of_its_handoff() -> None:
         (3.5, 4.5),
         (4.5, 4.75),
     ]
+
+
+def test_a_request_with_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All prompts, attempts, decisions, moves and phases that a record can have."""
+    phases = request()
+    chunks = tuple(WorkerPhase("chunk", 0.1, 0.2, 8) for _ in range(2 * MAX_WORKER_PHASES))
+    busy = {
+        "started": FirstTokenStats(4, 0.5, 1.0, 0.9, phases=chunks),
+        "finish": Finish(reason="stop", phases=chunks),
+    }
+    while (one := phases.add_prompt()) is not None:
+        for number in range(MOST):
+            one.add_route(RoutePhase(101.0, 102.0, "first", "router"))
+            one.add_attempt(attempt(number=number + 1, **busy))
+            one.add_move(MovePhase(103.0, 104.0, "worker_lost", "a", "b", "completed"))
+    trace = build(phases)
+    assert len(trace.spans) == MOST_SPANS <= QUEUE_SPANS
+    left_out = trace.spans[0].attributes["pdserve.left_out"]
+    monkeypatch.setattr("pdserve.tracing.tree.MOST_SPANS", 10**9)
+    whole = build(phases)
+    assert whole.spans[1:MOST_SPANS] == trace.spans[1:]
+    assert whole.spans[0].attributes["pdserve.left_out"] == 1, "the prompt that had no record"
+    assert isinstance(left_out, int)
+    assert 16 * MOST < left_out < len(whole.spans) - MOST_SPANS
+    assert ROOT.attributes == {"http.route": "/v1/chat/completions"}, "the caller's own"
