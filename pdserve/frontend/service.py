@@ -308,8 +308,8 @@ class FrontendService:
         while True:
             await asyncio.sleep(until_next(self._loop.time(), SWEEP))
             try:
-                self.on_second()
                 self._server.sweep(self._loop.time())
+                self.on_second()
             except Exception:
                 logger.exception("a sweep failed")
 

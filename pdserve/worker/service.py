@@ -9,6 +9,7 @@ order.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Protocol
 
 from msgspec.structs import replace
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from pdserve.worker.config import WorkerConfig
     from pdserve.worker.model import LocalModel, ProgressFn
     from pdserve.worker.model_source import ModelSource
+
+_log = logging.getLogger(__name__)
 
 _WATCH_INTERVAL: Seconds = 1.0
 """Seconds between two reads of the engine's statistics, which are about that old themselves."""
@@ -206,7 +209,11 @@ class WorkerService:
             now = asyncio.get_running_loop().time()
             await asyncio.sleep(until_next(now, _WATCH_INTERVAL))
             self._totals.note(self.engine.stats())
-            self.on_second()
+            try:
+                self.on_second()
+            except Exception:
+                # Without this task the counters of an engine that is started again are lost.
+                _log.exception("what happens each second has failed")
 
     # ------------------------------------------------------------------ requests
 

@@ -158,6 +158,19 @@ async def test_served_models_have_their_metrics_before_the_first_request():
         assert {model for (model,), _ in metrics.num_requests_held} == {MODEL}
 
 
+async def test_a_defect_in_what_is_told_each_second_stops_no_deadlines(monkeypatch):
+    monkeypatch.setattr("pdserve.frontend.service.SWEEP", 0.01)
+    swept = []
+
+    def fails():
+        raise ValueError("a defect")
+
+    async with frontend() as client:
+        client.service.on_second = fails
+        monkeypatch.setattr(client.service._server, "sweep", swept.append)
+        await until(lambda: swept)
+
+
 async def test_what_does_not_finish_in_time_is_answered_with_an_error():
     async with frontend(Script(tokens=tokens("la "), interval=0.001)) as client:
         whole = asyncio.ensure_future(client.post(CHAT, HELLO | {"max_tokens": 4000}))

@@ -9,8 +9,10 @@ from pdserve.errors import ConfigError, Draining, EngineDied, NotReady
 from pdserve.messages.engine import EngineCapabilities, EngineStats, LoadProgress
 from pdserve.observe.exposition import render
 from pdserve.observe.metrics import Metrics
+from pdserve.worker import service as service_module
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.service import WorkerService
+from tests.frontend.support import until
 from tests.support.metrics_page import find
 
 
@@ -206,6 +208,25 @@ async def test_a_restart_shows_in_health_and_metrics_and_keeps_the_card(model):
     assert find(page, f"pdserve_engine_stalls_total{labels}") == 2
     assert find(page, f"pdserve_engine_stalled_seconds{labels}") == 3.5
     assert world.service.unready_reason() is None
+    await world.service.stop()
+
+
+async def test_a_defect_in_what_is_told_each_second_costs_no_counters(model, monkeypatch):
+    monkeypatch.setattr(service_module, "_WATCH_INTERVAL", 0.01)
+    world = World(model)
+    calls = []
+
+    def fails():
+        calls.append(1)
+        raise ValueError("a defect")
+
+    world.service.on_second = fails
+    await world.start()
+    await until(lambda: calls)
+    world.engine.reported = EngineStats(output_tokens=7)
+    await until(lambda: len(calls) >= 3)
+    world.engine.die(EngineState.RESTARTING, "killed by SIGKILL")
+    assert world.service.sample().output_tokens == 7
     await world.service.stop()
 
 
