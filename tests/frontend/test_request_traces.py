@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import struct
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,14 @@ import aiohttp
 import pytest
 
 from pdserve.errors import EngineError, NoWorker, Overloaded
+from pdserve.frontend.active_requests import ActiveRequest
 from pdserve.frontend.config import FrontendConfig
+from pdserve.frontend.http.http_request import HttpRequest
 from pdserve.frontend.request_traces import RequestTraces
 from pdserve.frontend.service import FrontendService
 from pdserve.messages.trace import Trace
 from pdserve.observe.metrics import Metrics
+from pdserve.tracing.phases import RequestPhases
 from tests.frontend.support import HELLO, MODEL, Client, card, tokens, until
 from tests.support.fake_backend import FakeBackend, Script
 
@@ -372,6 +376,33 @@ async def test_a_client_that_leaves_is_told_no_defect(monkeypatch: Any) -> None:
         await until(lambda: metrics.traces_lost.value)
         assert client.backend.streams[0].cancelled
         assert not client.service.active_requests
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_trace_keeps_no_request_in_memory(leaves: bool, stream: bool) -> None:
+    """What the trace was made of is gone with the request, without the garbage collector."""
+    kinds = (ActiveRequest, HttpRequest, RequestPhases)
+    script = Script(tokens=tokens("la "), interval=0.001 if leaves else 0.0)
+    async with traced(script, trace_content=True) as (client, kept, _):
+        gc.collect()
+        gc.disable()
+        try:
+            body = HELLO | {"stream": stream, "max_tokens": 4000 if leaves else 5}
+            asking = asyncio.ensure_future(client.http.post(client.url + CHAT, json=body))
+            if leaves:
+                await until(lambda: client.backend.streams and client.backend.streams[0]._outputs)
+                asking.cancel()
+            else:
+                await (await asking).read()
+            await until(lambda: kept)
+            await asyncio.sleep(0.01)
+            assert not [each for each in gc.get_objects() if isinstance(each, kinds)]
+        finally:
+            gc.enable()
 
 
 # ---------------------------------------------------------------- text
