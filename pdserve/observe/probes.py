@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pdserve import __version__
 from pdserve.errors import ConfigError, PdserveError
-from pdserve.observe.scrapes import ScrapeForm
+from pdserve.observe.scrapes import CachedPages, ScrapeForm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +47,7 @@ class ProbeServer:
         """Args: `unready_reason` returns None when the role can work."""
         self._host = host
         self._port = port
-        self._pages = pages
+        self._made = pages
         self._degradations = degradations
         self._unready_reason = unready_reason
         self._listener: asyncio.Server | None = None
@@ -70,6 +70,7 @@ class ProbeServer:
             self._hosts = HostRule((self._host,))
         self._server = BoundedServer(self._handle, _MAX_CONNECTIONS, _PATIENCE)
         loop = asyncio.get_running_loop()
+        self._pages = CachedPages(self._made, loop.time)
         try:
             self._listener = await loop.create_server(self._server, self._host, self._port)
         except (OSError, OverflowError) as error:
@@ -110,7 +111,7 @@ class ProbeServer:
                 request.headers.get("Accept", ""),
                 request.headers.get("Accept-Encoding", ""),
                 request.query.get("names"),
-                self._pages.names,
+                self._made.names,
             )
         except PdserveError as error:
             return web.json_response({"error": error.message}, status=400)

@@ -1,7 +1,8 @@
 """Answers scrapes: what a scraper asks for, the page in that form, and a cache of pages.
 
-The cache keeps scrapes without a key cheap: rendering takes milliseconds of the event loop, and a
-page of several processes a round of requests. Owned by the frontend's service and the probes.
+The cache keeps scrapes without a key cheap, whatever forms they ask for: rendering takes
+milliseconds of the event loop, and a page of several processes a round of requests. Owned by the
+frontend's service and the probes.
 """
 
 from __future__ import annotations
@@ -36,9 +37,12 @@ MetricNames = Literal["pdserve", "vllm", "both"]
 METRIC_NAMES: Final[tuple[MetricNames, ...]] = ("pdserve", "vllm", "both")
 
 _FRESH: Final[Seconds] = 0.1
-"""How long a page is reused. Ten pages a second are 2 % of the loop; scrapers come every few
-seconds.
-"""
+"""How long a page is reused; scrapers come every few seconds."""
+_REST: Final = 9.0
+"""After a page of another form none is made for so many times what the last one took: all forms
+together take a tenth of the loop at most. A page of 64 models takes 40 ms."""
+_LONGEST_REST: Final[Seconds] = 0.5
+"""Also a page of several processes, which waits for them, is followed by another so soon."""
 _WORTH_IT: Final = 1400
 """Bytes from which on a page is compressed: less fits one packet."""
 _TAKES_GZIP: Final = re.compile(r"gzip(;(?!q=0\.?0*$).*)?")
@@ -108,7 +112,8 @@ def page_of(families: list[ScrapedFamily], form: ScrapeForm) -> ScrapedPage:
 
 
 class CachedPages:
-    """Renders at most one page at a time, and none while the last one of its form is fresh."""
+    """Renders at most one page at a time, none while the last one of its form is fresh, and rests
+    between two."""
 
     def __init__(self, pages: ScrapeHandler, time: Callable[[], Seconds]) -> None:
         self.names = pages.names
@@ -116,6 +121,7 @@ class CachedPages:
         self._time = time
         self._turn = asyncio.Lock()
         self._kept: dict[ScrapeForm, tuple[Seconds, ScrapedPage]] = {}
+        self._rest_until: Seconds = 0.0
 
     async def page(self, form: ScrapeForm = PLAIN) -> ScrapedPage:
         """A page in this form; there are twelve forms."""
@@ -123,6 +129,10 @@ class CachedPages:
             kept = self._kept.get(form)
             if kept is not None and self._time() - kept[0] < _FRESH:
                 return kept[1]
+            await asyncio.sleep(self._rest_until - self._time())
+            began = self._time()
             page = await self._pages.page(form)
-            self._kept[form] = (self._time(), page)
+            now = self._time()
+            self._kept[form] = (now, page)
+            self._rest_until = now + min(_LONGEST_REST, _REST * (now - began))
             return page

@@ -7,9 +7,17 @@ import pytest
 
 from pdserve.errors import InvalidRequest
 from pdserve.observe.exposition import ScrapedFamily, ScrapedSeries
-from pdserve.observe.scrapes import CachedPages, MetricNames, ScrapedPage, ScrapeForm, page_of
+from pdserve.observe.scrapes import (
+    METRIC_NAMES,
+    CachedPages,
+    MetricNames,
+    ScrapedPage,
+    ScrapeForm,
+    page_of,
+)
 
 PROMETHEUS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2"
+PAIRS = [(False, False), (False, True), (True, False), (True, True)]
 
 
 class Pages:
@@ -34,6 +42,28 @@ async def test_a_page_is_shown_again_for_a_moment():
     now += 0.2
     assert (await recent.page()).body == b"3 False"
     assert pages.made == 3
+
+
+async def test_pages_of_all_forms_together_take_a_tenth_of_the_time(monkeypatch):
+    now, worked = 100.0, 0.0
+
+    class Slow(Pages):
+        async def page(self, form=None):
+            nonlocal now, worked
+            now, worked = now + 0.04, worked + 0.04
+            return await super().page(form)
+
+    async def sleep(seconds):
+        nonlocal now
+        now += max(0.0, seconds)
+
+    monkeypatch.setattr("pdserve.observe.scrapes.asyncio.sleep", sleep)
+    recent = CachedPages(Slow(), lambda: now)
+    forms = [ScrapeForm(names, *more) for names in METRIC_NAMES for more in PAIRS]
+    for form in forms * 3:
+        await recent.page(form)
+    assert worked == pytest.approx(3 * 12 * 0.04)
+    assert worked <= (now - 100.0) * 0.11
 
 
 def test_the_form_is_what_the_scraper_asks_for():
