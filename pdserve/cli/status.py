@@ -81,14 +81,15 @@ async def _ask(reach: Reach) -> ClusterStatus:
 
 
 class _Health(msgspec.Struct):
-    """What is read of `/health`. Anything may listen at an address, so its types are checked."""
+    """What is read of `/health`. Anything may listen at an address, so its types are checked. A
+    port for probes tells less than the API's."""
 
     status: str
     reason: str | None = None
     version: str = "?"
-    uptime_seconds: float = 0.0
-    memory_bytes: int = 0
-    active_requests: int = 0
+    uptime_seconds: float | msgspec.UnsetType = msgspec.UNSET
+    memory_bytes: int | msgspec.UnsetType = msgspec.UNSET
+    active_requests: int | msgspec.UnsetType = msgspec.UNSET
     degraded: dict[str, str] = {}
 
 
@@ -97,6 +98,7 @@ def health_of(url: str) -> dict[str, Any]:
     body = fetch(url, "/health")
     try:
         known = msgspec.structs.asdict(msgspec.json.decode(body, type=_Health))
+        known = {name: value for name, value in known.items() if value is not msgspec.UNSET}
         known |= msgspec.json.decode(body)
     except (msgspec.DecodeError, ValueError, RecursionError):
         raise Unavailable(f"what answers at {url} is no pdserve") from None
@@ -181,12 +183,14 @@ def _health_text(url: str, health: dict[str, Any], seen: Overview | None) -> str
     from pdserve.launch.drain import requests_in_words
 
     reason = f": {health['reason']}" if health["reason"] else ""
-    memory = health["memory_bytes"] >> 20
-    lines = [
-        f"{url} is {health['status']}{reason}",
-        f"pdserve {health['version']}, up {age(health['uptime_seconds'])}, {memory} MiB",
-        f"{requests_in_words(health['active_requests'])} in progress",
-    ]
+    about = [f"pdserve {health['version']}"]
+    if "uptime_seconds" in health:
+        about.append(f"up {age(health['uptime_seconds'])}")
+    if "memory_bytes" in health:
+        about.append(f"{health['memory_bytes'] >> 20} MiB")
+    lines = [f"{url} is {health['status']}{reason}", ", ".join(about)]
+    if "active_requests" in health:
+        lines.append(f"{requests_in_words(health['active_requests'])} in progress")
     if seen is not None:
         lines += ["", f"rates of the last {_BETWEEN:g} s", *head_lines(seen, 100)[1:]]
     lines += [f"degraded: {name}: {why}" for name, why in health["degraded"].items()]

@@ -58,6 +58,7 @@ def test_a_server_without_a_cluster_is_asked_over_http(server, capsys):
     text = capsys.readouterr().out
     assert f"{address} is loading: weights" in text
     assert "degraded: no_uvloop: slow" in text
+    assert text.splitlines()[1] == "pdserve 9", "a port for probes does not say more"
     assert main(["status", "--json", "--url", f"http://{address}/"]) == exit_codes.OK
     assert json.loads(capsys.readouterr().out)["status"] == "loading"
 

@@ -77,7 +77,8 @@ def _part(labels: Mapping[str, str]) -> str:
 def overview_of_pages(
     pages: Sequence[MetricsPage], health: Mapping[str, Any], url: str
 ) -> Overview:
-    """The overview between the first and the last of `pages`; of one page, since the start."""
+    """The overview between the first and the last of `pages`; of one page, since the start, and
+    without rates if a server does not say when that was."""
     first, last = pages[0], pages[-1]
     seconds = last.at - first.at if len(pages) > 1 else float(health.get("uptime_seconds") or 0)
     # A counter that fell was restarted from zero.
@@ -89,7 +90,7 @@ def overview_of_pages(
     }
     found = Overview(_title(health, url), seconds=seconds)
     for model in sorted({key[1] for key in grown}):
-        traffic = _traffic(grown, model, seconds or 1.0)
+        traffic = _traffic(grown, model, seconds) if seconds > 0 else Traffic()
         _add(found.all, traffic)
         if model:
             found.models[model] = traffic

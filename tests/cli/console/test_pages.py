@@ -51,6 +51,8 @@ def test_one_scrape_is_since_the_start_and_a_restarted_server_begins_again() -> 
     answered(metrics, "a", 0.15, 20)
     page = scraped(metrics, 10.0)
     assert overview_of_pages([page], {"uptime_seconds": 10}, "x").all.requests == 2.0
+    unknown = overview_of_pages([page], {}, "x")
+    assert (unknown.seconds, unknown.all.requests, list(unknown.models)) == (0.0, 0.0, ["a"])
     again = Metrics()
     answered(again, "a", 0.15, 5)
     assert overview_of_pages([page, scraped(again, 11.0)], {}, "x").all.requests == 5.0
