@@ -12,6 +12,7 @@ import json
 import shutil
 import sys
 import time
+from collections import defaultdict
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -33,7 +34,7 @@ from pdserve.errors import ConfigError, PdserveError, Unavailable
 from pdserve.launch import exit_codes
 from pdserve.launch.config.units import parse_count, parse_duration
 from pdserve.messages.trace import TraceQuery
-from pdserve.tracing.ring import MOST_SUMMARIES, is_id_of
+from pdserve.tracing.ring import MOST_SUMMARIES, MOST_TRACES, is_id_of
 from pdserve.tracing.watches import LONGEST_WATCH
 from pdserve.tracing.waterfall import MAX_WIDTH, MIN_WIDTH, waterfall
 
@@ -55,7 +56,8 @@ _PAUSE: Final[Seconds] = 1.0
 """Seconds between two questions of a watch."""
 _TAIL: Final[Seconds] = 2.0
 """A watch listens so much longer: requests that have ended are told of in a moment."""
-_PAGE: Final = 100
+_HURRY: Final = 50
+"""From so many traces at a time on, a watch asks ten times as often."""
 _ID: Final = 20
 """Characters of a request id in a watch: enough to ask for it, with room for the reasons behind."""
 _MODEL: Final = 18
@@ -133,7 +135,7 @@ def _query(parsed: argparse.Namespace) -> TraceQuery:
         raise ConfigError("names and ids of requests are UTF-8; this one is not")
     return TraceQuery(
         id=parsed.request.strip(),
-        limit=_PAGE if watch else _parsed("--limit", limit, parsed.limit),
+        limit=MOST_SUMMARIES if watch else _parsed("--limit", limit, parsed.limit),
         model=watch or parsed.model,
         errors=parsed.errors,
         slow=parsed.slow,
@@ -231,7 +233,8 @@ async def _watch(visitor: AdminClient, query: TraceQuery, *, as_json: bool) -> i
         print(f"watching {name} for {query.watch_seconds:g} s; Ctrl-C ends it", file=sys.stderr)
         print(trace_list_head(columns), flush=True)
     try:
-        async for summary in _ended(visitor, query, first.numbers, until):
+        following = _Following(visitor, query, first.numbers)
+        async for summary in following.ended(until):
             line = json.dumps(summary_as_json(summary))
             if not as_json:
                 line = cut(summary_line(summary, _now(), columns), _width())
@@ -240,22 +243,49 @@ async def _watch(visitor: AdminClient, query: TraceQuery, *, as_json: bool) -> i
         with suppress(PdserveError):
             await visitor.traces(replace(query, watch_seconds=_AT_ONCE))
         raise
+    if following.missed:
+        print(
+            f"up to {following.missed} traces were forgotten before they could be shown: each "
+            f"frontend remembers {MOST_TRACES}",
+            file=sys.stderr,
+        )
     return exit_codes.OK
 
 
-async def _ended(
-    visitor: AdminClient, query: TraceQuery, numbers: dict[str, int], until: Seconds
-) -> AsyncIterator[TraceSummary]:
-    """The traces that come to be until a time; `numbers` says which ones are old."""
-    follow = replace(query, watch="", watch_seconds=0.0)
-    seen = dict(numbers)
-    while time.monotonic() < until:
-        await asyncio.sleep(_PAUSE)
-        # Without any entry it would be no following; no frontend has an empty name.
-        reply = await visitor.traces(replace(follow, after={"": 0, **seen}))
-        for node, newest in reply.numbers.items():
-            if newest < seen.get(node, 0):
-                seen[node] = 0  # it has been restarted
+class _Following:
+    """Asks again and again for the traces that came to be meanwhile."""
+
+    def __init__(self, visitor: AdminClient, query: TraceQuery, numbers: dict[str, int]) -> None:
+        """Args: `numbers` says which traces are old."""
+        self._visitor = visitor
+        self._query = replace(query, watch="", watch_seconds=0.0)
+        self._seen = dict(numbers)
+        self.missed = 0
+        """Most traces that may have come and gone between two questions."""
+
+    async def ended(self, until: Seconds) -> AsyncIterator[TraceSummary]:
+        """The traces that come to be until a time."""
+        pause = _PAUSE
+        while time.monotonic() < until:
+            await asyncio.sleep(pause)
+            # Without any entry it would be no following; no frontend has an empty name.
+            after = {"": 0, **self._seen}
+            reply = await self._visitor.traces(replace(self._query, after=after))
+            self._note(reply)
+            for summary in reply.summaries:
+                yield summary
+            pause = _PAUSE if len(reply.summaries) < _HURRY else _PAUSE / 10
+
+    def _note(self, reply: TraceReply) -> None:
+        shown: defaultdict[str, list[int]] = defaultdict(list)
         for summary in reply.summaries:
-            seen[summary.node] = max(seen.get(summary.node, 0), summary.number)
-            yield summary
+            shown[summary.node].append(summary.number)
+        for node, newest in reply.numbers.items():
+            seen = self._seen.get(node, newest)
+            if newest < seen:
+                self._seen[node] = 0  # it has been restarted, and is asked for all of them
+                continue
+            self.missed += max(0, newest - seen - MOST_TRACES)
+            # A reply that is not full has all that the frontend remembers.
+            full = len(shown[node]) >= self._query.limit
+            self._seen[node] = max(shown[node]) if full else newest

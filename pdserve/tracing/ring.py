@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.messages.trace import Trace, TraceQuery
 
-__all__ = ["MOST_SUMMARIES", "TraceRing", "is_id_of", "summarize"]
+__all__ = ["MOST_SUMMARIES", "MOST_TRACES", "TraceRing", "is_id_of", "summarize"]
 
 MOST_SUMMARIES: Final = 200
 """Most summaries in one reply."""
-_TRACES: Final = 200
+MOST_TRACES: Final = 200
+"""Most traces that a frontend remembers."""
 _BYTES: Final[Bytes] = 2 << 20
 _TEXT: Final = 256
 """Most characters of a text in a summary."""
@@ -45,7 +46,7 @@ class _Entry(msgspec.Struct, frozen=True, eq=False, gc=False):
 class TraceRing:
     """A `TraceSink` that remembers. Used on one thread."""
 
-    def __init__(self, traces: int = _TRACES, limit: Bytes = _BYTES) -> None:
+    def __init__(self, traces: int = MOST_TRACES, limit: Bytes = _BYTES) -> None:
         """Args: `traces` is the most traces that it holds, `limit` the most bytes."""
         self._most = traces
         self._limit = limit

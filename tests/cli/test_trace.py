@@ -1,5 +1,6 @@
 """`pdserve trace` with nodes that answer from a ring in this process."""
 
+import asyncio
 import json
 import os
 import signal
@@ -231,6 +232,46 @@ def test_a_watch_prints_what_ends_meanwhile_once(visitor, capsys, quick):
     assert all(query.model == "tiny" for query in others)
 
 
+def test_a_watch_says_what_came_and_went_unseen(visitor, capsys, quick):
+    def before(number):
+        if number == 3:
+            for count in range(260):
+                visitor.rings["f1"].add(make_trace(f"req-{count}"))
+        if number == 5:
+            for count in range(500):
+                visitor.rings["f2"].add(make_trace(f"req-{count}", model="other"))
+
+    visitor.before = before
+    assert trace("--watch", "model=tiny", "--for", "100ms") == exit_codes.OK
+    captured = capsys.readouterr()
+    assert captured.out.count("req-") == 200
+    assert "up to 360 traces were forgotten before they could be shown" in captured.err
+
+
+def test_a_watch_hurries_when_much_ends(visitor, capsys, quick, monkeypatch):
+    """Else what ends within a second would push the first ones out."""
+    pauses = []
+    sleep = asyncio.sleep
+
+    async def slept(seconds):
+        pauses.append(seconds)
+        await sleep(0.001)
+
+    monkeypatch.setattr(asyncio, "sleep", slept)
+
+    def before(number):
+        if number in (2, 3):
+            for count in range(60):
+                visitor.rings["f1"].add(make_trace(f"req-{number}-{count}"))
+
+    visitor.before = before
+    assert trace("--watch", "model=tiny", "--for", "50ms") == exit_codes.OK
+    assert pauses[:4] == [0.01, 0.001, 0.001, 0.01]
+    captured = capsys.readouterr()
+    assert captured.out.count("req-") == 120
+    assert "forgotten" not in captured.err
+
+
 def test_a_watch_goes_on_when_a_frontend_has_been_restarted(visitor, capsys, quick):
     for number in range(9):
         visitor.rings["f1"].add(make_trace(f"req-{number}"))
@@ -238,13 +279,14 @@ def test_a_watch_goes_on_when_a_frontend_has_been_restarted(visitor, capsys, qui
     def before(number):
         if number == 3:
             visitor.rings["f1"] = TraceRing()
+            visitor.rings["f1"].add(make_trace("req-first"))
         if number == 4:
             visitor.rings["f1"].add(make_trace("req-new"))
 
     visitor.before = before
     assert trace("--watch", "model=tiny", "--for", "100ms", "--json") == exit_codes.OK
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["request_id"] for line in lines] == ["req-new"]
+    assert [line["request_id"] for line in lines] == ["req-first", "req-new"]
 
 
 def test_an_interrupted_watch_is_ended_at_the_frontends(visitor, quick):
