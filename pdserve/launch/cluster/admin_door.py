@@ -153,11 +153,16 @@ class AdminDoor:
             address = query.to or self._address()
             if not address:
                 raise Draining("the server is shutting down", retry_after=1.0)
+            answer = DoorAnswer(self.cluster, self._key().hex())
             await self._network.connect(address, lambda: _NodeSide(visit), timeout=_PATIENCE)
         except PdserveError as error:
             visit.refuse(error.message)
+        except Exception as error:
+            # The visitor has no timer any more: without an answer it would keep its place.
+            _log.exception("a visitor of the admin socket could not be let in")
+            visit.refuse(f"{type(error).__name__} in the server")
         else:
-            visit.connected(DoorAnswer(self.cluster, self._key().hex()))
+            visit.connected(answer)
 
 
 class _Visit(asyncio.Protocol):

@@ -136,7 +136,10 @@ def listen(path: Path) -> socket.socket:
         raise ConfigError(f"{path} is too long for a socket: {_LONGEST} bytes at most")
     _check_free(path)
     temporary = path.with_name(f".{secrets.token_hex(3)}")
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
     try:
         listening.setblocking(False)
         listening.bind(str(temporary))

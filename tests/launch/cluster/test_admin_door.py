@@ -203,6 +203,17 @@ async def test_what_is_no_query_is_refused(served: Served, said: bytes) -> None:
     await emptied(served.door)
 
 
+async def test_a_defect_at_the_door_keeps_no_visitor(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> bytes:
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(served.door, "_key", fails)
+    assert b"ValueError in the server" in await spoken(served.door, framed(DoorQuery()))
+    await emptied(served.door)
+
+
 async def test_who_says_nothing_is_let_go(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin_door, "_PATIENCE", 0.05)
     assert b"no node was named in time" in await spoken(served.door, b"")
