@@ -201,7 +201,7 @@ class _Top:
             await self._source.close()
 
     async def _print_forever(self) -> None:
-        """For files and pipes: everything, one look after the other."""
+        """For files, pipes and dumb terminals: everything, one look after the other."""
         while True:
             view = self._viewer.view
             parts = [head_lines(view.overview, 100), degraded_lines(view.overview, 100), view.notes]

@@ -108,14 +108,15 @@ class Terminal:
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._painter = Painter.of(environ)
+        self._dumb = environ.get("TERM") == "dumb"
         self._before: list[Any] | None = None
         self._inside = False
         self._writer: threading.Thread | None = None
 
     @property
     def shows(self) -> bool:
-        """True if output is a terminal."""
-        return sys.stdout is not None and sys.stdout.isatty()
+        """True if output is a terminal on which lines can be drawn again."""
+        return sys.stdout is not None and sys.stdout.isatty() and not self._dumb
 
     @property
     def hears(self) -> bool:

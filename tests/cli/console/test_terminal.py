@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
-from pdserve.cli.console.terminal import KeyReader, Painter
+from pdserve.cli.console.terminal import KeyReader, Painter, Terminal
 from pdserve.cli.console.viewer import ScreenLine
 from tests.support.screen import Screen
 
@@ -89,3 +90,11 @@ def test_colours_are_for_terminals_that_have_them(
     used = screen.styles - {"0"}
     assert bool(used) == styled
     assert any("3" in style for style in used) == coloured
+
+
+@pytest.mark.parametrize(("term", "shows"), [("dumb", False), ("xterm", True), (None, True)])
+def test_a_dumb_terminal_gets_lines_only(
+    monkeypatch: pytest.MonkeyPatch, term: str | None, shows: bool
+) -> None:
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    assert Terminal({} if term is None else {"TERM": term}).shows is shows
