@@ -31,19 +31,20 @@ _ROWS: Final = 200
 """Most rows; a request that was moved without end has more spans than anybody reads."""
 _DEPTH: Final = 6
 _PREFIX: Final = "pdserve."
-_TIMES: Final = ("predicted_ttft", "itl_", "gap")
+_TIMES: Final = ("predicted_ttft", "itl_", "gap", "held")
 """Beginnings of names of attributes in seconds."""
 _LEFT_OUT: Final = ("life", "accepted_after", "content.prompt", "content.output")
 """Attributes that say little to people, or have no room here."""
 _FIRST: Final = (
-    *("worker", "policy", "cached_tokens", "computed_tokens", "from", "to", "node", "backend"),
-    *("tokens", "itl_mean", "itl_p50", "overlap_tokens", "predicted_ttft", "held", "reason"),
+    *("held", "worker", "policy", "cached_tokens", "computed_tokens", "from", "to", "node"),
+    *("backend", "tokens", "itl_mean", "itl_p50", "overlap_tokens", "predicted_ttft", "reason"),
 )
 """Attributes that come before the others: there is not always room for all."""
 _ZERO_IS_NOTHING: Final = ("preemptions", "held", "received_tokens")
 _SHORT: Final = {
     "cached_tokens": "cached",
     "computed_tokens": "computed",
+    "itl_mean": "itl",
     "overlap_tokens": "overlap",
     "predicted_ttft": "predicted",
     "prompt_tokens": "tokens",
@@ -115,7 +116,7 @@ class _Drawing:
         self._zero = root.start
         self._total = max(root.end - root.start, 1e-9)
         room = width - _NAME - 2 * _TIME - 4
-        self._bar = room * 2 // 5
+        self._bar = room * 3 // 8
         self._notes = room - self._bar
         self._children: dict[bytes, list[Span]] = {}
         for span in trace.spans[1:]:

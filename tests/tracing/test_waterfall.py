@@ -10,14 +10,14 @@ from pdserve.tracing.waterfall import MAX_WIDTH, MIN_WIDTH, plain_text, seconds_
 from tests.support.traces import BEGAN, make_trace
 
 DRAWN = """\
-request                ################       0   800ms in=1099511627776 finish~
-  tokenize             #                      0    20ms tokens=12
-  route                #                   20ms    20ms policy=ttft overlap=0
-  attempt               ###############    40ms   760ms worker=w1 reason=first
-    queue               #                  40ms    60ms
-    prefill              ##               100ms   100ms cached=8 computed=4
-    decode                 ############   200ms   600ms tokens=30 itl_p50=25ms
-  first_token              *              200ms         choice=0"""
+request                ###############       0   800ms in=1099511627776 finish=~
+  tokenize             #                     0    20ms tokens=12
+  route                #                  20ms    20ms policy=ttft overlap=0
+  attempt               ##############    40ms   760ms worker=w1 reason=first
+    queue               #                 40ms    60ms
+    prefill              ##              100ms   100ms cached=8 computed=4
+    decode                 ###########   200ms   600ms tokens=30 itl_p50=25ms
+  first_token              *             200ms         choice=0"""
 
 
 def rows_of(trace, width=80):
@@ -161,4 +161,17 @@ def test_attributes_in_few_words():
     )
     (root, *_) = make_trace().spans
     row = rows_of(replace(make_trace(), spans=(root, replace(span, parent_id=root.span_id))), 100)
-    assert row[1].endswith("policy=ttft predicted=51ms held rat~")
+    assert row[1].endswith("held policy=ttft predicted=51ms ratio~")
+
+
+def test_how_long_a_router_held_a_request_comes_first():
+    span = Span(
+        span_id=b"\x02" * 8,
+        name="pdserve.route",
+        start=0.0,
+        end=1.0,
+        attributes={"pdserve.policy": "ttft", "pdserve.overlap_tokens": 0, "pdserve.held": 0.98},
+    )
+    (root, *_) = make_trace().spans
+    row = rows_of(replace(make_trace(), spans=(root, replace(span, parent_id=root.span_id))))[1]
+    assert row.endswith("held=980ms policy=ttft o~")
