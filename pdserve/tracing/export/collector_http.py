@@ -129,6 +129,10 @@ async def _beginning(content: aiohttp.StreamReader) -> bytes:
 
 def _in_words(error: Exception) -> str:
     """One line without the URL, which may hold a password."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        why = getattr(error.certificate_error, "verify_message", error.certificate_error)
+        remedy = "name who signed it in OTEL_EXPORTER_OTLP_CERTIFICATE"
+        return f"its certificate is not trusted ({why}): {remedy}"
     if isinstance(error, aiohttp.ClientConnectorError):
         return f"it cannot be reached: {_reason(error.os_error)}"
     if isinstance(error, aiohttp.ServerDisconnectedError):
