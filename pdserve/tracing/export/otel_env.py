@@ -300,12 +300,13 @@ def _ratio(text: str) -> float:
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be shown."""
+    """The URL as it may be shown. A name without a password may be a key."""
     parts = urlsplit(url)
-    if parts.password is None:
+    who, at, host = parts.netloc.rpartition("@")
+    if not at:
         return url
-    _, _, host = parts.netloc.rpartition("@")
-    return parts._replace(netloc=f"{parts.username}:***@{host}").geturl()
+    name, colon, _ = who.partition(":")
+    return parts._replace(netloc=f"{name}:***@{host}" if colon else f"***@{host}").geturl()
 
 
 def looks_like_grpc(url: str) -> bool:

@@ -2,7 +2,12 @@
 
 import pytest
 
-from pdserve.tracing.export.otel_env import looks_like_grpc, read_otel_environment, traces_url
+from pdserve.tracing.export.otel_env import (
+    looks_like_grpc,
+    read_otel_environment,
+    traces_url,
+    without_password,
+)
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 TRACES = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
@@ -231,3 +236,17 @@ def test_files_must_exist(tmp_path):
 def test_the_port_of_grpc_is_known():
     assert looks_like_grpc("http://c:4317/v1/traces")
     assert not looks_like_grpc("http://c:4318/v1/traces")
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://c:4318/v1/traces", "https://c:4318/v1/traces"),
+        ("https://me:secret@c:4318/v1/traces", "https://me:***@c:4318/v1/traces"),
+        ("https://me:@c/", "https://me:***@c/"),
+        ("https://key@c:4318/v1/traces", "https://***@c:4318/v1/traces"),
+        ("https://a@b:c@d/", "https://a@b:***@d/"),
+    ],
+)
+def test_what_may_be_a_key_is_not_shown(url, shown):
+    assert without_password(url) == shown
