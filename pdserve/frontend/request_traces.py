@@ -78,6 +78,8 @@ class RequestTraces:
         """Begins the record of a request that has arrived."""
         headers = call.http.headers
         parent = headers.get("traceparent")
+        if parent is not None and len(headers.getall("traceparent")) > 1:
+            parent = None  # nobody knows which is right
         state = None if parent is None else ",".join(headers.getall("tracestate", ()))
         call.phases = phases = self.tracer.begin(parent, state)
         if phases is not None and phases.trace_id:

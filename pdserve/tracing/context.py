@@ -21,7 +21,10 @@ _PARENT: Final = re.compile(
     r"(?P<more>-.*)?",
     re.ASCII,
 )
-_STATE: Final = re.compile(r"[ -~\t]*", re.ASCII)
+_MEMBER: Final = re.compile(
+    r"[a-z0-9][a-z0-9_\-*/@]{0,255}=[ -+\--<>-~]{0,255}[!-+\--<>-~]", re.ASCII
+)
+_MOST_MEMBERS: Final = 32
 _SAMPLED: Final = 1
 
 
@@ -37,7 +40,7 @@ class TraceContext(msgspec.Struct, frozen=True):
 
 def parse_traceparent(parent: str | None, state: str | None = None) -> TraceContext | None:
     """The caller's context; None if `parent` is missing or not valid. A `state` that is too long or
-    has characters that no header may have is dropped alone."""
+    not valid is dropped alone."""
     if parent is None:
         return None
     match = _PARENT.fullmatch(parent.strip(" \t"))
@@ -59,6 +62,9 @@ def format_traceparent(trace_id: bytes, span_id: bytes, *, sampled: bool) -> str
 
 
 def _state(state: str | None) -> str:
-    if not state or len(state) > MAX_TRACESTATE or not _STATE.fullmatch(state):
+    if not state or len(state) > MAX_TRACESTATE:
+        return ""
+    members = [member for one in state.split(",") if (member := one.strip(" \t"))]
+    if len(members) > _MOST_MEMBERS or not all(map(_MEMBER.fullmatch, members)):
         return ""
     return state

@@ -113,6 +113,16 @@ async def test_the_callers_trace_goes_on():
     assert trace.spans[0].parent_id.hex() == PARENT.split("-")[2]
 
 
+async def test_two_parents_are_none():
+    async with traced() as (client, kept, _):
+        headers = [("traceparent", PARENT), ("traceparent", PARENT.replace("0a", "0b"))]
+        async with client.http.post(client.url + CHAT, json=HELLO, headers=headers) as answer:
+            assert answer.status == 200
+        await until(lambda: kept)
+    (trace,) = kept
+    assert (trace.kept, trace.spans[0].parent_id) == (("head",), b"")
+
+
 @pytest.mark.parametrize(
     ("host", "address", "port"),
     [

@@ -63,15 +63,22 @@ def test_anything_else_is_no_parent(parent: str | None) -> None:
     assert parse_traceparent(parent, "a=1") is None
 
 
+LONG = f"a={'x' * 253},b={'y' * (MAX_TRACESTATE - 258)}"
+
+
 @pytest.mark.parametrize(
     ("state", "kept"),
     [
         (None, ""),
         ("", ""),
         ("a=1,b=2", "a=1,b=2"),
-        ("x" * MAX_TRACESTATE, "x" * MAX_TRACESTATE),
-        ("x" * (MAX_TRACESTATE + 1), ""),
+        (LONG, LONG),
+        (f"{LONG}c", ""),
         ("a=\x00", ""),
+        ("a=1, b@c=2 x,\t,", "a=1, b@c=2 x,\t,"),
+        (",".join(f"k{n}=v" for n in range(32)), ",".join(f"k{n}=v" for n in range(32))),
+        (",".join(f"k{n}=v" for n in range(33)), ""),
+        *((state, "") for state in ("not a list", "a=", "A=1", "=1", "a=1=2", "a=1,b")),
         ("a=ü", ""),
     ],
 )
