@@ -14,10 +14,11 @@ PanelKind = Literal["timeseries", "stat"]
 _SELECTORS: Final = {
     "CLUSTER": 'cluster=~"$cluster"',
     "MODEL": 'cluster=~"$cluster", model=~"$model"',
-    "PROCESS": 'cluster=~"$cluster", instance=~"$worker"',
+    "PROCESS": 'job=~"pdserve.*", cluster=~"$cluster", instance=~"$worker"',
     "WORKER": 'cluster=~"$cluster", model=~"$model", instance=~"$worker"',
 }
-"""What a board's variables select. PROCESS is for metrics of a worker's process that have no model.
+"""What a board's variables select. PROCESS is for metrics of a worker's process that have no model;
+other programs, and a second job for vLLM's names, have some of them, too.
 """
 _SELECTOR: Final = re.compile(rf"(?<=\{{)({'|'.join(_SELECTORS)})\b")
 

@@ -14,7 +14,7 @@ from pdserve.dashboards.table import selected
         ('a{CLUSTER, b="CLUSTER"}', 'a{cluster=~"$cluster", b="CLUSTER"}'),
         (
             "rate(a{PROCESS}[RATE])",
-            'rate(a{cluster=~"$cluster", instance=~"$worker"}[$__rate_interval])',
+            'rate(a{job=~"pdserve.*", cluster=~"$cluster", instance=~"$worker"}[$__rate_interval])',
         ),
         (
             "a{WORKER}\n  + b",
