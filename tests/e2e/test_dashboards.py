@@ -300,14 +300,15 @@ def test_the_pages_first_commands_lead_to_boards_and_alerts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As they stand there, but for the ports."""
-    commands, (ask, trace) = shells("From nothing to a board and a trace")
-    serve, write, scrape = map(shlex.split, commands)
+    (first,), second, (ask, trace, look) = shells("From nothing to a board and a trace")
+    serve, write, scrape = map(shlex.split, (first, *second))
     program("prometheus")
     monkeypatch.chdir(tmp_path)
     home = {"XDG_CONFIG_HOME": str(tmp_path)}
     with serving(None, *serve[1:], "--kv-memory=64MiB", "--threads=1", **home) as server:
         assert main([*write[1:], "--target", f"127.0.0.1:{server.port}"]) == 0
-        assert scrape == ["prometheus", *Prometheus.flags(Path("monitoring/prometheus.yml"))]
+        assert scrape[:-1] == ["prometheus", *Prometheus.flags(Path("monitoring/prometheus.yml"))]
+        assert f"{scrape[-1].partition('=')[2]}/api/v1/query?" in look
         pods(Path("monitoring/prometheus.yml"), server.port)
         with hurried(Path("monitoring/prometheus.yml"), free_port()) as prometheus:
             answer = subprocess.run(
@@ -320,6 +321,7 @@ def test_the_pages_first_commands_lead_to_boards_and_alerts(
             (request,) = re.findall(r"^x-request-id: (\S+)", answer, re.M)
             assert main([*shlex.split(trace)[1:], "--port", str(server.port)]) == 0
             assert request[:12] in capsys.readouterr().out
+            prometheus.wait_for(look.rpartition("query=")[2].strip("'"))
             prometheus.wait_for('pdserve_slo_total{cluster="pdserve", result="good"}')
             assert prometheus.wait_for('pdserve_slo_total{cluster="lab", instance="pod-1"}')
             rules = prometheus.get("rules", type="alert")["groups"][0]["rules"]
