@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 import pytest
-from hypothesis import settings
+from hypothesis import seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -380,8 +380,10 @@ def test_random_lives_keep_every_rule_and_visit_every_corner():
     CoreMachine.visited = Counter()
     lives = settings(max_examples=1500 if is_long() else 100, stateful_step_count=30)
     run_state_machine_as_test(CoreMachine, settings=lives)
-    if missed():  # by this seed's lives; those that no seed changes are known to come everywhere
-        run_state_machine_as_test(CoreMachine, settings=settings(lives, derandomize=True))
+    for number in range(4):
+        if missed():  # a hundred lives miss a corner now and then, and the next hundred find it
+            more = seed(number)(type("More", (CoreMachine,), {}))
+            run_state_machine_as_test(more, settings=lives)
     assert not missed()
 
 
