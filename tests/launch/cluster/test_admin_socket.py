@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,7 +16,13 @@ from pdserve.launch.cluster import admin_socket
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A short path: a socket's is bounded, and pytest's own grows with its processes."""
+    with tempfile.TemporaryDirectory(prefix="pdserve-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
