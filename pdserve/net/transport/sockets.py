@@ -7,7 +7,6 @@ costs a quarter of a second. uvloop does not do this itself.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import logging
 import socket
@@ -15,8 +14,11 @@ from typing import TYPE_CHECKING, Final
 
 from aiohappyeyeballs import start_connection
 
+from pdserve.name_lookup import look_up
+
 if TYPE_CHECKING:
     from pdserve.ids import Seconds
+    from pdserve.name_lookup import AddressInfo
 
 __all__ = ["bind_all", "connect_any", "resolve", "resolve_now"]
 
@@ -28,24 +30,16 @@ _TRIES: Final = 8
 """Tries to find a port that is free at all addresses; the system chooses it at the first."""
 _NOT_HERE: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
-AddressInfo = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int]]
-"""One result of `getaddrinfo`; an IPv6 socket address has two more numbers."""
-
 
 async def resolve(host: str, port: int, *, passive: bool = False) -> list[AddressInfo]:
     """Every address of `host`, best first. Raises `OSError`."""
     numeric = _look_up(host, port, socket.AI_NUMERICHOST, passive=passive)
     if numeric:
         return numeric
-    loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE if passive else 0
-        )
+        return await look_up(host, port, flags=socket.AI_PASSIVE if passive else 0)
     except ValueError:
         raise _no_name(host) from None
-    # With SOCK_STREAM all results are internet addresses.
-    return found  # type: ignore[return-value]
 
 
 def resolve_now(host: str, port: int) -> list[AddressInfo]:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Final, Protocol
 from weakref import WeakSet
 
 import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
 
 from pdserve import __version__
 from pdserve.errors import ConfigError
+from pdserve.name_lookup import look_up
 from pdserve.tracing.export.delivery import CollectorAnswer
-from pdserve.tracing.export.name_lookup import NameLookup
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -93,7 +94,7 @@ class HttpCollector:
                 connector=aiohttp.TCPConnector(
                     limit=1,
                     ssl=self._tls,
-                    resolver=NameLookup(),
+                    resolver=_Resolver(),
                     socket_factory=self._socket,
                 ),
                 cookie_jar=aiohttp.DummyCookieJar(),
@@ -118,6 +119,29 @@ class HttpCollector:
         """Close the connection."""
         if self._session is not None:
             await self._session.close()
+
+
+class _Resolver(AbstractResolver):
+    """Looks up the collector's name: aiohttp's own lookups can delay the end of the process."""
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        found = await look_up(host, port, family=family, flags=socket.AI_ADDRCONFIG)
+        return [
+            ResolveResult(
+                hostname=host,
+                host=str(address[0]),
+                port=port,
+                family=each,
+                proto=protocol,
+                flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+            )
+            for each, _, protocol, _, address in found
+        ]
+
+    async def close(self) -> None:
+        """Nothing is open here."""
 
 
 async def _beginning(content: aiohttp.StreamReader) -> bytes:
