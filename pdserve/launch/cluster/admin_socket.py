@@ -50,9 +50,11 @@ class AdminSocket:
 
 
 def folders(environ: Mapping[str, str]) -> list[Path]:
-    """Folders of sockets, the preferred one first."""
+    """Folders of sockets, the preferred one first. One whose path is too long has no sockets."""
     runtime = environ.get("XDG_RUNTIME_DIR", "")
-    named = [Path(runtime) / "pdserve"] if os.path.isabs(runtime) else []
+    longest = os.path.join(runtime, "pdserve", "65535-4194304.sock")
+    fits = os.path.isabs(runtime) and len(os.fsencode(longest)) <= _LONGEST
+    named = [Path(runtime) / "pdserve"] if fits else []
     return [*named, Path(_FALLBACK) / f"pdserve-{os.geteuid()}"]
 
 

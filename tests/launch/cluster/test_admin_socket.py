@@ -140,6 +140,17 @@ def test_without_a_runtime_directory_it_is_below_tmp(
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
+def test_a_runtime_directory_too_long_for_a_socket_is_not_used(
+    runtime: dict[str, str], tmp_path: Path
+) -> None:
+    long = tmp_path / "run" / ("x" * 100)
+    long.mkdir(mode=0o700)
+    environ = {"XDG_RUNTIME_DIR": str(long)}
+    with admin_socket.listen(admin_socket.default_path(8000, environ)):
+        (found,) = admin_socket.find(environ)
+    assert found.path.parent == tmp_path / "fallback" / f"pdserve-{os.geteuid()}"
+
+
 def test_what_is_no_socket_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     path.write_text("mine")
