@@ -30,8 +30,8 @@ NODES = [
     if not place.hurried
 ]
 ALL = {kind.needs for kind in KINDS}
-SECONDS = 85.0
-"""Of the short storm's faults; with start, answers and quiet it takes two minutes."""
+SECONDS = 50.0
+"""Of the short storm's faults; with start, answers and quiet it takes a minute and a half."""
 
 # ---------------------------------------------------------------------- what nodes log
 
