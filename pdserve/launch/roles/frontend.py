@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
@@ -161,9 +162,12 @@ class FrontendRole:
         return self.service.active_requests
 
     async def close(self) -> None:
-        await self.service.stop(0.0)
-        await self.traces.close()
-        await self.frontend.close()
+        async with AsyncExitStack() as ends:
+            # Each follows even if the one before it fails: the node leaves the cluster, whatever
+            # became of its traces.
+            ends.push_async_callback(self.frontend.close)
+            ends.push_async_callback(self.traces.close)
+            await self.service.stop(0.0)
 
     def unready_reason(self) -> str | None:
         return self.backend.unready_reason()

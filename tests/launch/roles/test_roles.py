@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import pytest
 from msgspec.structs import replace
 
 from pdserve.clock import SystemClock
@@ -15,6 +16,7 @@ from pdserve.engine.port import EngineState
 from pdserve.launch.cluster.node_factory import NodeFactory
 from pdserve.launch.config.resolve import resolve
 from pdserve.launch.console import Console
+from pdserve.launch.frontend_traces import FrontendTraces
 from pdserve.launch.roles import frontend as module
 from pdserve.launch.roles.base import RoleContext
 from pdserve.launch.roles.frontend import FrontendRole
@@ -32,8 +34,6 @@ from tests.worker.test_agent import FakeService
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
-
-    import pytest
 
     from pdserve.launch.roles.base import Role
 
@@ -144,6 +144,22 @@ async def test_a_frontend_says_where_it_answers_and_that_it_goes(tmp_path: Path)
         assert (await told(False)).http == f"127.0.0.1:{w.frontend.service.port}"
         await w.frontend.drain(0.0)
         await told(True)
+
+
+async def test_a_frontend_leaves_whatever_becomes_of_its_traces(tmp_path: Path) -> None:
+    class Broken(FrontendTraces):
+        async def close(self) -> None:
+            raise ValueError("a defect")
+
+    async with world(tmp_path) as w:
+        await w.join()
+        w.frontend.traces, whole = Broken(w.context, w.frontend.node), w.frontend.traces
+        try:
+            with pytest.raises(ValueError, match="a defect"):
+                await w.frontend.close()
+            assert w.frontend.node.tasks.closed
+        finally:
+            w.frontend.traces = whole
 
 
 async def test_parts_that_never_joined_end_as_well(tmp_path: Path) -> None:
