@@ -105,12 +105,15 @@ def test_a_picture_goes_to_the_worker_that_has_it(client: openai.OpenAI) -> None
     assert set(workers) == {"left", "right"}, "the pictures are spread"
     texts = {answer.choices[0].message.content for answer, _ in first}
     assert len(texts) > len(files) // 2
-    misses = 0
+    elsewhere = 0
     for file, (answer, worker) in reversed(list(zip(files, first, strict=True))):
         again, there = ask(client, question(file))
         assert again.choices[0].message.content == answer.choices[0].message.content
-        misses += there != worker or not again.usage.prompt_tokens_details.cached_tokens
-    assert misses == 0
+        if there == worker:
+            assert again.usage.prompt_tokens_details.cached_tokens
+        elsewhere += there != worker
+    # Prompts this short may go where a first token is predicted a millisecond sooner.
+    assert elsewhere <= 2, "by chance it would be six"
 
 
 def test_a_conversation_with_pictures_goes_on_where_it_began(client: openai.OpenAI) -> None:
