@@ -160,7 +160,7 @@ async def test_served_models_have_their_metrics_before_the_first_request():
 
 async def test_a_defect_in_what_is_told_each_second_stops_no_deadlines(monkeypatch):
     monkeypatch.setattr("pdserve.frontend.service.SWEEP", 0.01)
-    swept = []
+    swept: list[float] = []
 
     def fails():
         raise ValueError("a defect")

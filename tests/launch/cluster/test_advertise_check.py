@@ -10,14 +10,14 @@ from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics
 
 if TYPE_CHECKING:
-    from pdserve.net.transport import sockets
+    from pdserve.name_lookup import AddressInfo
 
 
 async def test_a_name_that_does_not_resolve_is_a_degradation_until_it_does(monkeypatch) -> None:
     degradations = Degradations(Metrics())
     seen: list[str] = []
 
-    async def resolve(host: str, port: int) -> list[sockets.AddressInfo]:
+    async def resolve(host: str, port: int) -> list[AddressInfo]:
         seen.append(degradations.reasons().get("advertise_unresolved", ""))
         if len(seen) < 3:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")

@@ -20,11 +20,13 @@ from tests.support.net_support import ECHO, Echo, RecordingHandler, node
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pdserve.name_lookup import AddressInfo
+
 
 def two_addresses(monkeypatch, *hosts: str) -> None:
     """`both.example` has these."""
 
-    async def resolve(host: str, port: int, *, passive: bool = False) -> list[sockets.AddressInfo]:
+    async def resolve(host: str, port: int, *, passive: bool = False) -> list[AddressInfo]:
         return [found for one in hosts for found in sockets.resolve_now(one, port)]
 
     monkeypatch.setattr("pdserve.net.transport.sockets.resolve", resolve)
