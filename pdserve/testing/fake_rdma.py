@@ -257,7 +257,11 @@ class FakeQueuePair:
             return
         self.transport.reading(write.source, write.here, write.length)
         low, high = self.fabric.faults.late_by
-        asyncio.get_running_loop().call_later(
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # a simulation has ended, and nobody is there to get the bytes
+            return
+        loop.call_later(
             after + low + (high - low) * self.fabric.random.random(),
             self.fabric.landed,
             target,
