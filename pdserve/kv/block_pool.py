@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from pdserve.messages.kv_events import BlockRemoved, BlockStored, KvEvent, PoolCleared, Tier
@@ -60,6 +61,7 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._hash: list[bytes | None] = [None] * num_blocks
         self._parent: list[bytes] = [b""] * num_blocks
+        self._generation = [0] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         # Ids are popped from the end, so a fresh pool hands them out in ascending order.
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -97,6 +99,25 @@ class BlockPool:
     def names(self) -> dict[bytes, bytes]:
         """Every hash that can be matched, with its parent's. O(all), for audits."""
         return {name: self._parent[block] for name, block in self._by_hash.items()}
+
+    def parent(self, block: int) -> bytes:
+        """Hash before that of `block`, which has a hash; for a chain's first block its root."""
+        return self._parent[block]
+
+    def generation(self, block: int) -> int:
+        """A number that grows whenever `block` loses its hash. While it stays the same, the content
+        of a block with a hash does not change, even if nobody holds the block."""
+        return self._generation[block]
+
+    def oldest(self, count: int) -> list[tuple[int, bytes]]:
+        """The next `count` blocks that eviction would take, in order, with their hashes. Takes no
+        reference."""
+        found: list[tuple[int, bytes]] = []
+        for block in islice(self._cached, count):
+            block_hash = self._hash[block]
+            assert block_hash is not None
+            found.append((block, block_hash))
+        return found
 
     def references(self, block: int) -> int:
         """Number of holders of `block`."""
@@ -228,6 +249,7 @@ class BlockPool:
         self._cached.clear()
         self._by_hash.clear()
         self._hash = [None] * self.num_blocks
+        self._generation = [number + 1 for number in self._generation]
         self.releases += 1
         self._events.append(PoolCleared(tier=self.tier))
 
@@ -256,6 +278,7 @@ class BlockPool:
         block_hash = self._hash[block]
         assert block_hash is not None
         self._hash[block] = None
+        self._generation[block] += 1
         del self._by_hash[block_hash]
         return block_hash
 

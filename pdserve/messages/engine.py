@@ -15,6 +15,7 @@ from pdserve.messages.handoff import Handoff
 from pdserve.messages.kv_events import KvEvent
 from pdserve.messages.lora import LoraAdapter
 from pdserve.messages.request import GenerateRequest, TokenDelta
+from pdserve.messages.tiers import LaneLoad, TierSpec, TierStats
 from pdserve.messages.transfer import TransferControl, TransferTicket
 
 
@@ -82,6 +83,8 @@ class EngineSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Upper bound in bytes for KV, set after a larger pool did not fit; 0: no bound."""
     loras: tuple[LoraAdapter, ...] = ()
     """LoRA adapters to load besides the model. Only an engine with the feature `lora` can."""
+    tiers: TierSpec | None = None
+    """Tiers of KV below the device; None: what the device evicts is lost."""
 
     @property
     def moves_optionally(self) -> bool:
@@ -126,6 +129,8 @@ class EngineCapabilities(msgspec.Struct, frozen=True, array_like=True, kw_only=T
     """Outputs of the model's classification head; 0: it has none."""
     image: ImagePlaceholder | None = None
     """Set with the feature `images`, as in `ModelCard.image`."""
+    tiers: tuple[str, ...] = ()
+    """Names of the tiers below the device that are in use."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -187,6 +192,10 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     images_unexpected: int = 0
     """Those that took another number of tokens than the frontend expected: routers did not find
     what was cached of them."""
+    tiers: tuple[TierStats, ...] = ()
+    """Tiers below the device."""
+    lanes: tuple[LaneLoad, ...] = ()
+    """Lanes of the tiers, for predictions."""
 
 
 class StartCore(msgspec.Struct, frozen=True, array_like=True, tag=1):

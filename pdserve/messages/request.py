@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.ids import MAX_CHOICES
+from pdserve.messages.tiers import CachedSource, CacheScope, KvSource
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -175,6 +176,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     the flag."""
     trace_id: bytes = b""
     """Id of the request's trace, 16 bytes, for lines in the log; empty: it is not traced."""
+    kv_sources: tuple[KvSource, ...] = ()
+    """Other workers that have leading blocks of the prompt, longest first. Only hints."""
+    cache_ttl: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds for which the prompt's blocks should stay in some tier after it; 0: no wish."""
+    cache_scope: CacheScope = ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -300,6 +306,8 @@ class FirstTokenStats(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that each image of the prompt took."""
     phases: tuple[WorkerPhase, ...] = ()
     """Those up to the first token."""
+    sources: tuple[CachedSource, ...] = ()
+    """Those of `cached_tokens` that were not on the device, by source."""
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.ids import NodeId
+from pdserve.messages.tiers import KvSource, LaneLoad
 
 LOAD = "load"
 """Topic of a worker, a value: `WorkerLoad`."""
@@ -110,6 +111,8 @@ class RouteDecision(msgspec.Struct, frozen=True, array_like=True):
     """Requests of the model that waited in the router at that time."""
     sequences: Count = 0
     """Sequences at the chosen worker, as the router knew."""
+    kv_sources: tuple[KvSource, ...] = ()
+    """Other workers that have more leading blocks of the prompt than the chosen one."""
 
 
 class Candidate(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -181,6 +184,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Tokens of running sequences: what a decode step reads."""
     itl: Annotated[float, Meta(ge=0)] = 0.0
     """Recent seconds between two tokens of a sequence; 0: unknown."""
+    lanes: tuple[LaneLoad, ...] = ()
+    """Lanes of the worker's tiers; empty: it has none."""
 
 
 class BookingRecord(msgspec.Struct, frozen=True, array_like=True):

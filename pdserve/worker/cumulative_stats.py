@@ -12,7 +12,10 @@ from pdserve.messages.engine import EngineStats
 
 _FIELDS = EngineStats.__struct_fields__
 _GAUGES = ("running", "waiting", "uncomputed_tokens", "kv_tokens", "itl", "remote", "sending")
-COUNTERS = tuple(name for name in _FIELDS if name not in _GAUGES and not name.startswith("blocks_"))
+_RECORDS = ("tiers", "lanes")
+COUNTERS = tuple(
+    name for name in _FIELDS if name not in _GAUGES + _RECORDS and not name.startswith("blocks_")
+)
 
 
 class CumulativeStats:

@@ -1,0 +1,1 @@
+"""Tiers of KV below the device: host memory and disk."""
