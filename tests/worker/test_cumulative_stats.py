@@ -34,4 +34,6 @@ def test_every_field_is_a_counter_or_a_gauge_on_purpose():
         "itl",
         "remote",
         "sending",
+        "tiers",
+        "lanes",
     }
