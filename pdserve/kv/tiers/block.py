@@ -1,4 +1,7 @@
-"""Describes a block that is stored on a lower tier."""
+"""Defines a block as the lower tiers know it: its name, its place in a chain, and how it was used.
+
+It has no bytes and no place: the tier that holds it knows those.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,17 @@ __all__ = ["TierBlock"]
 
 @dataclass(frozen=True, slots=True)
 class TierBlock:
-    """One full block: its name, its place in its chain, and what is known of its use."""
+    """One full block of KV, on any tier."""
 
     hash: bytes
+    """Its keyed, chained hash, which names content, model, LoRA and salt."""
     parent: bytes
-    """Hash of the block before it; for a chain's first block the root."""
+    """Hash of the block before it; for a chain's first block the root hash."""
     turns: int = 1
-    """Turns of the conversation that the block belongs to, as far as they were seen here."""
+    """Most turns that a conversation with this block has had; 1: nobody continued one."""
     tokens: int = 0
+    """Length of the prefix that ends with this block, in tokens; 0: not known."""
     pin_until: Seconds = 0.0
-    """Time until which a tier should keep it; 0: no wish."""
+    """Time before which eviction does not take it, on the tier's clock; 0: not pinned."""
     root: bytes = b""
     """The chain's root hash, by which all blocks of a tenant are found; empty: not known."""
