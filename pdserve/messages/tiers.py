@@ -17,6 +17,10 @@ KvFetchMode = Literal["auto", "always", "never"]
 """When a worker fetches a prefix from another one: if that is predicted to be sooner than to
 compute it, whenever it can, or not at all."""
 
+Admission = Literal["auto", "all", "reused"]
+"""What a tier takes in: everything, or only blocks that were used again or belong to a
+conversation. `auto` decides by how long the tier keeps blocks, and by the write budget."""
+
 CacheScope = Literal["", "shared", "never"]
 """What a request's blocks may be used for. Empty and `shared`: by later requests of the same salt,
 on every tier. `never`: they stay on the device and are not stored on lower tiers."""
@@ -44,10 +48,8 @@ class TierSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Most bytes written to disk in a day; 0: the tier's own size."""
     disk_owner: str = ""
     """Name of the worker, which prefers the subdirectory that it had before."""
-    host_admission: Literal["auto", "all", "reused"] = "auto"
-    disk_admission: Literal["auto", "all", "reused"] = "auto"
-    """What a tier takes in: everything, or only blocks that were used again or belong to a
-    conversation. `auto` decides by how long the tier keeps blocks, and by the write budget."""
+    host_admission: Admission = "auto"
+    disk_admission: Admission = "auto"
     fetch: KvFetchMode = "auto"
     turn_bonus: Annotated[float, Meta(ge=0)] = 60.0
     """Seconds by which a conversation's blocks count as younger, for each of up to 4 earlier turns.

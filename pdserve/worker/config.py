@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from pdserve.errors import ConfigError
 from pdserve.text.reasoning_parsers import reasoning_format
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Bytes, Seconds
     from pdserve.messages.engine import TransferSpec
     from pdserve.messages.handoff import Disagg, WorkerMode
+    from pdserve.messages.tiers import Admission, KvFetchMode, TierSpec
     from pdserve.worker.pooling import PoolingOption
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -24,12 +25,35 @@ DISAGG = ("rule", "predict", "always", "never")
 TRANSFERS = ("auto", "rdma", "shm", "cuda_ipc", "tcp")
 VERIFY = ("all", "sample", "off")
 POOLINGS = ("auto", "none", "mean", "last")
+KV_FETCH = ("auto", "always", "never")
+ADMISSIONS = ("auto", "all", "reused")
+
+WITHOUT_TIERS: Final = {
+    "instant": "it keeps no KV",
+    "sglang": "SGLang keeps its cache itself",
+    "tensorrt_llm": "TensorRT-LLM keeps its cache itself",
+}
+"""Engines that have no KV tiers below the device, and why."""
 
 Verify = Literal["all", "sample", "off"]
 
 MAX_LORAS = 64
 """Most adapters of a worker: with the longest names they fill most of a node's card."""
+_MAX_TURN_BONUS: Seconds = 86400.0
 _LORA_NAME = re.compile(r"[^\s=,@]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class DiskKv:
+    """Where the disk tier is."""
+
+    path: str
+    """A directory; each worker takes a subdirectory of its own."""
+    size: Bytes
+    """Most bytes that it takes there."""
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.size}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +107,22 @@ class WorkerConfig:
     """Submissions waiting for their first step; one more is refused with 429."""
     prefix_cache: bool = True
     """Reuse the KV of prompts that begin with the same tokens."""
+    host_kv: Bytes | None = 0
+    """Bytes of host memory for KV that the device evicts; 0: none; None: a share of what is
+    free."""
+    disk_kv: DiskKv | None = None
+    """Directory and bytes for KV that host memory evicts; None: no disk."""
+    kv_fetch: KvFetchMode = "auto"
+    """When a prefix is fetched from another worker instead of computed."""
+    host_kv_admission: Admission = "auto"
+    """What host memory takes in. `auto`: everything, unless blocks stay too short a time."""
+    disk_kv_admission: Admission = "auto"
+    """What the disk takes in. `auto`: everything while its write budget has credit."""
+    disk_kv_write_budget: Bytes = 0
+    """Most bytes that are written to disk in a day; 0: as many as the disk tier has."""
+    kv_turn_bonus: Seconds = 60.0
+    """Seconds by which the blocks of a conversation count as younger, for each of up to 4 earlier
+    turns. It keeps conversations that go on; 0: plain LRU."""
     start_timeout: Seconds = 600.0
     """Seconds from starting the engine until it is ready; downloads are not counted."""
     stall_timeout: Seconds = 10.0
@@ -125,6 +165,13 @@ class WorkerConfig:
     """Full settings of KV transfer; None: no transfer. An aggregated worker has them for requests
     that migrate to another worker.
     """
+    tiers: TierSpec | None = None
+    """Full settings of the tiers below the device; None: the engine has none."""
+
+    @property
+    def wants_tiers(self) -> bool:
+        """True if KV tiers below the device are asked for."""
+        return self.host_kv != 0 or self.disk_kv is not None
 
     def validate(self) -> None:
         """Raises `ConfigError` for settings that cannot work; the message names the key and a
@@ -136,6 +183,9 @@ class WorkerConfig:
             ("transfer", self.transfer_backend, TRANSFERS),
             ("verify-kv", self.verify_kv, VERIFY),
             ("pooling", self.pooling, POOLINGS),
+            ("kv-fetch", self.kv_fetch, KV_FETCH),
+            ("host-kv-admission", self.host_kv_admission, ADMISSIONS),
+            ("disk-kv-admission", self.disk_kv_admission, ADMISSIONS),
         ):
             if value not in known:
                 raise ConfigError(f"{key} {value!r} is unknown: use one of {', '.join(known)}")
@@ -155,6 +205,7 @@ class WorkerConfig:
                 "and 1 at most: a share of the GPU's memory, such as 0.45 for each of two workers"
             )
         self._check_loras()
+        self._check_tiers()
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is unknown: use one of {', '.join(DTYPES)}")
         if self.block_size & (self.block_size - 1) or not 1 <= self.block_size <= 1024:
@@ -169,6 +220,25 @@ class WorkerConfig:
                 f"max-batch-tokens {self.max_batch_tokens} is less than max-sequences "
                 f"{self.max_sequences}: every running sequence takes one token per step; raise "
                 "the one or lower the other"
+            )
+
+    def _check_tiers(self) -> None:
+        """Checks that this engine can have the tiers that are asked for; the machine is checked at
+        the start."""
+        if not 0 <= self.kv_turn_bonus <= _MAX_TURN_BONUS:
+            raise ConfigError(f"kv-turn-bonus must be 0 to {_MAX_TURN_BONUS:g} seconds")
+        if not self.wants_tiers:
+            return
+        asked = "host-kv" if self.host_kv != 0 else "disk-kv"
+        if self.engine in WITHOUT_TIERS:
+            why = WITHOUT_TIERS[self.engine]
+            raise ConfigError(
+                f"{asked}: engine {self.engine} has no KV tiers, since {why}; leave {asked} out, "
+                "or use engine torch, vllm or sim"
+            )
+        if not self.prefix_cache:
+            raise ConfigError(
+                f"{asked} keeps prefixes, and prefix-cache is off; leave one of the two out"
             )
 
     def _check_loras(self) -> None:

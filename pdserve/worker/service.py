@@ -182,6 +182,7 @@ class WorkerService:
             prefix_cache=config.prefix_cache,
             options=dict(config.engine_options),
             transfer=config.transfer,
+            tiers=config.tiers,
         )
 
     async def _read_adapters(self, model: LocalModel, note: ProgressFn) -> tuple[LoraAdapter, ...]:

@@ -525,8 +525,13 @@ def _degradations() -> set[str]:
     noted = words(RouterService._note_degraded) | words(WorkerRole._note_reduced)
     down = {f"{mode}engine_down" for mode in ("", "prefill_", "decode_")}
     reduced = {f"{mode}kv_reduced" for mode in ("", "prefill_", "decode_")}
+    tiers = {
+        f"{mode}{word}"
+        for mode in ("", "prefill_", "decode_")
+        for word in passed(WorkerRole._note_reason)
+    }
     named = {word for word in noted | passed(Degradations.add) if "_" in word}
-    return named | down | reduced
+    return named | down | reduced | tiers
 
 
 def _refused_handshakes() -> set[str]:

@@ -20,11 +20,14 @@ from pdserve.observe.logs import LEVELS
 from pdserve.tracing.export.otel_env import traces_url, without_password
 from pdserve.tracing.rules import PARENT_MODES
 from pdserve.worker.config import (
+    ADMISSIONS,
     DISAGG,
+    KV_FETCH,
     MODES,
     POOLINGS,
     TRANSFERS,
     VERIFY,
+    DiskKv,
 )
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ GROUPS = {
     "model": "what to serve",
     "server": "where to listen",
     "engine": "how to compute",
+    "tiers": "where KV goes when it leaves the device, and whence it is fetched",
     "limits": "what one client or all together may use",
     "security": "keys, certificates and what clients may do",
     "logging": "what to tell the operator",
@@ -242,6 +246,38 @@ def _addresses(text: str) -> tuple[str, ...]:
 
 def _path(text: str) -> Path:
     return Path(text.strip()).expanduser()
+
+
+def _host_kv(text: str) -> int | None:
+    """Reads a size, `auto` as None, and `off` as 0."""
+    word = text.strip().lower()
+    if word == "auto":
+        return None
+    return 0 if word in ("", "off", "none") else units.parse_size(text)
+
+
+def _show_host_kv(size: int | None) -> str:
+    if size is None:
+        return "auto"
+    return units.format_size(size) if size else "off"
+
+
+def _disk_kv(text: str) -> DiskKv | None:
+    """Reads `DIR:SIZE`, and `off` as None."""
+    if text.strip().lower() in ("", "off", "none"):
+        return None
+    path, colon, size = text.strip().rpartition(":")
+    if not colon or not path:
+        raise ValueError(f"{text!r} is not of the form DIR:SIZE, such as /var/lib/pdserve:200GiB")
+    try:
+        found = _positive(units.parse_size)(size)
+    except ValueError as error:
+        raise ValueError(f"{error}; write DIR:SIZE, such as {path}:200GiB") from None
+    return DiskKv(str(_path(path)), found)
+
+
+def _show_disk_kv(disk: DiskKv | None) -> str:
+    return "off" if disk is None else f"{disk.path}:{units.format_size(disk.size)}"
 
 
 _port = functools.partial(units.parse_count, least=0, most=65535)
@@ -584,6 +620,69 @@ OPTIONS: tuple[Option, ...] = (
         "worker.canary_interval",
         "engine",
         "Let an engine that was idle for this long compute one token as a self-test; 0: never.",
+        "TIME",
+        units.parse_duration,
+        units.format_duration,
+    ),
+    Option(
+        "host-kv",
+        "worker.host_kv",
+        "tiers",
+        "Host memory for KV that the device evicts; auto: 60% of what is free, less if the device "
+        "computes in host memory itself.",
+        "SIZE",
+        _host_kv,
+        _show_host_kv,
+    ),
+    Option(
+        "disk-kv",
+        "worker.disk_kv",
+        "tiers",
+        "Directory for KV that host memory evicts, and the most it may take there. It is found "
+        "again after a restart.",
+        "DIR:SIZE",
+        _disk_kv,
+        _show_disk_kv,
+    ),
+    Option(
+        "kv-fetch",
+        "worker.kv_fetch",
+        "tiers",
+        "When a worker fetches a prefix from another one: auto (when that is predicted to be "
+        "sooner than to compute it), always (whenever it can), never.",
+        "HOW",
+        _choice(*KV_FETCH),
+    ),
+    Option(
+        "host-kv-admission",
+        "worker.host_kv_admission",
+        "tiers",
+        "What host memory takes in: all, reused (only blocks that were used again or belong to a "
+        "conversation), auto (all, unless blocks stay too short a time).",
+        "HOW",
+        _choice(*ADMISSIONS),
+    ),
+    Option(
+        "disk-kv-admission",
+        "worker.disk_kv_admission",
+        "tiers",
+        "What the disk takes in: all, reused, auto (all while the write budget has credit).",
+        "HOW",
+        _choice(*ADMISSIONS),
+    ),
+    _size(
+        "disk-kv-write-budget",
+        "worker.disk_kv_write_budget",
+        "tiers",
+        "Most bytes that are written to disk in a day; auto: the size of the disk tier.",
+        auto=True,
+    ),
+    Option(
+        "kv-turn-bonus",
+        "worker.kv_turn_bonus",
+        "tiers",
+        "How much younger a conversation's blocks count, for each of up to 4 earlier turns; 0: "
+        "plain LRU.",
         "TIME",
         units.parse_duration,
         units.format_duration,

@@ -15,6 +15,7 @@ from pdserve.engine.launcher import ProcessLauncher
 from pdserve.engine.port import EngineState
 from pdserve.engine_core.engine_loader import check_installed
 from pdserve.launch.cpus import read_cpu_limits
+from pdserve.launch.kv_tiers import describe_tiers, missing_tiers, plan_tiers, tier_trouble
 from pdserve.launch.metrics_samples import sample_node
 from pdserve.launch.ready_message import loaded_line
 from pdserve.launch.recent_windows import EngineRecent
@@ -56,7 +57,8 @@ class WorkerRole:
         are raised by `load`. `config` and `launcher`: those of one of several workers in this
         process.
 
-        Errors: `ConfigError` if the engine's libraries are not installed.
+        Errors: `ConfigError` if the engine's libraries are not installed, or the machine has no
+        room for the KV tiers.
         """
         self._context = context
         self._on_given_up = on_given_up
@@ -64,7 +66,10 @@ class WorkerRole:
         check_installed(config.engine)
         threads = config.threads or read_cpu_limits().threads
         transfer = context.membership.transfer(node, config)
-        self._config = config = dataclasses.replace(config, threads=threads, transfer=transfer)
+        tiers = plan_tiers(config, _tier_owner(context, config))
+        self._config = config = dataclasses.replace(
+            config, threads=threads, transfer=transfer, tiers=tiers
+        )
         self._launcher = launcher or functools.partial(_process, context)
         self.node = node
         self.worker = WorkerNode(
@@ -78,7 +83,7 @@ class WorkerRole:
         )
         context.metrics.attach_node(lambda: sample_node(node, self.worker.topics))
         self._recent = EngineRecent(self.worker.service, node.now)
-        self.worker.service.on_second = self._recent.note
+        self.worker.service.on_second = self._note_second
         StatusService(node, self._report, time.time)
         TraceService(node)
 
@@ -121,6 +126,7 @@ class WorkerRole:
         if state is EngineState.READY:
             self._note_reduced()
             self._note_untested()
+            self._note_missing_tiers()
         if state is EngineState.FAILED and self.worker.service.cards():
             self._on_given_up()
 
@@ -144,6 +150,30 @@ class WorkerRole:
         if capabilities is not None and capabilities.untested:
             self._context.degradations.add(name, capabilities.untested)
 
+    def _note_missing_tiers(self) -> None:
+        """Reports tiers that the operator asked for and the engine does not have."""
+        capabilities = self.worker.service.engine.capabilities
+        if capabilities is not None:
+            self._note_reason("kv_tiers", missing_tiers(self._config, capabilities))
+
+    def _note_tier_trouble(self) -> None:
+        """Reports tiers that work in part or not at all."""
+        stats = self.worker.service.engine.stats()
+        self._note_reason("kv_tier_trouble", tier_trouble(stats.tiers))
+
+    def _note_reason(self, name: str, reason: str) -> None:
+        """Reports a degradation of this worker; an empty reason ends it."""
+        mode, degradations = self._config.mode, self._context.degradations
+        name = name if mode == "aggregated" else f"{mode}_{name}"
+        if degradations.reasons().get(name, "") != reason:
+            degradations.clear(name)
+        if reason:
+            degradations.add(name, reason)
+
+    def _note_second(self) -> None:
+        self._recent.note()
+        self._note_tier_trouble()
+
     async def begin(self) -> None:
         """Does nothing: the engine starts after joining, so that other nodes see it load."""
 
@@ -160,7 +190,13 @@ class WorkerRole:
                 mode = self._config.mode
                 does = "" if mode == "aggregated" else f"; a {mode} worker"
                 _log.info("%s%s", loaded_line(model, capabilities), does)
+        self._tell_tiers()
         self._warn_of_unseen_tools()
+
+    def _tell_tiers(self) -> None:
+        tiers = describe_tiers(self._config.tiers)
+        if tiers:
+            _log.info("KV that the device evicts goes to %s", tiers)
 
     def _warn_of_unseen_tools(self) -> None:
         """Some families' templates show calls and not what may be called."""
@@ -189,6 +225,12 @@ class WorkerRole:
 
     def unready_reason(self) -> str | None:
         return self.worker.service.unready_reason()
+
+
+def _tier_owner(context: RoleContext, config: WorkerConfig) -> str:
+    """The worker's name on its disk: the same one after a restart."""
+    name = context.config.cluster.node_name or context.membership.card("worker").host
+    return name if config.mode == "aggregated" else f"{name}-{config.mode}"
 
 
 def _process(context: RoleContext) -> ProcessLauncher:

@@ -14,6 +14,7 @@ from pdserve.launch.config.resolve import (
     unused_flags,
 )
 from pdserve.observe import scrapes
+from pdserve.worker.config import DiskKv
 
 INTERNAL = {
     *("frontend.reuse_port", "frontend.group"),  # for several frontends on one port
@@ -24,7 +25,7 @@ INTERNAL = {
     *("router.gone_model_memory", "router.gone_models", "router.retry_after"),
     *("router.assumed_max_sequences", "router.hold_bytes"),
     *("router.index_max_blocks", "router.predict_ttl"),
-    *("worker.kv_share", "worker.transfer"),  # follow from others
+    *("worker.kv_share", "worker.transfer", "worker.tiers"),  # follow from others
     *("router.approximate_ttl", "router.approximate_blocks"),
 }
 
@@ -116,6 +117,11 @@ def sample(option):
         "tls-cert": Path("/cert.pem"),
         "tls-key": Path("/key.pem"),
         "tls-ca": Path("/ca.pem"),
+        "host-kv": 2**30,
+        "disk-kv": DiskKv("/kv", 2**40),
+        "kv-fetch": "always",
+        "host-kv-admission": "reused",
+        "disk-kv-admission": "all",
     }
     if option.name in named:
         return named[option.name]
@@ -415,3 +421,37 @@ def test_the_sampler_of_opentelemetry_stands_behind_our_options(compose):
     assert config.source(BY_NAME["trace-sample"]) == "OTEL_TRACES_SAMPLER"
     config = compose(environ=environ, trace_sample="0.02", trace_parent="trust")
     assert (config.frontend.trace_sample, config.frontend.trace_parent) == (0.02, "trust")
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "shown"),
+    [("8GiB", 8 << 30, "8GiB"), ("auto", None, "auto"), ("off", 0, "off"), ("0", 0, "off")],
+)
+def test_host_memory_for_kv_is_a_size_or_auto_or_off(compose, text, size, shown):
+    config = compose(host_kv=text)
+    assert config.worker.host_kv == size
+    assert BY_NAME["host-kv"].text(size) == shown
+    assert config.worker.wants_tiers == (size != 0)
+
+
+def test_a_disk_for_kv_is_a_directory_and_a_size(compose):
+    config = compose(disk_kv="/data/with:colon:200GiB")
+    assert config.worker.disk_kv == DiskKv("/data/with:colon", 200 << 30)
+    assert BY_NAME["disk-kv"].text(config.worker.disk_kv) == "/data/with:colon:200GiB"
+    assert compose(disk_kv="off").worker.disk_kv is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("/data", "'/data' is not of the form DIR:SIZE, such as /var/lib/pdserve:200GiB"),
+        (":5GiB", "':5GiB' is not of the form DIR:SIZE"),
+        ("/data:", "write DIR:SIZE, such as /data:200GiB"),
+        ("/data:5G", "'5G' is ambiguous: write 5GiB or 5GB; write DIR:SIZE"),
+        ("/data:0GiB", "'0GiB' must be greater than 0"),
+    ],
+)
+def test_a_disk_that_is_written_wrongly_is_explained(compose, text, says):
+    with pytest.raises(ConfigError, match=r"^--disk-kv: ") as caught:
+        compose(disk_kv=text)
+    assert says in caught.value.message

@@ -22,11 +22,14 @@ from pdserve.launch.roles.base import RoleContext
 from pdserve.launch.roles.frontend import FrontendRole
 from pdserve.launch.roles.router import RouterRole
 from pdserve.launch.roles.worker import WorkerRole
+from pdserve.messages.engine import EngineStats
 from pdserve.messages.node import NodeCard
+from pdserve.messages.tiers import TierStats
 from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics
 from pdserve.runtime.topics.service import Topics
 from pdserve.worker.agent import WorkerAgent
+from pdserve.worker.config import DiskKv, WorkerConfig
 from tests.engine_core.test_main import CAPABILITIES
 from tests.frontend.support import card, until
 from tests.worker.test_agent import FakeService
@@ -198,3 +201,37 @@ async def test_only_an_engine_that_had_loaded_is_given_up(tmp_path: Path) -> Non
     service.ready(card())
     prefill._note_state(EngineState.FAILED, "died too often")
     assert world.given_up == 1
+
+
+async def test_a_worker_gives_its_engine_the_tiers_and_tells_of_missing_ones(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path)
+    disk = DiskKv(str(tmp_path / "kv"), 1 << 20)
+    config = WorkerConfig(host_kv=1 << 20, disk_kv=disk, mode="decode", kv_share=0.5)
+    node = world.membership.node("worker", first=False)
+    part = WorkerRole(world.context, node, world.note_given_up, config=config)
+    spec = part.worker.service._spec().tiers
+    assert spec is not None
+    assert (spec.host_bytes, spec.disk_bytes) == (1 << 19, 1 << 19)
+    assert spec.disk_owner == f"{world.membership.card('worker').host}-decode"
+    service: Any = FakeService()
+    part.worker.service = service
+    service.engine.capabilities = replace(CAPABILITIES, tiers=("disk",))
+    part._note_state(EngineState.READY, "ready")
+    assert world.degradations.reasons()["decode_kv_tiers"].startswith("--host-kv: engine ")
+    service.engine.capabilities = replace(CAPABILITIES, tiers=("host", "disk"))
+    part._note_state(EngineState.READY, "ready")
+    assert not world.degradations.reasons()
+    service.engine.reported = EngineStats(
+        tiers=(TierStats(tier=1), TierStats(tier=2, trouble="full"))
+    )
+    part._note_second()
+    assert world.degradations.reasons()["decode_kv_tier_trouble"] == "disk: full"
+    service.engine.reported = EngineStats(tiers=(TierStats(tier=2, trouble="gone"),))
+    part._note_second()
+    assert world.degradations.reasons()["decode_kv_tier_trouble"] == "disk: gone"
+    service.engine.reported = EngineStats()
+    part._note_second()
+    assert not world.degradations.reasons()
+    assert not list((tmp_path / "kv").iterdir())

@@ -1,0 +1,214 @@
+"""Settles a worker's KV tiers for this machine: sizes in bytes, a directory that can be written.
+
+The worker role calls it before its engine starts, so that settings that cannot work end the start
+with a remedy. It does not know how tiers work. The engine process still checks what it allocates.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from pdserve.errors import ConfigError
+from pdserve.limits.memory import available
+from pdserve.limits.sizes import approximate_size
+from pdserve.messages.kv_events import TIERS
+from pdserve.messages.tiers import TierSpec
+from pdserve.worker.config import WITHOUT_TIERS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pdserve.ids import Bytes
+    from pdserve.limits.memory import MemoryBound
+    from pdserve.messages.engine import EngineCapabilities
+    from pdserve.messages.tiers import TierStats
+    from pdserve.worker.config import DiskKv, WorkerConfig
+
+__all__ = [
+    "DiskRoom",
+    "describe_tiers",
+    "measure_disk",
+    "missing_tiers",
+    "plan_tiers",
+    "tier_trouble",
+]
+
+_AUTO_SHARE: Final = 0.6
+"""Share of the free host memory for `--host-kv auto`."""
+_AUTO_SHARE_ON_HOST: Final = 0.4
+"""The same where the device's own blocks and the weights take host memory, too: without
+--kv-memory, blocks take a quarter of what is free."""
+_AUTO_LEAST: Final[Bytes] = 64 << 20
+"""Below this size a host tier is not worth its bookkeeping."""
+_GPU_FILES: Final = ("/dev/nvidiactl", "/dev/kfd")
+_MOST_FILES: Final = 100_000
+"""Most files of a directory that are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRoom:
+    """What a directory offers."""
+
+    free: Bytes
+    """Bytes that this process may still write on its file system."""
+    taken: Bytes = 0
+    """Bytes that files in the directory take already: KV of an earlier run is replaced."""
+
+
+def plan_tiers(
+    config: WorkerConfig,
+    owner: str,
+    memory: MemoryBound | None = None,
+    disk: DiskRoom | None = None,
+) -> TierSpec | None:
+    """The settings for one engine core, which has its share of what the workers of this process
+    take together; None: the engine has no tiers.
+
+    Args: `owner` names the worker on its disk. `memory` and `disk` None: they are measured if they
+    are needed.
+
+    Errors: `ConfigError` names the setting, the size that is there and a remedy.
+    """
+    if config.engine in WITHOUT_TIERS or not config.prefix_cache:
+        return None
+    host = _host_bytes(config, memory)
+    if config.disk_kv is not None:
+        disk = measure_disk(config.disk_kv) if disk is None else disk
+        _check_disk(config.disk_kv, disk)
+    share = config.kv_share
+    return TierSpec(
+        host_bytes=int(host * share),
+        disk_path="" if config.disk_kv is None else str(Path(config.disk_kv.path).resolve()),
+        disk_bytes=0 if config.disk_kv is None else int(config.disk_kv.size * share),
+        disk_write_budget=int(config.disk_kv_write_budget * share),
+        disk_owner=owner,
+        host_admission=config.host_kv_admission,
+        disk_admission=config.disk_kv_admission,
+        fetch=config.kv_fetch,
+        turn_bonus=config.kv_turn_bonus,
+    )
+
+
+def describe_tiers(spec: TierSpec | None) -> str:
+    """The tiers below the device for the log; empty: there are none."""
+    if spec is None:
+        return ""
+    found = []
+    if spec.host_bytes:
+        found.append(f"{approximate_size(spec.host_bytes)} of host memory")
+    if spec.disk_path:
+        found.append(f"{approximate_size(spec.disk_bytes)} of disk in {spec.disk_path}")
+    return " and ".join(found)
+
+
+def missing_tiers(config: WorkerConfig, capabilities: EngineCapabilities) -> str:
+    """Says which tiers are asked for and not there, with what it means; empty: none."""
+    if config.tiers is None:
+        return ""
+    asked = {"host": config.host_kv != 0, "disk": config.disk_kv is not None}
+    missing = [tier for tier, yes in asked.items() if yes and tier not in capabilities.tiers]
+    if not missing:
+        return ""
+    flags = " and ".join(f"--{tier}-kv" for tier in missing)
+    return (
+        f"{flags}: engine {capabilities.engine} does not have this tier; KV that it evicts is lost"
+    )
+
+
+def tier_trouble(tiers: Iterable[TierStats]) -> str:
+    """What is wrong with the tiers, in one line; empty: nothing."""
+    return "; ".join(f"{TIERS[one.tier]}: {one.trouble}" for one in tiers if one.trouble)
+
+
+def measure_disk(disk: DiskKv) -> DiskRoom:
+    """Makes the directory if only its last part is missing, writes a file there, and reads what
+    is free.
+
+    Errors: `ConfigError` if the directory cannot be used.
+    """
+    path = Path(disk.path)
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+    except FileNotFoundError:
+        reason = f"there is no directory {path.parent}; make it, or mount what belongs there"
+        raise ConfigError(f"--disk-kv: {reason}") from None
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigError(f"--disk-kv: {path} is a file; name a directory") from None
+    except OSError as error:
+        raise ConfigError(_unwritable(path, error)) from None
+    try:
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(b"pdserve")
+            probe.flush()
+        system = os.statvfs(path)
+    except OSError as error:
+        raise ConfigError(_unwritable(path, error)) from None
+    return DiskRoom(system.f_bavail * system.f_frsize, _taken(path))
+
+
+def _unwritable(path: Path, error: OSError) -> str:
+    return (
+        f"--disk-kv: {path} cannot be written: {error.strerror}; give this user write access, or "
+        "name another directory"
+    )
+
+
+def _taken(path: Path) -> Bytes:
+    """Bytes that files below this directory take on the disk. Files may vanish meanwhile."""
+    taken = count = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            try:
+                taken += os.lstat(os.path.join(folder, name)).st_blocks * 512
+            except OSError:
+                continue
+            count += 1
+            if count >= _MOST_FILES:
+                return taken
+    return taken
+
+
+def _check_disk(disk: DiskKv, room: DiskRoom) -> None:
+    most = room.free + room.taken
+    if disk.size > most:
+        mib = max(1, most >> 20)
+        taken = f" and the {approximate_size(room.taken)} that KV takes already" * bool(room.taken)
+        raise ConfigError(
+            f"--disk-kv of {approximate_size(disk.size)} is more than the "
+            f"{approximate_size(room.free)} that are free in {disk.path}{taken}: make room, or "
+            f"write {disk.path}:{mib}MiB at most"
+        )
+
+
+def _host_bytes(config: WorkerConfig, memory: MemoryBound | None) -> Bytes:
+    """Bytes of the host tier of all workers of this process."""
+    if config.host_kv == 0:
+        return 0
+    if memory is None:
+        memory = available()
+    if config.host_kv is None:
+        share = _AUTO_SHARE_ON_HOST if _computes_on_host(config) else _AUTO_SHARE
+        size = int(memory.free * share)
+        if size >= _AUTO_LEAST:
+            return size
+        raise ConfigError(
+            f"--host-kv auto: only {approximate_size(memory.free)} are free ({memory.name}); free "
+            "some memory, or leave --host-kv out"
+        )
+    if config.host_kv > memory.free and config.engine != "sim":
+        raise ConfigError(
+            f"--host-kv of {approximate_size(config.host_kv)} is more than the "
+            f"{approximate_size(memory.free)} that are free ({memory.name}): lower it, or write "
+            "--host-kv auto"
+        )
+    return config.host_kv
+
+
+def _computes_on_host(config: WorkerConfig) -> bool:
+    if config.device != "auto":
+        return config.device == "cpu"
+    return not any(map(os.path.exists, _GPU_FILES))

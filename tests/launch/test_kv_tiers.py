@@ -1,0 +1,152 @@
+"""What a worker's tiers come to on a machine, and what is refused there."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.launch import kv_tiers
+from pdserve.launch.kv_tiers import DiskRoom, describe_tiers, measure_disk, plan_tiers
+from pdserve.limits.memory import MemoryBound
+from pdserve.messages.tiers import TierSpec
+from pdserve.worker.config import DiskKv, WorkerConfig
+
+GIB = 1 << 30
+MEMORY = MemoryBound("the machine", 32 * GIB, 20 * GIB)
+ROOM = DiskRoom(free=100 * GIB)
+
+
+def planned(**settings: Any) -> TierSpec:
+    config = dataclasses.replace(WorkerConfig(), **settings)
+    spec = plan_tiers(config, "w", MEMORY, ROOM)
+    assert spec is not None
+    return spec
+
+
+def test_without_tiers_only_fetching_is_said() -> None:
+    spec = planned(kv_fetch="never")
+    assert spec == TierSpec(disk_owner="w", fetch="never")
+    assert describe_tiers(spec) == ""
+
+
+def test_engines_without_tiers_and_workers_without_a_prefix_cache_get_none() -> None:
+    for config in (WorkerConfig(engine="instant"), WorkerConfig(prefix_cache=False)):
+        assert plan_tiers(config, "w", MEMORY, ROOM) is None
+    assert describe_tiers(None) == ""
+
+
+def test_every_setting_arrives() -> None:
+    spec = planned(
+        host_kv=8 * GIB,
+        disk_kv=DiskKv("/nowhere/kv", 50 * GIB),
+        host_kv_admission="all",
+        disk_kv_admission="reused",
+        disk_kv_write_budget=7 * GIB,
+        kv_turn_bonus=9.0,
+        kv_fetch="always",
+    )
+    assert spec == TierSpec(
+        host_bytes=8 * GIB,
+        disk_path="/nowhere/kv",
+        disk_bytes=50 * GIB,
+        disk_write_budget=7 * GIB,
+        disk_owner="w",
+        host_admission="all",
+        disk_admission="reused",
+        fetch="always",
+        turn_bonus=9.0,
+    )
+    assert describe_tiers(spec) == "8.0 GiB of host memory and 50.0 GiB of disk in /nowhere/kv"
+
+
+def test_the_workers_of_one_process_share_what_is_named() -> None:
+    spec = planned(
+        host_kv=8 * GIB,
+        disk_kv=DiskKv("/kv", 50 * GIB),
+        disk_kv_write_budget=10 * GIB,
+        kv_share=0.5,
+    )
+    assert (spec.host_bytes, spec.disk_bytes, spec.disk_write_budget) == (
+        4 * GIB,
+        25 * GIB,
+        5 * GIB,
+    )
+
+
+def test_auto_leaves_more_where_the_device_is_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert planned(host_kv=None, device="cuda:1").host_bytes == int(20 * GIB * 0.6)
+    assert planned(host_kv=None, device="cpu").host_bytes == int(20 * GIB * 0.4)
+    monkeypatch.setattr(kv_tiers, "_GPU_FILES", ("/no/such/file",))
+    assert planned(host_kv=None).host_bytes == int(20 * GIB * 0.4)
+    monkeypatch.setattr(kv_tiers, "_GPU_FILES", ("/dev/null",))
+    assert planned(host_kv=None).host_bytes == int(20 * GIB * 0.6)
+
+
+def test_more_memory_than_is_free_is_refused_with_both_sizes() -> None:
+    with pytest.raises(ConfigError) as caught:
+        planned(host_kv=64 * GIB)
+    assert caught.value.message == (
+        "--host-kv of 64.0 GiB is more than the 20.0 GiB that are free (the machine): lower it, "
+        "or write --host-kv auto"
+    )
+    assert planned(host_kv=64 * GIB, engine="sim").host_bytes == 64 * GIB, "it has no bytes"
+
+
+def test_auto_needs_some_memory() -> None:
+    full = MemoryBound("memory.max of control group /x", GIB, 10 << 20)
+    with pytest.raises(ConfigError, match=r"only 10\.0 MiB are free \(memory\.max of"):
+        plan_tiers(WorkerConfig(host_kv=None), "w", full)
+
+
+def test_a_disk_larger_than_its_room_is_refused_with_what_would_fit() -> None:
+    disk = DiskKv("/kv", 30 * GIB)
+    with pytest.raises(ConfigError) as caught:
+        plan_tiers(WorkerConfig(disk_kv=disk), "w", MEMORY, DiskRoom(18 * GIB, 2 * GIB))
+    assert caught.value.message == (
+        "--disk-kv of 30.0 GiB is more than the 18.0 GiB that are free in /kv and the 2.0 GiB that "
+        "KV takes already: make room, or write /kv:20480MiB at most"
+    )
+    assert plan_tiers(WorkerConfig(disk_kv=disk), "w", MEMORY, DiskRoom(18 * GIB, 12 * GIB))
+
+
+def test_a_directory_is_made_for_this_user_alone(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    room = measure_disk(DiskKv(str(path), GIB))
+    assert room.free > 0
+    assert room.taken == 0
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert not list(path.iterdir()), "the probe leaves nothing"
+    (path / "part").mkdir()
+    (path / "part" / "segment").write_bytes(bytes(1 << 20))
+    assert measure_disk(DiskKv(str(path), GIB)).taken >= 1 << 20
+
+
+def test_a_directory_that_cannot_be_used_is_explained(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for path, says in (
+        (tmp_path / "absent" / "kv", f"there is no directory {tmp_path}/absent; make it, or mount"),
+        (file, "is a file; name a directory"),
+        (file / "kv", "is a file; name a directory"),
+        (Path("/proc"), "/proc cannot be written: "),
+    ):
+        with pytest.raises(ConfigError, match=r"^--disk-kv: ") as caught:
+            measure_disk(DiskKv(str(path), GIB))
+        assert says in caught.value.message
+
+
+def test_a_full_disk_is_found_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
+        measure_disk(DiskKv(str(tmp_path), GIB))
