@@ -352,6 +352,7 @@ SCENARIOS = {
 
 LARGE_FOLDERS = {
     "pdserve/cli": "a file per sub-command",
+    "pdserve/messages": "a file per conversation",
     "pdserve/router/policies": "a file per policy",
 }
 FOLDER_SIZE = 15

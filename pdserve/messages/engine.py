@@ -13,6 +13,7 @@ import msgspec
 from pdserve.messages.card import ImagePlaceholder
 from pdserve.messages.handoff import Handoff
 from pdserve.messages.kv_events import KvEvent
+from pdserve.messages.kv_pull import KvPullGrant
 from pdserve.messages.lora import LoraAdapter
 from pdserve.messages.request import GenerateRequest, TokenDelta
 from pdserve.messages.tiers import LaneLoad, TierSpec, TierStats
@@ -196,6 +197,16 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Tiers below the device."""
     lanes: tuple[LaneLoad, ...] = ()
     """Lanes of the tiers, for predictions."""
+    pulled_blocks: int = 0
+    """Blocks fetched from other workers' pools."""
+    pulled_bytes: int = 0
+    served_blocks: int = 0
+    """Blocks of this pool that other workers fetched."""
+    served_bytes: int = 0
+    pulls: int = 0
+    """KV fetches begun."""
+    pulls_failed: int = 0
+    """KV fetches that ended with an error; `KvPullEnded` says why."""
 
 
 class StartCore(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -330,6 +341,47 @@ class OutboundControlReply(msgspec.Struct, frozen=True, array_like=True, tag=17)
     message: str = ""
 
 
+class KvPullAnswer(msgspec.Struct, frozen=True, array_like=True, tag=18):
+    """Answers a `KvPullOpened` with what the owner has sent."""
+
+    number: int
+    grant: KvPullGrant
+
+
+class ServeKvPull(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=19):
+    """Sends blocks of this pool to the blocks of a peer's ticket. Answered by `KvPullServed`."""
+
+    number: int
+    node: str
+    epoch: int
+    hashes: bytes
+    """Block hashes of the ticket's blocks."""
+    ticket: TransferTicket
+    timeout: float
+    """Seconds that the peer still waits."""
+
+
+class StopKvPull(msgspec.Struct, frozen=True, array_like=True, tag=20):
+    """Sends nothing more for a `ServeKvPull`, whose answer is not wanted any more."""
+
+    number: int
+
+
+class AbsorbKv(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=21):
+    """Pulls blocks that no request waits for from a peer into the prefix cache. Answered by
+    `KvAbsorbed`."""
+
+    number: int
+    node: str
+    epoch: int
+    first: int
+    """Index of the first block in its chain."""
+    parent: bytes
+    """Hash before the first block; for a chain's first block its root."""
+    hashes: bytes
+    timeout: float
+
+
 Command = (
     StartCore
     | Submit
@@ -348,6 +400,10 @@ Command = (
     | PeerGone
     | InboundControl
     | OutboundControlReply
+    | KvPullAnswer
+    | ServeKvPull
+    | StopKvPull
+    | AbsorbKv
 )
 
 
@@ -507,6 +563,51 @@ class BlocksFreed(msgspec.Struct, frozen=True, array_like=True, tag=17):
     """(handle, what it was doing when the abort came); empty: it had ended by itself."""
 
 
+class KvPullOpened(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=18):
+    """The peer may fill the ticket's blocks with those of its pool that have these hashes: ask it.
+    Answered by `KvPullAnswer`, unless `KvPullEnded` comes before it."""
+
+    number: int
+    node: str
+    epoch: int
+    hashes: bytes
+    ticket: TransferTicket
+    timeout: float
+    """Seconds after which the pull ends by itself."""
+
+
+class KvPullEnded(msgspec.Struct, frozen=True, array_like=True, tag=19):
+    """A pull has ended; an answer that has not come is not wanted any more."""
+
+    number: int
+    blocks: int
+    """Blocks that have arrived and are used."""
+    error: str = ""
+    """Why they are fewer than wanted, in one word; empty: they are not, or the owner had only
+    those."""
+    seconds: float = 0.0
+    """Time from the first message to the end."""
+
+
+class KvPullServed(msgspec.Struct, frozen=True, array_like=True, tag=20):
+    """Answers a `ServeKvPull`: every granted block has been handed to the transports."""
+
+    number: int
+    grant: KvPullGrant
+
+
+class KvAbsorbed(msgspec.Struct, frozen=True, array_like=True, tag=21):
+    """Answers an `AbsorbKv`."""
+
+    number: int
+    blocks: int
+    """Leading blocks of the order that are in the pool now."""
+    pulled: int = 0
+    """Those of them that came from the peer."""
+    error: str = ""
+    """Why the others are not, in one word; empty: all are."""
+
+
 Event = (
     LoadProgress
     | CoreReady
@@ -525,4 +626,8 @@ Event = (
     | InboundControlReply
     | PathStates
     | BlocksFreed
+    | KvPullOpened
+    | KvPullEnded
+    | KvPullServed
+    | KvAbsorbed
 )
