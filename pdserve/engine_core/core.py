@@ -10,7 +10,8 @@ If the executor names the sequences at fault, only those fail. An executor that 
 or fails three steps in a row, is broken: the core reports `CoreFailed` and must be closed.
 
 With a `KvConnector`, other workers may prefill prompts for this core (`KvReceiver`) and it may
-prefill for others (`KvSender`). The connector's events are handled between steps, like commands.
+prefill for others (`KvSender`); it fetches blocks from other workers' pools and serves its own
+(`KvFetches`). The connector's events are handled between steps, like commands.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import msgspec
 
 from pdserve.blocks.hashing import hash_secret_id
 from pdserve.engine_core.kit import STATS_INTERVAL, kv_transfer_unsupported
+from pdserve.engine_core.kv_fetch.fetches import KvFetches, refusal_of
 from pdserve.engine_core.kv_transfer.connector import NodeMessage, PartDelivered
 from pdserve.engine_core.kv_transfer.receiver import KvReceiver
 from pdserve.engine_core.kv_transfer.sender import KvSender
@@ -47,6 +49,7 @@ from pdserve.kv.block_pool import BlockPool
 from pdserve.messages.engine import (
     Abort,
     AbortAttempt,
+    AbsorbKv,
     Activate,
     ClearCache,
     Command,
@@ -57,6 +60,7 @@ from pdserve.messages.engine import (
     InboundControl,
     InboundControlReply,
     KvEvents,
+    KvPullAnswer,
     LoadProgress,
     OpenAttemptBlocks,
     OutboundControlReply,
@@ -64,10 +68,12 @@ from pdserve.messages.engine import (
     PrefillForPeer,
     PrefillLocally,
     QueryStats,
+    ServeKvPull,
     SetHashSecret,
     SetNodeLife,
     Stats,
     StepOutput,
+    StopKvPull,
     Submit,
     SubmitRemote,
 )
@@ -85,6 +91,8 @@ if TYPE_CHECKING:
         StepResult,
         SupportsGrammarPrefetch,
     )
+    from pdserve.engine_core.kv_fetch.fetches import FetchCommand
+    from pdserve.engine_core.kv_fetch.puller import KvPuller
     from pdserve.engine_core.kv_transfer.connector import ConnectorEvent, KvConnector
     from pdserve.engine_core.pool_sizing import PoolSizing
     from pdserve.ids import Seconds
@@ -127,6 +135,7 @@ class EngineCore:
         self._mover = mover
         self._incoming: KvReceiver | None = None
         self._outgoing: KvSender | None = None
+        self._fetches: KvFetches | None = None
         self._region: Region | None = None
         """The KV storage that the connector reads and writes."""
         self._moved = False
@@ -194,6 +203,7 @@ class EngineCore:
         scheduler, pool, verify = self.scheduler, self.pool, spec.transfer.verify
         self._incoming = KvReceiver(scheduler, pool, mover, region, verify, self._say)
         self._outgoing = KvSender(scheduler, pool, mover, region, verify, self._say)
+        self._fetches = KvFetches(pool, mover, region, self._say)
         return transfers
 
     def _open_pool(self, engine: str, mover: KvConnector) -> tuple[Region, tuple[str, ...]]:
@@ -203,6 +213,11 @@ class EngineCore:
             raise kv_transfer_unsupported(engine)
         self._region = region
         return region, mover.start(region, self._on_moved)
+
+    @property
+    def _puller(self) -> KvPuller | None:
+        """Fetches blocks for requests that wait for them; None: this core fetches none."""
+        return None if self._fetches is None else self._fetches.puller
 
     def _on_moved(self) -> None:
         self._moved = True
@@ -238,6 +253,8 @@ class EngineCore:
                 self._hand_over(command)
             case SetNodeLife() | PeerGone() | InboundControl() | OutboundControlReply():
                 self._tell_mover(command)
+            case KvPullAnswer() | ServeKvPull() | StopKvPull() | AbsorbKv():
+                self._fetch(command)
             case _:
                 raise ValueError(f"{type(command).__name__} is for the host")
 
@@ -284,10 +301,19 @@ class EngineCore:
                 self._mover.attach(NodeLife(NodeId(command.node), command.epoch))
             else:
                 self._mover.take(command)
+                if isinstance(command, PeerGone) and self._fetches is not None:
+                    self._fetches.peer_gone(command, self._clock.now())
         elif isinstance(command, InboundControl):
             error = TransferRefused("this engine neither sends KV nor receives any")
             kind = type(error).__name__
             self._events.append(InboundControlReply(command.number, None, kind, error.message))
+
+    def _fetch(self, command: FetchCommand) -> None:
+        self._changed = True
+        if self._fetches is not None:
+            self._fetches.take(command, self._clock.now())
+        elif (refusal := refusal_of(command)) is not None:
+            self._events.append(refusal)
 
     def _abort(self, handle: int) -> None:
         phase = self.scheduler.phase(handle)
@@ -334,6 +360,8 @@ class EngineCore:
             return
         self._names = names.with_secret(secret)
         self.scheduler.rename(self._names)
+        if self._fetches is not None:
+            self._fetches.renamed(self._clock.now())
         self._changed = True
 
     def _reject(self, handle: int, error: PdserveError) -> None:
@@ -379,15 +407,15 @@ class EngineCore:
             return bool(self._events)
         if self._moved or (self._incoming is not None and self._incoming.has_work):
             return True
+        if self._fetches is not None and self._fetches.has_work:
+            return True
         return self.scheduler.has_work or bool(self._events or self._deltas) or self._changed
 
     def wake_at(self) -> Seconds | None:
         """The next deadline of a request or an attempt; None: there is none."""
-        deadline = self.scheduler.next_deadline()
-        patience = None if self._incoming is None else self._incoming.next_deadline()
-        if deadline is None or patience is None:
-            return patience if deadline is None else deadline
-        return min(deadline, patience)
+        parts = (self.scheduler, self._incoming, self._fetches)
+        times = (part.next_deadline() for part in parts if part is not None)
+        return min((time for time in times if time is not None), default=None)
 
     def step(self) -> list[Event]:
         """Drop expired requests, plan and compute one step, and return its events."""
@@ -395,8 +423,7 @@ class EngineCore:
         if self._incoming is not None:
             self._take_moved(self._poll(), started)
         self._expire(started)
-        if self._incoming is not None:
-            self._incoming.advance(started)
+        self._advance_moves(started)
         if self.scheduler.has_work and not self._broken:
             plan = self._plan(started)
             if plan.chunks:
@@ -407,6 +434,13 @@ class EngineCore:
         self._report(self._clock.now())
         events, self._events = self._events, []
         return events
+
+    def _advance_moves(self, now: Seconds) -> None:
+        """Do what transfers have to do between two steps."""
+        if self._incoming is not None:
+            self._incoming.advance(now)
+        if self._fetches is not None:
+            self._fetches.advance(now, busy=self.scheduler.has_work)
 
     def _plan(self, now: Seconds) -> StepPlan:
         plan = self.scheduler.schedule(now)
@@ -431,7 +465,9 @@ class EngineCore:
                 self._say(event.event)
                 continue
             self._changed = True
-            if isinstance(event, PartDelivered):
+            if self._fetches is not None and self._fetches.owns(event):
+                self._fetches.moved(event, now)
+            elif isinstance(event, PartDelivered):
                 self._outgoing.delivered(event)
                 touched.add(event.handle)
             else:
@@ -571,6 +607,8 @@ class EngineCore:
     def _with_transfers(self, stats: EngineStats, incoming: KvReceiver) -> EngineStats:
         outgoing = self._outgoing
         assert outgoing is not None
+        if self._fetches is not None:
+            stats = self._fetches.add_stats(stats)
         return msgspec.structs.replace(
             stats,
             remote=len(self.scheduler.reservations),
@@ -604,6 +642,8 @@ class EngineCore:
             self._incoming.fenced()
         if self._outgoing is not None:
             self._outgoing.fenced()
+        if self._fetches is not None:
+            self._fetches.fenced(self._clock.now())
         self._release()
         self.pool.check()
         return self.pool.counts().used

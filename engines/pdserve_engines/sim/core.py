@@ -133,8 +133,7 @@ class SimCore(EngineCore):
         if self._flight is None:
             self._take_later(begin)
             self._expire(begin)
-            if self._incoming is not None:
-                self._incoming.advance(begin)
+            self._advance_moves(begin)
             self._release()
             self._report(begin)
             if self.scheduler.has_work and not self._broken:

@@ -1,0 +1,1 @@
+"""Fetches KV blocks from other workers' pools, and serves them to other workers."""

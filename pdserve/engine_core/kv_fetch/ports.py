@@ -1,0 +1,83 @@
+"""Defines what the parts of a KV fetch need of each other: keys, ends, and two ports.
+
+PullListener   is told how a pull ends, and when its blocks are free of writers
+StageBlocks    brings blocks of lower tiers to the device before they are served
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["PullEnd", "PullListener", "StageBlocks", "is_pull"]
+
+PullEnd = Literal[
+    "",
+    "absent",
+    "busy",
+    "cancelled",
+    "closed",
+    "corrupt",
+    "deadline",
+    "epoch",
+    "gone",
+    "misfit",
+    "transfer",
+    "unready",
+]
+"""Why a pull brought fewer blocks than wanted. Empty: the owner had only those, or all came.
+
+    absent     the owner has none of the blocks any more
+    busy       the owner serves as much as it may
+    cancelled  the requester does not want it any more
+    closed     the requester's core ends
+    corrupt    a block's bytes differ from the owner's checksum
+    deadline   not everything came in time
+    epoch      another life of the owner, or of the requester, was meant
+    gone       the owner is dead or cannot be reached
+    misfit     the owner cannot serve such a request, or has answered what does not fit
+    transfer   the transports failed
+    unready    an engine is not ready to move KV
+"""
+
+REASONS: Final = frozenset(PullEnd.__args__) - {""}  # type: ignore[attr-defined]
+
+
+def is_pull(handle: int) -> bool:
+    """Whether a connector's event belongs to a pull. Handles of requests are positive, those of
+    pulls negative."""
+    return handle < 0
+
+
+class PullListener(Protocol):
+    """Receives the end of a pull, in the core's thread."""
+
+    def on_pulled(self, number: int, blocks_ok: int, error: str) -> None:
+        """The pull has ended: its first `blocks_ok` blocks are complete and verified, and no peer
+        writes to them. The others may still be written to until `on_fenced`. `error` is a
+        `PullEnd`. Called once, unless the pull is cancelled."""
+        ...
+
+    def on_fenced(self, number: int) -> None:
+        """No peer can write to the pull's blocks any more. Called once, after `on_pulled` or
+        `cancel`, unless all blocks were complete."""
+        ...
+
+
+class StageBlocks(Protocol):
+    """Brings blocks of lower tiers to the device, under a quota of its own."""
+
+    def begin(self, hashes: Sequence[bytes], done: Callable[[], None]) -> int:
+        """Begin to bring the leading run of `hashes` that lower tiers have to the device pool.
+        Returns a number above 0, or 0 if there is nothing to bring or no room for it.
+
+        `done` is called once, in the core's thread and never within this call, when no more blocks
+        come. At that moment the callee still holds the blocks that came, under their hashes in the
+        pool, so that the caller can take references of its own."""
+        ...
+
+    def cancel(self, number: int) -> None:
+        """`done` is not called any more. Ignores numbers whose `done` was called."""
+        ...
