@@ -13,6 +13,7 @@ import msgspec
 from pdserve.cli.console.head import head_lines, milliseconds, percent, rate
 from pdserve.cli.console.layout import Table, lines_of
 from pdserve.cli.console.overview import Overview, Traffic, alone, latency, overview
+from pdserve.cli.console.tier_rows import tier_table
 from pdserve.cli.outputs import printable
 from pdserve.launch.config.units import approximate_size
 from pdserve.launch.drain import describe
@@ -63,6 +64,7 @@ def tables(
             *_split(_workers(status, minute=minute)),
             ("TOKENS", "BLOCKS", "CACHED", "SERVES", "HIT", "READY", "IN/S", "MODE", "WAITING"),
         ),
+        tier_table(status, before),
         Table(*_split(_handoffs(status)), ("BY", "ENDED", "UNDER WAY"), "WHY"),
         Table(*_split(_paths(status, before)), ("FAILURES", "RECEIVED", "SENT"), "NOTE"),
         Table(

@@ -49,7 +49,10 @@ _SERVER: Final = "http://127.0.0.1:8000"
 """Default address of `pdserve` on this machine."""
 _WINDOWS: Final = (10, 60)
 """Numbers of scrapes over which a server's rates are computed."""
-_FIRST: Final = ("WORKER READY", "MODEL WORKERS", "ROUTER ROUTED", "FRONTEND ACTIVE", "WORKER MODE")
+_FIRST: Final = (
+    *("WORKER READY", "MODEL WORKERS", "KV OF TIER", "ROUTER ROUTED", "FRONTEND ACTIVE"),
+    "WORKER MODE",
+)
 """Tables that change most stand first."""
 _DESCRIPTION: Final = """\
 Watch a server or a cluster in the terminal; q or Ctrl-C ends, ? shows the keys. If nothing says

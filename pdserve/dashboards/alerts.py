@@ -63,7 +63,13 @@ def recordings(promise: Promise) -> tuple[Recording, ...]:
 
 def alerts(promise: Promise) -> tuple[Alert, ...]:
     """All alerts, the ones that page first."""
-    return (*_burn_alerts(promise), *_worker_alerts(promise), *_cluster_alerts(), *_own_alerts())
+    return (
+        *_burn_alerts(promise),
+        *_worker_alerts(promise),
+        *_tier_alerts(),
+        *_cluster_alerts(),
+        *_own_alerts(),
+    )
 
 
 def _judged(function: str, window: str) -> str:
@@ -225,6 +231,42 @@ def _worker_alerts(promise: Promise) -> tuple[Alert, ...]:
     )
 
 
+def _tier_alerts() -> tuple[Alert, ...]:
+    return (
+        Alert(
+            name="PdserveKvTierTrouble",
+            expr="pdserve_kv_tier_trouble == 1",
+            hold="5m",
+            severity="ticket",
+            summary="{{ $labels.instance }}: the KV tier {{ $labels.tier }} is in trouble",
+            description="It works in part or not at all; what it has is computed again. /health "
+            "and `pdserve status` say why.",
+            operands=("pdserve_kv_tier_trouble",),
+        ),
+        Alert(
+            name="PdserveKvTierFailures",
+            expr="increase(pdserve_kv_tier_read_failures_total[15m]) > 3",
+            severity="ticket",
+            summary="{{ $labels.instance }}: KV on {{ $labels.tier }} cannot be read",
+            description="Blocks could not be read or did not match their checksum. They were "
+            "computed again; the memory or the disk may be failing.",
+            operands=("increase(pdserve_kv_tier_read_failures_total[15m])",),
+        ),
+        Alert(
+            name="PdserveKvTierTooSmall",
+            expr="pdserve_kv_tier_retention_seconds < 60\n"
+            "and pdserve_kv_tier_retention_seconds > 0",
+            hold="30m",
+            severity="ticket",
+            summary="{{ $labels.instance }}: {{ $labels.tier }} keeps KV for "
+            "{{ $value | humanizeDuration }} only",
+            description="A conversation's next turn mostly comes later, so the tier copies much "
+            "and saves little.",
+            operands=("pdserve_kv_tier_retention_seconds",),
+        ),
+    )
+
+
 def _degraded(name: str, matcher: str, hold: str, summary: str, description: str) -> Alert:
     return Alert(
         name=name,
@@ -239,9 +281,11 @@ def _degraded(name: str, matcher: str, hold: str, summary: str, description: str
 
 OWN_ALERTS: Final = (
     *("prediction_poor", "kv_transfer", "model_conflict"),
-    *("hash_secrets_differ", "hash_secret_missing"),
+    *("hash_secrets_differ", "hash_secret_missing", "kv_tier_trouble"),
 )
 """Reasons of degradation that have an alert of their own."""
+_OF_PAIR: Final = "((prefill|decode)_)?"
+"""How the reasons of one of two workers in a process begin."""
 
 
 def _cluster_alerts() -> tuple[Alert, ...]:
@@ -287,7 +331,7 @@ def _cluster_alerts() -> tuple[Alert, ...]:
         ),
         _degraded(
             "PdserveDegraded",
-            f'reason!~"{"|".join(OWN_ALERTS)}"',
+            f'reason!~"{_OF_PAIR}({"|".join(OWN_ALERTS)})"',
             "30m",
             "{{ $labels.instance }} is degraded: {{ $labels.reason }}",
             "Its /health and `pdserve status` say why, and what to do.",

@@ -80,6 +80,112 @@ _KV: Final = Row(
     ),
 )
 
+_TIERS: Final = Row(
+    "KV tiers",
+    (
+        Panel(
+            "Cached tokens by source",
+            "Prompt tokens that were not computed: on the device already, or fetched from host "
+            "memory, from disk, or from another worker (remote).",
+            "ops",
+            (
+                Query(
+                    "sum by (tier) (rate(pdserve_kv_tier_hit_tokens_total{WORKER}[RATE]))",
+                    "{{tier}}",
+                ),
+                Query(
+                    "sum(rate(pdserve_cached_prompt_tokens_total{WORKER}[RATE])) - "
+                    "(sum(rate(pdserve_kv_tier_hit_tokens_total{WORKER}[RATE])) or vector(0))",
+                    "device",
+                ),
+            ),
+            stacked=True,
+        ),
+        Panel(
+            "Retention",
+            "How long a block stayed in a tier before it was evicted. A conversation that pauses "
+            "longer is computed again.",
+            "s",
+            (Query("pdserve_kv_tier_retention_seconds{WORKER}", f"{_NAMED} {{{{tier}}}}"),),
+        ),
+        Panel(
+            "Used",
+            "Share of a tier that holds blocks which can be reused.",
+            "percentunit",
+            (
+                Query(
+                    "pdserve_kv_tier_valid_bytes{WORKER} / pdserve_kv_tier_capacity_bytes{WORKER}",
+                    f"{_NAMED} {{{{tier}}}}",
+                ),
+            ),
+            most=1,
+        ),
+        Panel(
+            "Blocks that leave, and that never came",
+            "evicted: for lack of room. refused: not taken in, since room or writes are scarce. "
+            "unsaved: evicted above before they could be copied.",
+            "ops",
+            (
+                Query(
+                    "sum by (tier) (rate(pdserve_kv_tier_evicted_blocks_total{WORKER}[RATE]))",
+                    "{{tier}} evicted",
+                ),
+                Query(
+                    "sum by (tier) (rate(pdserve_kv_tier_refused_blocks_total{WORKER}[RATE]))",
+                    "{{tier}} refused",
+                ),
+                Query(
+                    "sum by (tier) (rate(pdserve_kv_tier_unsaved_blocks_total{WORKER}[RATE]))",
+                    "{{tier}} unsaved",
+                ),
+            ),
+        ),
+        Panel(
+            "Bytes",
+            "Read from and written to the tiers, per second.",
+            "Bps",
+            (
+                Query(
+                    "sum by (tier) (rate(pdserve_kv_tier_read_bytes_total{WORKER}[RATE]))",
+                    "{{tier}} read",
+                ),
+                Query(
+                    "sum by (tier) (rate(pdserve_kv_tier_written_bytes_total{WORKER}[RATE]))",
+                    "{{tier}} written",
+                ),
+            ),
+        ),
+        Panel(
+            "Wait for a lane",
+            "How long a new copy waits for what is under way on its path.",
+            "s",
+            (
+                Query(
+                    "pdserve_kv_lane_backlog_bytes{WORKER}"
+                    " / (pdserve_kv_lane_bandwidth_bytes_per_second{WORKER} > 0)",
+                    f"{_NAMED} {{{{lane}}}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Failed reads and trouble",
+            "Blocks per second that could not be read or did not match their checksum, and tiers "
+            "that work in part or not at all.",
+            "short",
+            (
+                Query(
+                    "sum by (tier) (rate(pdserve_kv_tier_read_failures_total{WORKER}[RATE]))",
+                    "{{tier}} failed",
+                ),
+                Query(
+                    "pdserve_kv_tier_trouble{WORKER}",
+                    f"{_NAMED} {{{{tier}}}} in trouble",
+                ),
+            ),
+        ),
+    ),
+)
+
 _STEPS: Final = Row(
     "Steps",
     (
@@ -250,6 +356,6 @@ _HEALTH: Final = Row(
 WORKERS: Final = Board(
     "pdserve-workers",
     "pdserve: Workers",
-    "Engines: load, KV cache, steps, health.",
-    (_LOAD, _KV, _STEPS, _HEALTH),
+    "Engines: load, KV cache and tiers, steps, health.",
+    (_LOAD, _KV, _TIERS, _STEPS, _HEALTH),
 )

@@ -14,6 +14,7 @@ import msgspec
 from pdserve.ids import NodeId
 from pdserve.messages.engine import PathState
 from pdserve.messages.handoff import QueueState
+from pdserve.messages.kv_events import Tier
 from pdserve.messages.routing import Count, WorkerLoad
 from pdserve.observe.exposition import ScrapedFamily
 
@@ -156,6 +157,30 @@ class HandoffStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Requests under way to their first token, by state of the handoff."""
 
 
+class TierReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One KV tier of a worker, below its device. Counters are over the worker's life."""
+
+    name: Tier
+    capacity: Count = 0
+    """Bytes that it has."""
+    valid: Count = 0
+    """Bytes of blocks that can be reused."""
+    retention: float = 0.0
+    """Seconds that a block stayed before it was evicted, recently; 0: nothing was evicted yet."""
+    hit_tokens: Count = 0
+    """Prompt tokens that came to the device from here."""
+    stored: Count = 0
+    """Blocks that came in."""
+    evicted: Count = 0
+    """Blocks that went out for lack of room."""
+    unsaved: Count = 0
+    """Blocks of the tier above that were evicted before they could be copied here."""
+    failed: Count = 0
+    """Blocks that could not be read, or did not match their checksum."""
+    trouble: str = ""
+    """Why it works in part or not at all; empty: it works."""
+
+
 class NodeReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One node, by its own account. Fields of roles that it does not have are None."""
 
@@ -175,6 +200,8 @@ class NodeReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A worker's engine over the last 10 s."""
     minute: EngineWindow | None = None
     """The same over the last 60 s."""
+    tiers: tuple[TierReport, ...] = ()
+    """A worker's KV tiers below its device."""
 
 
 class MemberStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

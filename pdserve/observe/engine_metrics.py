@@ -6,11 +6,15 @@ Each metric carries the worker's model and mode, since a process may hold severa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Final, Literal
 
+from pdserve.observe.tier_metrics import merge_named
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
+
+    from pdserve.observe.tier_metrics import LaneSample, TierSample
 
 __all__ = [
     "ENGINE_LABELS",
@@ -61,6 +65,10 @@ class EngineSample:
     memory: int = 0
     """Of that process, as in `ProcessUsage`."""
     cpu: float = 0.0
+    tiers: Mapping[str, TierSample] = field(default_factory=dict)
+    """Tiers below the device, by name."""
+    lanes: Mapping[str, LaneSample] = field(default_factory=dict)
+    """Paths of KV between them, by name."""
 
     @property
     def kv_usage(self) -> float:
@@ -77,7 +85,7 @@ def merge_by_labels(samples: Iterable[EngineSample]) -> list[EngineSample]:
     return list(merged.values())
 
 
-_OTHERS: Final = (*ENGINE_LABELS, "ready", "pid", "memory", "cpu")
+_OTHERS: Final = (*ENGINE_LABELS, "ready", "pid", "memory", "cpu", "tiers", "lanes")
 _NUMBERS: Final = tuple(one.name for one in fields(EngineSample) if one.name not in _OTHERS)
 
 
@@ -85,6 +93,8 @@ def _sum(one: EngineSample, other: EngineSample) -> EngineSample:
     sums = {name: getattr(one, name) + getattr(other, name) for name in _NUMBERS}
     sums["stalled_for"] = max(one.stalled_for, other.stalled_for)
     sums["block_tokens"] = max(one.block_tokens, other.block_tokens)
+    sums["tiers"] = merge_named(one.tiers, other.tiers)
+    sums["lanes"] = merge_named(one.lanes, other.lanes)
     return replace(one, ready=one.ready and other.ready, **sums)
 
 

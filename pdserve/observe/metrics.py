@@ -35,6 +35,7 @@ from pdserve.observe.instruments import OTHER, Counter, Family, Gauge, Histogram
 from pdserve.observe.node_metrics import NODE_METRICS, merge_by_role
 from pdserve.observe.scrapes import PLAIN, MetricNames, ScrapedPage, ScrapeForm, page_of
 from pdserve.observe.slo import SloTable
+from pdserve.observe.tier_metrics import LANE_METRICS, TIER_METRICS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -126,6 +127,26 @@ _ENGINE = tuple(
 _ENGINE_PROCESS = tuple(
     (Definition(f"pdserve_{one.name}", one.kind, one.help, "worker", ENGINE_LABELS), one.read)
     for one in ENGINE_PROCESS_METRICS
+)
+_TIERS = tuple(
+    (
+        Definition(
+            *(f"pdserve_{one.name}", one.kind, one.help, "worker", (*ENGINE_LABELS, "tier")),
+            combine=one.combine,
+        ),
+        one.read,
+    )
+    for one in TIER_METRICS
+)
+_LANES = tuple(
+    (
+        Definition(
+            *(f"pdserve_{one.name}", one.kind, one.help, "worker", (*ENGINE_LABELS, "lane")),
+            combine=one.combine,
+        ),
+        one.read,
+    )
+    for one in LANE_METRICS
 )
 _NODE = tuple(
     (
@@ -688,6 +709,7 @@ class Metrics(Instruments):
         for definition, value in _ENGINE if engines else ():
             series = [ScrapedSeries((one.model, one.mode), value(one)) for one in engines]
             made.append(_empty(definition, series))
+        made += _tier_families(engines)
         for definition, value in _ENGINE_PROCESS if processes else ():
             sums = sum_by_labels(processes, value)
             made.append(_empty(definition, [ScrapedSeries(*each) for each in sums.items()]))
@@ -709,8 +731,8 @@ class Metrics(Instruments):
     @staticmethod
     def definitions() -> tuple[Definition, ...]:
         """All metrics, for the documentation."""
-        sampled = (*_ENGINE, *_ENGINE_PROCESS, *_NODE)
-        return (*_INSTRUMENTS.values(), *(definition for definition, _ in sampled))
+        sampled = (*_ENGINE, *_TIERS, *_LANES, *_ENGINE_PROCESS, *_NODE)
+        return (*_INSTRUMENTS.values(), *(each[0] for each in sampled))
 
 
 def _widened(bounds: Sequence[float], objectives: Mapping[str, float]) -> list[float]:
@@ -760,6 +782,20 @@ def _node_series(role: str, value: float | Mapping[str, float] | None) -> Iterat
     elif value is not None:
         for label, one in value.items():
             yield ScrapedSeries((role, label), one)
+
+
+def _tier_families(engines: Iterable[EngineSample]) -> Iterator[ScrapedFamily]:
+    """Metrics of the tiers and lanes of those engines that have them."""
+    tiers = [
+        (one.model, one.mode, name, tier) for one in engines for name, tier in one.tiers.items()
+    ]
+    lanes = [
+        (one.model, one.mode, name, lane) for one in engines for name, lane in one.lanes.items()
+    ]
+    for definition, read in _TIERS if tiers else ():
+        yield _empty(definition, [ScrapedSeries(each[:3], read(each[3])) for each in tiers])
+    for definition, read_lane in _LANES if lanes else ():
+        yield _empty(definition, [ScrapedSeries(each[:3], read_lane(each[3])) for each in lanes])
 
 
 def _empty(definition: Definition, series: list[ScrapedSeries]) -> ScrapedFamily:

@@ -144,6 +144,12 @@ VLLM_METRICS: Final = (
     VllmMetric(
         "prefix_cache_hits_total", "counter", ("cached_prompt_tokens_total",), _sum_of_serving
     ),
+    VllmMetric(
+        "external_prefix_cache_hits_total",
+        "counter",
+        ("kv_tier_hit_tokens_total",),
+        _sum_of_serving,
+    ),
     VllmMetric("prompt_tokens_total", "counter", ("prompt_tokens_total",), _sum_of_serving),
     VllmMetric(
         "prompt_tokens_cached_total", "counter", ("cached_prompt_tokens_total",), _sum_of_serving

@@ -54,6 +54,10 @@ def gauge(name: str, values: str, **labels: str) -> dict[str, str]:
     return {f"pdserve_{name}{{{inside}}}": values}
 
 
+def tier(name: str, values: str) -> dict[str, str]:
+    return gauge(f"kv_tier_{name}", values, instance="a", model="m", mode="decode", tier="disk")
+
+
 def ready(values: str, instance: str = "a", model: str = "m") -> dict[str, str]:
     return gauge("engine_ready", values, instance=instance, model=model, mode="decode")
 
@@ -259,6 +263,14 @@ CASES = (
         YESTERDAY + 130,
         hits("0+50x1500 75000+10x200", "0+100x1800", "0+30x1800"),
     ),
+    Case("PdserveKvTierTrouble", "a disk", True, 7, tier("trouble", "1x20")),
+    Case("PdserveKvTierTrouble", "none", False, 9, tier("trouble", "0x20")),
+    Case("PdserveKvTierTrouble", "for a minute", False, 5, tier("trouble", "1 1 0x20")),
+    Case("PdserveKvTierFailures", "many", True, 10, tier("read_failures_total", "0+1x20")),
+    Case("PdserveKvTierFailures", "one", False, 16, tier("read_failures_total", "0x5 1x20")),
+    Case("PdserveKvTierTooSmall", "half a minute", True, 32, tier("retention_seconds", "30x60")),
+    Case("PdserveKvTierTooSmall", "an hour", False, 40, tier("retention_seconds", "3600x60")),
+    Case("PdserveKvTierTooSmall", "no evictions", False, 40, tier("retention_seconds", "0x60")),
     Case("PdserveSplitView", "one sees fewer", True, 6, members("3x30", "3x30", "1x30")),
     Case("PdserveSplitView", "all see the same", False, 9, members("3x30", "3x30", "3x30")),
     Case("PdserveSplitView", "one comes", False, 9, members("3x6 4x20", "3x7 4x20")),
@@ -273,6 +285,8 @@ CASES = (
     Case("PdserveHashSecrets", "another reason", False, 9, degraded("kv_transfer")),
     Case("PdserveDegraded", "another reason", True, 32, degraded("kv_reduced")),
     Case("PdserveDegraded", "one with an alert of its own", False, 60, degraded("kv_transfer")),
+    Case("PdserveDegraded", "of a pair", False, 60, degraded("decode_kv_tier_trouble")),
+    Case("PdserveDegraded", "another of a pair", True, 32, degraded("decode_kv_tiers")),
     Case(
         "PdserveTopicDivergence",
         "one",

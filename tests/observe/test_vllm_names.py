@@ -7,7 +7,7 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -18,6 +18,7 @@ from pdserve.observe.exposition import render
 from pdserve.observe.merge import merge
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.scrapes import METRIC_NAMES, ScrapeForm, page_of
+from pdserve.observe.tier_metrics import TierSample
 from pdserve.observe.vllm_names import VLLM_METRICS, VllmMetric, vllm_families
 from tests.observe import vllm_facts
 
@@ -67,8 +68,9 @@ def busy(*engines: EngineSample) -> Metrics:
     return metrics
 
 
-def engine(mode: str, **numbers: int) -> EngineSample:
-    return EngineSample(model="m", mode=mode, ready=True, block_tokens=16, **numbers)
+def engine(mode: str, **numbers: Any) -> EngineSample:
+    tiers = {name: TierSample(hit_tokens=20) for name in ("host", "disk")}
+    return EngineSample(model="m", mode=mode, ready=True, block_tokens=16, tiers=tiers, **numbers)
 
 
 def samples(page: bytes) -> Samples:
@@ -201,6 +203,7 @@ def test_a_prompt_that_is_handed_over_counts_once():
     assert value(found, "num_requests_running") == 3
     assert value(found, "prompt_tokens_total") == 100
     assert value(found, "prompt_tokens_cached_total") == 90
+    assert value(found, "external_prefix_cache_hits_total") == 40
     alone = busy(engine("prefill", prompt_tokens=100))
     found = samples(render(vllm_families(alone.families())))
     assert value(found, "prompt_tokens_total") == 100

@@ -1,5 +1,6 @@
 from pdserve.messages.engine import EngineStats
-from pdserve.worker.cumulative_stats import COUNTERS, CumulativeStats
+from pdserve.messages.tiers import TierStats
+from pdserve.worker.cumulative_stats import COUNTERS, TIER_COUNTERS, CumulativeStats
 
 
 def test_counters_never_fall_over_several_lives():
@@ -36,4 +37,39 @@ def test_every_field_is_a_counter_or_a_gauge_on_purpose():
         "sending",
         "tiers",
         "lanes",
+    }
+
+
+def test_counters_of_tiers_do_not_fall_either():
+    totals = CumulativeStats()
+    for life in range(3):
+        totals.note(EngineStats())  # it loads
+        for hits in (0, 5, 9):
+            disk = TierStats(tier=2, hit_tokens=hits, written_bytes=2 * hits, blocks_valid=hits)
+            totals.note(EngineStats(steps=hits, tiers=(TierStats(tier=1), disk)))
+            host, disk = totals.snapshot().tiers
+            assert (host.tier, host.hit_tokens) == (1, 0)
+            assert (disk.hit_tokens, disk.written_bytes) == (9 * life + hits, 18 * life + 2 * hits)
+            assert disk.blocks_valid == hits
+
+
+def test_a_core_that_loads_shows_the_totals_of_its_tiers():
+    totals = CumulativeStats()
+    totals.note(EngineStats(steps=4, tiers=(TierStats(tier=2, failed=3, retention=60.0),)))
+    totals.note(EngineStats())
+    assert totals.snapshot().tiers == (TierStats(tier=2, failed=3),)
+
+
+def test_a_life_that_only_a_tier_tells_of():
+    """Nothing was computed in either life."""
+    totals = CumulativeStats()
+    totals.note(EngineStats(tiers=(TierStats(tier=2, read_bytes=7),)))
+    totals.note(EngineStats(tiers=(TierStats(tier=2, read_bytes=2),)))
+    assert totals.snapshot().tiers[0].read_bytes == 9
+
+
+def test_every_field_of_a_tier_is_a_counter_or_a_gauge_on_purpose():
+    assert set(TierStats.__struct_fields__) - set(TIER_COUNTERS) == {
+        *("tier", "blocks_total", "blocks_valid", "blocks_filling", "blocks_claimed"),
+        *("retention", "trouble"),
     }

@@ -7,8 +7,11 @@ from pdserve.blocks.hashing import hash_secret_id
 from pdserve.engine.port import EngineState
 from pdserve.errors import ConfigError, Draining, EngineDied, NotReady
 from pdserve.messages.engine import EngineCapabilities, EngineStats, LoadProgress
+from pdserve.messages.status import TierReport
+from pdserve.messages.tiers import LaneLoad, TierStats
 from pdserve.observe.exposition import render
 from pdserve.observe.metrics import Metrics
+from pdserve.observe.tier_metrics import LaneSample, TierSample
 from pdserve.worker import service as service_module
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.service import WorkerService
@@ -208,6 +211,51 @@ async def test_a_restart_shows_in_health_and_metrics_and_keeps_the_card(model):
     assert find(page, f"pdserve_engine_stalls_total{labels}") == 2
     assert find(page, f"pdserve_engine_stalled_seconds{labels}") == 3.5
     assert world.service.unready_reason() is None
+    await world.service.stop()
+
+
+async def test_tiers_are_told_in_bytes_and_over_restarts(model):
+    world = World(model)
+    await world.start()
+    block = world.engine.capabilities.block_bytes
+    disk = TierStats(
+        tier=2,
+        blocks_total=9,
+        blocks_valid=4,
+        blocks_filling=2,
+        blocks_claimed=1,
+        hit_tokens=50,
+        failed=1,
+        retention=8.0,
+        trouble="full",
+    )
+    lane = LaneLoad(lane="h2d", backlog=3, bandwidth=2e9, latency=0.001)
+    world.engine.reported = EngineStats(steps=5, tiers=(disk,), lanes=(lane,))
+    sample = world.service.sample()
+    assert sample.tiers == {
+        "disk": TierSample(
+            capacity=9 * block,
+            valid=4 * block,
+            filling=2 * block,
+            claimed=block,
+            hit_tokens=50,
+            failed=1,
+            retention=8.0,
+            trouble=1,
+        )
+    }
+    assert sample.lanes == {"h2d": LaneSample(backlog=3, bandwidth=2e9, latency=0.001)}
+    world.engine.reported = EngineStats(tiers=(replace(disk, hit_tokens=5),))
+    (report,) = world.service.tiers()
+    assert report == TierReport(
+        name="disk",
+        capacity=9 * block,
+        valid=4 * block,
+        retention=8.0,
+        hit_tokens=55,
+        failed=2,
+        trouble="full",
+    )
     await world.service.stop()
 
 

@@ -96,6 +96,7 @@ class WorkerRole:
             paths=tuple(self.worker.service.engine.paths()),
             recent=recent,
             minute=minute,
+            tiers=self.worker.service.tiers(),
         )
 
     def _make_engine(self, spec: EngineSpec) -> CoreClient:

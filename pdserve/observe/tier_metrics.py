@@ -1,0 +1,174 @@
+"""Defines the metrics of KV tiers below the device, and of the lanes that move KV between them.
+
+Each has the labels of engine metrics, and the tier's or the lane's name. A worker without tiers has
+none of them. `EngineSample` carries the samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Final, Generic, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = [
+    "LANE_METRICS",
+    "TIER_METRICS",
+    "LaneSample",
+    "NamedMetric",
+    "TierSample",
+    "merge_named",
+]
+
+S = TypeVar("S", "TierSample", "LaneSample")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSample:
+    """One tier of a worker at a scrape; sizes are in bytes."""
+
+    capacity: int = 0
+    valid: int = 0
+    filling: int = 0
+    claimed: int = 0
+    retention: float = 0.0
+    trouble: int = 0
+    hit_tokens: int = 0
+    stored: int = 0
+    evicted: int = 0
+    refused: int = 0
+    unsaved: int = 0
+    failed: int = 0
+    read: int = 0
+    written: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneSample:
+    """One lane of a worker at a scrape."""
+
+    backlog: int = 0
+    bandwidth: float = 0.0
+    latency: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class NamedMetric(Generic[S]):
+    """Definition of one metric of a tier or a lane: `field` is the sample's field, `combine` says
+    how processes that share a port are merged."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    field: str
+    help: str
+    combine: Literal["sum", "max"] = "sum"
+
+    def read(self, sample: S) -> float:
+        return float(getattr(sample, self.field))
+
+
+TIER_METRICS: Final[tuple[NamedMetric[TierSample], ...]] = (
+    NamedMetric(
+        "kv_tier_capacity_bytes", "gauge", "capacity", "Size of a tier of KV below the device."
+    ),
+    NamedMetric("kv_tier_valid_bytes", "gauge", "valid", "Bytes of blocks that can be reused."),
+    NamedMetric(
+        "kv_tier_filling_bytes", "gauge", "filling", "Bytes that a copy or a read fills now."
+    ),
+    NamedMetric(
+        "kv_tier_claimed_bytes",
+        "gauge",
+        "claimed",
+        "Bytes of blocks that somebody reads now; they are not evicted.",
+    ),
+    NamedMetric(
+        "kv_tier_retention_seconds",
+        "gauge",
+        "retention",
+        "How long a block stayed before it was evicted, recently; 0: nothing was evicted yet.",
+        combine="max",
+    ),
+    NamedMetric(
+        "kv_tier_trouble",
+        "gauge",
+        "trouble",
+        "1 while the tier works in part or not at all; /health says why.",
+        combine="max",
+    ),
+    NamedMetric(
+        "kv_tier_hit_tokens_total",
+        "counter",
+        "hit_tokens",
+        "Prompt tokens that came to the device from here instead of being computed.",
+    ),
+    NamedMetric("kv_tier_stored_blocks_total", "counter", "stored", "Blocks that came in."),
+    NamedMetric(
+        "kv_tier_evicted_blocks_total",
+        "counter",
+        "evicted",
+        "Blocks that went out for lack of room.",
+    ),
+    NamedMetric(
+        "kv_tier_refused_blocks_total", "counter", "refused", "Blocks that were not taken in."
+    ),
+    NamedMetric(
+        "kv_tier_unsaved_blocks_total",
+        "counter",
+        "unsaved",
+        "Blocks of the tier above that were evicted before they could be copied here.",
+    ),
+    NamedMetric(
+        "kv_tier_read_failures_total",
+        "counter",
+        "failed",
+        "Blocks that could not be read or did not match their checksum: they were computed again.",
+    ),
+    NamedMetric("kv_tier_read_bytes_total", "counter", "read", "Bytes read from the tier."),
+    NamedMetric("kv_tier_written_bytes_total", "counter", "written", "Bytes written to the tier."),
+)
+"""All metrics of tiers, in the order of `docs/metrics.md`. The label is the tier's name: `host`,
+`disk`, or `remote` for what other workers have."""
+
+LANE_METRICS: Final[tuple[NamedMetric[LaneSample], ...]] = (
+    NamedMetric(
+        "kv_lane_backlog_bytes",
+        "gauge",
+        "backlog",
+        "Bytes that wait for a path of KV or are under way on it.",
+    ),
+    NamedMetric(
+        "kv_lane_bandwidth_bytes_per_second",
+        "gauge",
+        "bandwidth",
+        "Speed of the path while it is busy, recently; 0: not known yet.",
+    ),
+    NamedMetric(
+        "kv_lane_latency_seconds",
+        "gauge",
+        "latency",
+        "Time from the start of a job on the path to its first byte.",
+        combine="max",
+    ),
+)
+"""All metrics of lanes. The label is the lane's name: d2h and h2d (between device and host),
+disk_read, disk_write, fetch (from other workers)."""
+
+_MOST: Final = ("retention", "trouble", "latency")
+"""Fields of which the larger one counts."""
+
+
+def merge_named(one: Mapping[str, S], other: Mapping[str, S]) -> dict[str, S]:
+    """The tiers, or the lanes, of two workers with the same labels, as those of one."""
+    merged = dict(one)
+    for name, sample in other.items():
+        merged[name] = _sum(merged[name], sample) if name in merged else sample
+    return merged
+
+
+def _sum(one: S, other: S) -> S:
+    values = {}
+    for field in fields(one):
+        pair = (getattr(one, field.name), getattr(other, field.name))
+        values[field.name] = max(pair) if field.name in _MOST else sum(pair)
+    return type(one)(**values)
