@@ -353,6 +353,7 @@ SCENARIOS = {
 LARGE_FOLDERS = {
     "pdserve/cli": "a file per sub-command",
     "pdserve/messages": "a file per conversation",
+    "pdserve/observe": "a file per source of numbers",
     "pdserve/router/policies": "a file per policy",
 }
 FOLDER_SIZE = 15

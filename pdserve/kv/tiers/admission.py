@@ -191,9 +191,7 @@ class DiskAdmission:
         self.refused = 0
         self._mode = mode
 
-    def admits(
-        self, block: TierBlock, size: Bytes, now: Seconds, *, reused: bool = False
-    ) -> bool:
+    def admits(self, block: TierBlock, size: Bytes, now: Seconds, *, reused: bool = False) -> bool:
         """Whether to write this block of `size` bytes, which the disk does not have; if so, its
         bytes are taken from the budget. A refused one is remembered."""
         wanted = self._takes_all(now) or reused or _is_reused(block, self.ghosts, now)
