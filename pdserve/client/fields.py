@@ -44,6 +44,9 @@ class GenerationFields(TypedDict, total=False):
     priority: int
     request_id: str
     cache_salt: str
+    cache_ttl: float
+    cache_scope: Literal["shared", "never"]
+    prompt_cache_retention: str
     session_id: str
     user: str
     echo: bool

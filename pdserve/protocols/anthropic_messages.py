@@ -46,7 +46,7 @@ class ImageSource(msgspec.Struct, kw_only=True):
 
 class Block(msgspec.Struct, kw_only=True):
     """One block of content: `text`, `image`, `thinking`, `tool_use` or `tool_result`.
-    `cache_control` is accepted on all without effect: prefixes are always cached."""
+    `cache_control` on any of them keeps the whole prompt for its `ttl`."""
 
     type: str
     source: ImageSource | None = None
@@ -154,7 +154,11 @@ class CountTokensRequest(Extensions, kw_only=True):
     ] = None
     stream: bool | None = None
     cache_control: Annotated[
-        dict[str, Any] | None, field_doc("Without effect: prefixes are cached in any case.")
+        dict[str, Any] | None,
+        field_doc(
+            "Prefixes are cached in any case; `ttl` (`5m`, the default, or `1h`) is a `cache_ttl` "
+            "for the whole prompt."
+        ),
     ] = None
 
 

@@ -48,6 +48,16 @@ ThinkingBudget = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 Verbosity = Literal["low", "medium", "high"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Words = Annotated[list[Annotated[str, Meta(min_length=1, max_length=1024)]], Meta(max_length=1024)]
+_TTL_NOTE = (
+    "Seconds for which the prompt's KV should stay in host memory or on disk after the request, a "
+    "day at most. A wish: a worker fulfils it for a bounded part of its memory."
+)
+_SCOPE_NOTE = (
+    "`never`: the prompt's KV stays on the device, and is not stored in host memory or on disk; "
+    "`shared`, the default: it may be."
+)
+CacheTtl = Annotated[float, Meta(ge=0, le=86400, description=_TTL_NOTE)]
+CacheScopeName = Annotated[Literal["shared", "never"], Meta(description=_SCOPE_NOTE)]
 Priority = Annotated[
     int, Meta(ge=-(2**31), le=2**31 - 1, description="Requests of higher priority start sooner.")
 ]
@@ -332,6 +342,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     cache_salt: Annotated[
         Annotated[str, Meta(min_length=1, max_length=256)] | None,
         field_doc("Requests share the KV of equal prompts only if their salts are equal."),
+    ] = None
+    cache_ttl: Annotated[CacheTtl | None, field_doc(_TTL_NOTE)] = None
+    cache_scope: Annotated[CacheScopeName | None, field_doc(_SCOPE_NOTE)] = None
+    prompt_cache_retention: Annotated[
+        str | None,
+        field_doc("`24h` is `cache_ttl` 86400; other values have no effect. `cache_ttl` wins."),
     ] = None
     session_id: Annotated[
         Annotated[str, Meta(max_length=256)] | None,

@@ -11,6 +11,8 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.protocols.completion_requests import (
+    CacheScopeName,
+    CacheTtl,
     LogitBias,
     MinP,
     Penalty,
@@ -47,6 +49,8 @@ class Extensions(msgspec.Struct, kw_only=True):
     priority: Priority | None = None
     request_id: str | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    cache_ttl: CacheTtl | None = None
+    cache_scope: CacheScopeName | None = None
     session_id: Annotated[str, Meta(max_length=256)] | None = None
 
 

@@ -148,6 +148,10 @@ class ResponsesRequest(Extensions, kw_only=True):
             " fit the context."
         ),
     ] = None
+    prompt_cache_retention: Annotated[
+        str | None,
+        field_doc("`24h` is `cache_ttl` 86400; other values have no effect. `cache_ttl` wins."),
+    ] = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     stream: bool | None = None

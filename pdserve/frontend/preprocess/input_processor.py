@@ -26,6 +26,7 @@ from pdserve.frontend.images.prompt import (
 )
 from pdserve.frontend.model_registry import PreparedModel
 from pdserve.frontend.plan import Prompt, RequestPlan
+from pdserve.frontend.preprocess.cache_wishes import cache_wish
 from pdserve.frontend.preprocess.context_length import ContextFit, check_prompt_length
 from pdserve.frontend.preprocess.error_fields import reword_errors
 from pdserve.frontend.preprocess.infill import infill_format, infill_prompts
@@ -545,7 +546,7 @@ async def _submissions(
 ) -> list[GenerateRequest]:
     seed, priority = new_seed(), request.priority or 0
     check_priority(priority, context.key, context.config.max_priority)
-    salt = cache_salt_of(context.key, request.cache_salt)
+    salt, wish = cache_salt_of(context.key, request.cache_salt), cache_wish(request)
     tokens = [prompt.tokens for prompt in prompts]
     if prompts[0].images:
         names = [await image_names(each, card, salt, context) for each in prompts]
@@ -576,6 +577,8 @@ async def _submissions(
                 lora=context.model.lora,
                 images=tuple(image.data for image in prompt.images),
                 image_tokens=prompt.image_tokens,
+                cache_ttl=wish.ttl,
+                cache_scope=wish.scope,
             )
         )
     return found

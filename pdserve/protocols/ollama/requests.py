@@ -13,6 +13,8 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.protocols.completion_requests import (
+    CacheScopeName,
+    CacheTtl,
     MinP,
     Penalty,
     Priority,
@@ -144,6 +146,8 @@ class OllamaRequest(msgspec.Struct, kw_only=True):
 class OllamaGenerationRequest(OllamaRequest, kw_only=True):
     """The fields that `/api/chat` and `/api/generate` share."""
 
+    cache_ttl: CacheTtl | None = None
+    cache_scope: CacheScopeName | None = None
     stream: Annotated[
         bool | None,
         field_doc("If true (the default), the answer is a stream of JSON lines."),

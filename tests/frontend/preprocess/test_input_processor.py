@@ -259,6 +259,16 @@ async def test_a_tenant_with_isolation_gets_its_own_salt(pool):
     assert (plan.requests[0].cache_salt, plan.requests[0].priority) == ("salt:mine", 3)
 
 
+async def test_every_prompt_takes_the_wish_to_its_worker(pool):
+    plan = await plan_chat(chat(cache_ttl=60, cache_scope="shared"), context(pool))
+    assert [(one.cache_ttl, one.cache_scope) for one in plan.requests] == [(60.0, "shared")]
+    asked = completion(prompt=["a", "b"], prompt_cache_retention="24h")
+    plan = await plan_completion(asked, context(pool))
+    assert [one.cache_ttl for one in plan.requests] == [86400.0, 86400.0]
+    plan = await plan_chat(chat(), context(pool))
+    assert (plan.requests[0].cache_ttl, plan.requests[0].cache_scope) == (0.0, "")
+
+
 async def test_what_one_tenant_sent_is_tokenised_anew_for_another(pool):
     """The time that it takes would tell that somebody had sent it."""
     served = PreparedModel.from_card(card())

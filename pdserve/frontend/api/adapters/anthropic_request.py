@@ -134,6 +134,8 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
     for index, message in enumerate(request.messages):
         conversation.take(message, f"messages[{index}]")
     fields = extensions_of(request) | _thinking(request) | _tool_choice(request)
+    if request.cache_ttl is None and request.cache_scope != "never":
+        fields["cache_ttl"] = _cache_ttl(request)
     return ChatRequest(
         messages=conversation.messages(),
         continue_final_message=conversation.continues() or None,
@@ -281,6 +283,37 @@ def _text(block: Block, where: str, understood: str) -> str:
         instead = f"blocks here may be {understood}"
         raise unsupported(f"{where}.type", block.type, instead)
     return required(block.text, f"{where}.text")
+
+
+# ---------------------------------------------------------------- cache control
+
+
+_USUAL_TTL = 300.0
+_LONG_TTL = 3600.0
+
+
+def _cache_ttl(request: CountTokensRequest) -> float | None:
+    """The longest time for which a part of the request is to be kept; None: no part is marked. The
+    whole prompt is kept for it: a mark keeps all that stands before it."""
+    times = [
+        _LONG_TTL if mark.get("ttl") == "1h" else _USUAL_TTL
+        for mark in _marks(request)
+        if isinstance(mark, dict) and mark.get("type") == "ephemeral"
+    ]
+    return max(times, default=None)
+
+
+def _marks(request: CountTokensRequest) -> Iterator[Any]:
+    """Every `cache_control`, also those that are absent."""
+    yield request.cache_control
+    for tool in request.tools or ():
+        yield tool.cache_control
+    contents = [request.system, *(message.content for message in request.messages)]
+    while contents:
+        content = contents.pop()
+        for block in content if isinstance(content, list) else ():
+            yield block.cache_control
+            contents.append(block.content)
 
 
 # ---------------------------------------------------------------- thinking and tools

@@ -320,6 +320,8 @@ def _sampling(request: OllamaGenerationRequest) -> dict[str, Any]:
         "response_format": _response_format(request),
         "priority": request.priority,
         "cache_salt": request.cache_salt,
+        "cache_ttl": request.cache_ttl,
+        "cache_scope": request.cache_scope,
         "session_id": request.session_id,
     }
 

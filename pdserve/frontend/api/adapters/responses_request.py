@@ -130,6 +130,7 @@ def chat_request(request: ResponsesRequest, tools: Toolset) -> ChatRequest:
         reasoning_effort=None if reasoning is None else reasoning.effort,
         thinking_token_budget=request.thinking_token_budget,
         verbosity=None if request.text is None else request.text.verbosity,
+        prompt_cache_retention=request.prompt_cache_retention,
         **extensions_of(request),
     )
 

@@ -468,6 +468,47 @@ async def test_strangers_are_reported_and_strictly_refused():
     assert "'temperature'" in error["message"]
 
 
+# ---------------------------------------------------------------------- how long a prompt is kept
+
+
+def marked(ttl: str | None = None) -> dict[str, Any]:
+    control = {"type": "ephemeral"} | ({} if ttl is None else {"ttl": ttl})
+    return {"type": "text", "text": "Be kind.", "cache_control": control}
+
+
+CALL = {"type": "tool_use", "id": "t1", "name": "get_weather", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": [marked("1h")]}
+CALLED = [
+    HELLO,
+    {"role": "assistant", "content": [CALL]},
+    {"role": "user", "content": [RESULT]},
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "ttl"),
+    [
+        ({}, 0.0),
+        ({"cache_control": {}}, 0.0),
+        ({"cache_control": {"type": "ephemeral"}}, 300.0),
+        ({"cache_control": {"type": "ephemeral", "ttl": 5}}, 300.0),
+        ({"cache_control": {"type": "ephemeral", "ttl": ["1h"]}}, 300.0),
+        ({"system": [marked()]}, 300.0),
+        ({"system": [marked("1h")], "messages": [HELLO | {"content": [marked("5m")]}]}, 3600.0),
+        ({"tools": [WEATHER | {"cache_control": {"type": "ephemeral", "ttl": "1h"}}]}, 3600.0),
+        ({"messages": CALLED}, 3600.0),
+        ({"system": [marked("1h")], "cache_ttl": 7}, 7.0),
+        ({"system": [marked("1h")], "cache_scope": "never"}, 0.0),
+    ],
+)
+async def test_the_longest_mark_keeps_the_prompt(fields: dict[str, Any], ttl: float):
+    async with answering(PLAIN) as client:
+        await ask(client, **fields)
+        (request,) = client.backend.requests
+    assert request.cache_ttl == ttl
+    assert request.cache_scope == fields.get("cache_scope", "")
+
+
 # ---------------------------------------------------------------------- a context that runs over
 
 

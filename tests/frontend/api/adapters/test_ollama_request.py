@@ -176,6 +176,13 @@ async def test_an_answer_that_is_cut_says_so():
 # ---------------------------------------------------------------------- requests
 
 
+async def test_wishes_for_the_cache_come_through():
+    async with answering(PLAIN) as client:
+        await ask(client, cache_ttl=60, cache_scope="shared")
+        request = client.backend.requests[-1]
+        assert (request.cache_ttl, request.cache_scope) == (60.0, "shared")
+
+
 async def test_options_have_the_names_of_a_chat():
     given = {
         "temperature": 0.5,

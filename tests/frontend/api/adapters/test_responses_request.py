@@ -251,6 +251,15 @@ async def test_sampling_comes_through():
     assert (sampling.seed, sampling.max_tokens) == (11, 500)
 
 
+async def test_wishes_for_the_cache_come_through():
+    async with answering(PLAIN) as client:
+        await ask(client, cache_ttl=60, cache_scope="shared")
+        request = client.backend.requests[-1]
+        assert (request.cache_ttl, request.cache_scope) == (60.0, "shared")
+        await ask(client, prompt_cache_retention="24h")
+        assert client.backend.requests[-1].cache_ttl == 86400.0
+
+
 async def test_one_call_at_a_time_can_be_asked_for():
     async with answering(CALLING) as client:
         answer = await ask(client, tools=[WEATHER], parallel_tool_calls=False)
