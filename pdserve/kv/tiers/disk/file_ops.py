@@ -1,0 +1,193 @@
+"""Performs the file operations of the disk tier: one port, so that tests can put faults in between.
+
+Each method is one or a few system calls, which release the GIL. It knows no format.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno as codes
+import os
+from typing import TYPE_CHECKING, Final, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from pdserve.ids import Bytes
+
+__all__ = ["FileOps", "OsFileOps"]
+
+FILE_MODE: Final = 0o600
+_ZEROS: Final = bytes(1 << 20)
+_MOST_BUFFERS: Final = 512
+"""Buffers of one call; the system takes 1024."""
+
+_KEEP_SIZE: Final = 1
+_PUNCH_HOLE: Final = 2
+
+
+class FileOps(Protocol):
+    """File operations. Errors: OSError from each of them."""
+
+    def create(self, path: Path, size: Bytes) -> int:
+        """A descriptor of a new file whose `size` bytes are allocated. After an error there is no
+        new file; a file that is there already is an error."""
+        ...
+
+    def open(self, path: Path, *, write: bool = False) -> int:
+        """A descriptor of a file that exists."""
+        ...
+
+    def close(self, fd: int) -> None: ...
+
+    def write(self, fd: int, offset: Bytes, buffers: Sequence[bytes | memoryview]) -> None:
+        """Write all buffers, one after the other."""
+        ...
+
+    def read(self, fd: int, offset: Bytes, buffers: Sequence[bytearray | memoryview]) -> Bytes:
+        """Fill the buffers, one after the other; returns less than their sizes at the file's
+        end."""
+        ...
+
+    def size(self, fd: int) -> Bytes: ...
+
+    def truncate(self, fd: int, size: Bytes) -> None: ...
+
+    def erase(self, fd: int, offset: Bytes, size: Bytes) -> None:
+        """Make the bytes read as zeros, on the device too as far as it is told."""
+        ...
+
+    def sync(self, fd: int) -> None:
+        """Make what was written durable."""
+        ...
+
+    def sync_directory(self, path: Path) -> None:
+        """Make created, renamed and removed names of a directory durable."""
+        ...
+
+    def done_with(self, fd: int, offset: Bytes, size: Bytes) -> None:
+        """These bytes are not needed in the page cache any more."""
+        ...
+
+    def unlink(self, path: Path) -> None: ...
+
+    def names(self, path: Path) -> list[str]:
+        """Names in a directory."""
+        ...
+
+
+class OsFileOps:
+    """The operating system's operations."""
+
+    def create(self, path: Path, size: Bytes) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(path, flags, FILE_MODE)
+        try:
+            allocate(fd, size)
+        except OSError:
+            os.close(fd)
+            os.unlink(path)
+            raise
+        return fd
+
+    def open(self, path: Path, *, write: bool = False) -> int:
+        access = os.O_RDWR if write else os.O_RDONLY
+        return os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def write(self, fd: int, offset: Bytes, buffers: Sequence[bytes | memoryview]) -> None:
+        left = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        while left:
+            done = os.pwritev(fd, left[:_MOST_BUFFERS], offset)
+            if not done:
+                raise OSError(codes.EIO, "nothing was written")
+            offset += done
+            left = _after(left, done)
+
+    def read(self, fd: int, offset: Bytes, buffers: Sequence[bytearray | memoryview]) -> Bytes:
+        left = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        total = 0
+        while left:
+            done = os.preadv(fd, left[:_MOST_BUFFERS], offset + total)
+            if not done:
+                break
+            total += done
+            left = _after(left, done)
+        return total
+
+    def size(self, fd: int) -> Bytes:
+        return os.fstat(fd).st_size
+
+    def truncate(self, fd: int, size: Bytes) -> None:
+        os.ftruncate(fd, size)
+
+    def erase(self, fd: int, offset: Bytes, size: Bytes) -> None:
+        if not _punch(fd, offset, size):
+            _write_zeros(fd, offset, size)
+
+    def sync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def sync_directory(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno != codes.EINVAL:  # some network file systems cannot, and need not
+                raise
+        finally:
+            os.close(fd)
+
+    def done_with(self, fd: int, offset: Bytes, size: Bytes) -> None:
+        os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def names(self, path: Path) -> list[str]:
+        return os.listdir(path)
+
+
+def allocate(fd: int, size: Bytes) -> None:
+    """Reserve a new file's bytes, so that a full disk is noticed now; by zeros, where the file
+    system cannot reserve."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in (codes.EOPNOTSUPP, codes.EINVAL, codes.ENOSYS):
+            raise
+        _write_zeros(fd, 0, size)
+
+
+def _write_zeros(fd: int, offset: Bytes, size: Bytes) -> None:
+    end = offset + size
+    while offset < end:
+        offset += os.pwrite(fd, _ZEROS[: end - offset], offset)
+
+
+def _after(buffers: list[memoryview], done: Bytes) -> list[memoryview]:
+    """What is left of buffers after the first `done` bytes."""
+    for at, buffer in enumerate(buffers):
+        if done < len(buffer):
+            return [buffer[done:], *buffers[at + 1 :]]
+        done -= len(buffer)
+    return []
+
+
+def _punch(fd: int, offset: Bytes, size: Bytes) -> bool:
+    """Give the blocks of a range back; False where the system cannot."""
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        fallocate = libc.fallocate
+    except (OSError, AttributeError):
+        return False
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, size) == 0:
+        return True
+    errno = ctypes.get_errno()
+    if errno in (codes.EOPNOTSUPP, codes.ENOSYS, codes.EINVAL):
+        return False
+    raise OSError(errno, os.strerror(errno))

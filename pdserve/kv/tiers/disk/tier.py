@@ -1,0 +1,175 @@
+"""Opens the disk tier of a worker: its directory, what an earlier life left, index and files."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from pdserve.errors import ConfigError
+from pdserve.kv.tiers.disk.directory import find_leftovers, take_directory
+from pdserve.kv.tiers.disk.file_ops import OsFileOps
+from pdserve.kv.tiers.disk.files import SegmentFiles
+from pdserve.kv.tiers.disk.index import DiskIndex, segment_size
+from pdserve.kv.tiers.disk.memory_segments import MemorySegments
+from pdserve.kv.tiers.disk.records import TierWriteError
+from pdserve.kv.tiers.disk.recovery import find_segments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from pdserve.clock import Clock
+    from pdserve.ids import Bytes, Seconds
+    from pdserve.kv.tiers.disk.directory import Leftover, OwnDirectory
+    from pdserve.kv.tiers.disk.file_ops import FileOps
+    from pdserve.kv.tiers.disk.fingerprint import Fingerprint
+    from pdserve.kv.tiers.disk.records import SegmentStore
+
+__all__ = ["DiskTier", "RecoveryReport"]
+
+_log = logging.getLogger(__name__)
+
+_SLACK: Final[Bytes] = 64 << 10
+"""Bytes of a capacity that are left for the directory itself and for what the file system keeps
+beside the segments."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryReport:
+    """What was found at opening."""
+
+    records: int = 0
+    bytes: Bytes = 0
+    """Bytes of the payloads found."""
+    dropped: int = 0
+    """Files that were no segment of this directory, or could not be read: removed."""
+    unreachable: Bytes = 0
+    """Bytes in leftovers: blocks of another model, secret or layout, kept until room is needed."""
+    seconds: Seconds = 0.0
+    epoch: int = 1
+    was: str = ""
+    """Who had the directory before; empty: it is new."""
+
+
+class DiskTier:
+    """The disk tier of one worker. `index` belongs to the core's thread; `files` to I/O threads."""
+
+    def __init__(
+        self,
+        index: DiskIndex,
+        files: SegmentStore,
+        report: RecoveryReport,
+        *,
+        clock: Clock,
+        directory: OwnDirectory | None = None,
+    ) -> None:
+        self.index = index
+        self.files = files
+        self.report = report
+        self._clock = clock
+        self._directory = directory
+
+    @property
+    def path(self) -> Path | None:
+        """The worker's subdirectory; None in memory."""
+        return None if self._directory is None else self._directory.path
+
+    @staticmethod
+    def open(
+        root: Path,
+        capacity: Bytes,
+        fingerprint: Fingerprint,
+        *,
+        clock: Clock,
+        owner: str = "",
+        segment_bytes: Bytes = 0,
+        wall: Callable[[], Seconds] = time.time,
+        ops: FileOps | None = None,
+    ) -> DiskTier:
+        """Take a subdirectory of `root` and recover what is in it. It blocks, for seconds if the
+        tier is large. `segment_bytes` 0: chosen from the capacity. An empty `owner` has no earlier
+        subdirectory.
+
+        Errors: `ConfigError`.
+        """
+        started = clock.now()
+        ops = OsFileOps() if ops is None else ops
+        owner = owner or f"unnamed-{secrets.token_hex(8)}"
+        room = capacity - _SLACK
+        size = segment_bytes or segment_size(room, fingerprint.block_bytes)
+        directory = take_directory(root, owner, fingerprint, wall())
+        try:
+            found, bad = find_segments(ops, directory.path, directory.directory, fingerprint)
+            leftovers = find_leftovers(root, owner, fingerprint, wall())
+        except OSError as error:
+            directory.unlock()
+            raise ConfigError(
+                f"the disk tier in {directory.path} cannot be read: {error.strerror}"
+            ) from error
+        for name in bad:
+            with suppress(OSError):
+                ops.unlink(directory.path / str(name))
+        index = DiskIndex(
+            room,
+            size,
+            epoch=directory.epoch,
+            found=found,
+            leftovers=[(leftover.name, leftover.bytes) for leftover in leftovers],
+            next_segment=max([name.number + 1 for name in bad], default=0),
+        )
+        files = SegmentFiles(
+            directory.path,
+            fingerprint,
+            directory=directory.directory,
+            segment_bytes=size,
+            ops=ops,
+        )
+        report = _report(index, directory, leftovers, len(bad), clock.now() - started)
+        _log.info("disk tier %s: %s", directory.path, report)
+        return DiskTier(index, files, report, clock=clock, directory=directory)
+
+    @staticmethod
+    def in_memory(
+        capacity: Bytes, payload: Bytes, *, clock: Clock, segment_bytes: Bytes = 0
+    ) -> DiskTier:
+        """A tier without files, for simulations."""
+        index = DiskIndex(capacity, segment_bytes or segment_size(capacity, payload))
+        return DiskTier(index, MemorySegments(), RecoveryReport(), clock=clock)
+
+    def close(self) -> None:
+        """Seal what is open, so that the next opening is quick, and give the directory back.
+
+        No batch or command may be under way; without this call the next opening reads headers.
+        """
+        self.index.seal_open()
+        try:
+            for command in self.index.commands(self._clock.now()):
+                self.files.run(command)
+        except TierWriteError as error:
+            _log.warning("the disk tier was not closed in order: %s", error.message)
+        self.files.close()
+        if self._directory is not None:
+            self._directory.unlock()
+
+
+def _report(
+    index: DiskIndex,
+    directory: OwnDirectory,
+    leftovers: list[Leftover],
+    dropped: int,
+    seconds: Seconds,
+) -> RecoveryReport:
+    counts = index.counts()
+    return RecoveryReport(
+        records=counts.blocks,
+        bytes=counts.valid_bytes,
+        dropped=dropped,
+        unreachable=sum(leftover.bytes for leftover in leftovers),
+        seconds=seconds,
+        epoch=directory.epoch,
+        was=directory.was,
+    )
