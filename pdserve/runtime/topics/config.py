@@ -30,6 +30,13 @@ class LogConfig:
     batch_events: int = 256
     snapshots: int = 4
     """Readers that take a snapshot at a time; others wait. Each may hold a copy of the set."""
+    snapshot_burst: Bytes = 4 << 20
+    """Bytes of a snapshot that are sent as fast as the reader takes them: half a million block
+    hashes, more than a device holds."""
+    snapshot_rate: float = 1.6e6
+    """Bytes per second after those: 200,000 block hashes, which take a router a fraction of its
+    time. A disk may hold millions.
+    """
     stalled: Seconds = 5.0
     """A reader that takes nothing for this long gives its snapshot slot to a waiting one."""
 

@@ -176,6 +176,8 @@ class LogFeed:
         self._attempt = 0  # the reader's, to be repeated in `Begin`
         self._chunks: Iterator[bytes] = iter(())
         self._chunk = 0  # pieces sent
+        self._sent: Bytes = 0  # of the snapshot
+        self._piece_at: Seconds = 0.0  # its next piece
         self._digest = 0  # of the state in the snapshot
         self._tries = 0  # snapshots in a row
         self._tried: Seconds = 0.0
@@ -308,12 +310,16 @@ class LogFeed:
         log.pins[self] = None
         log.snapshots += 1
         self._chunks, self._chunk = log.source.snapshot(), 0
+        self._sent, self._piece_at = 0, now
         self._digest = log.source.digest()
         return encode(Begin(self._attempt, log.epoch, CatchUpMode.SNAPSHOT, self.next))
 
     def _poll_snapshot(self, now: Seconds) -> bytes | None:
         if self.next < self._log.oldest:
             return self._restart(now)
+        if now < self._piece_at:
+            self.due = self._piece_at
+            return None
         data = next(self._chunks, None)
         if data is not None:
             if len(data) > CHUNK_BYTES:
@@ -321,11 +327,19 @@ class LogFeed:
                     f"a snapshot piece has {len(data)} bytes; the limit is {CHUNK_BYTES}"
                 )
             self._chunk += 1
+            self._pace(len(data))
             return encode(SnapshotChunk(self._chunk - 1, data))
         self._chunks = iter(())
         self._stage = _Stage.EVENTS
         self._batches = self._log.config.watermark_batches
         return encode(SnapshotEnd(self._chunk, self._digest))
+
+    def _pace(self, size: Bytes) -> None:
+        """Set the time of the next piece."""
+        config = self._log.config
+        self._sent += size
+        beyond = max(0, self._sent - config.snapshot_burst)
+        self._piece_at = self._tried + beyond / config.snapshot_rate
 
     def _restart(self, now: Seconds) -> bytes | None:
         """Begins another snapshot, because more events came during this one than can be kept."""

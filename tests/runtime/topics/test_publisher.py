@@ -201,6 +201,19 @@ def test_so_does_one_that_is_overtaken_after_its_end() -> None:
     assert take(feed, 1.0)[0] == Begin(1, EPOCH, CatchUpMode.SNAPSHOT, 36)
 
 
+def test_a_large_snapshot_is_sent_slowly_after_its_first_part() -> None:
+    """Pieces have 6 bytes: two at once, then one every two seconds."""
+    log = make(30, replace(CONFIG, snapshot_burst=11, snapshot_rate=3.0))
+    feed = at(log, 0)
+    assert kinds(take(feed, 5.0)) == "Begin SnapshotChunk SnapshotChunk"
+    for number in range(1, 4):
+        due = 5.0 + (6 * (number + 1) - 11) / 3.0
+        assert feed.due == pytest.approx(due)
+        assert take(feed, due - 0.01) == []
+        assert take(feed, due)[0].data == b"piece%d" % (number + 1)  # type: ignore[union-attr]
+    assert kinds(take(feed, 100.0)) == "SnapshotEnd Watermark"
+
+
 def test_snapshots_that_never_help_come_to_an_end() -> None:
     log, now = make(5), 0.0
     feed = log.feed(Resume(1), now)
