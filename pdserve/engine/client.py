@@ -78,7 +78,7 @@ from pdserve.messages.engine import (
     SubmitRemote,
 )
 from pdserve.messages.engine_errors import error_of
-from pdserve.messages.kv_events import PoolCleared
+from pdserve.messages.kv_events import TIERS, PoolCleared
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.observe.logs import about
 
@@ -737,7 +737,7 @@ class CoreClient:
     def _bury(self, died: PdserveError) -> None:
         """End all submissions with this error and report the KV as cleared."""
         self._fail_all(died)
-        self._tell_listeners([PoolCleared()])
+        self._tell_listeners([PoolCleared(tier) for tier in TIERS])
 
     def _settle(self, error: PdserveError | None) -> None:
         """Release the caller of `start`; later calls change nothing."""

@@ -51,7 +51,7 @@ from pdserve.messages.engine import (
     SubmitRemote,
 )
 from pdserve.messages.engine_errors import error_of
-from pdserve.messages.kv_events import PoolCleared
+from pdserve.messages.kv_events import TIERS, PoolCleared
 from pdserve.sim.memory_guard import GuardedTransport, MemoryGuard
 from pdserve.testing.scripted import ScriptedExecutor
 from pdserve.transfer.backends import TransferBackend
@@ -194,7 +194,7 @@ class VirtualTimeEngine:
         self.restarts += 1
         self._reboot = self._loop.call_later(restart_after, self._boot)
         self._fail_all(EngineDied("the engine died", retry_after=1.0))
-        self._tell_listeners([PoolCleared()])
+        self._tell_listeners([PoolCleared(tier) for tier in TIERS])
         return True
 
     async def stop(self) -> None:

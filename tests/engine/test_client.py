@@ -34,7 +34,7 @@ from pdserve.errors import (
     StepFailed,
 )
 from pdserve.messages.engine import CoreReady, EngineSpec
-from pdserve.messages.kv_events import BlockStored, KvEvent, PoolCleared
+from pdserve.messages.kv_events import TIERS, BlockStored, KvEvent, PoolCleared
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.scripted import ENGINE, reference_tokens
 from pdserve.testing.sinks import CheckingSink, until
@@ -159,7 +159,7 @@ async def test_a_killed_core_ends_every_request_once_and_comes_back():
             ledger = await sink.wait()
             assert type(ledger.error) is EngineDied
             assert ledger.error.message == "the engine process was killed by SIGKILL"
-        assert events[-1] == PoolCleared()
+        assert events[-len(TIERS) :] == [PoolCleared(tier) for tier in TIERS]
         assert client.capabilities is None
         assert client.stats().running == 0
         await watched.ready_again()
