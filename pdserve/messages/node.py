@@ -101,6 +101,8 @@ class NodeCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A worker's mode; empty: it has no fixed mode."""
     transfers: tuple[str, ...] = ()
     """Backends by which a worker can move KV."""
+    kv_block_bytes: int = 0
+    """Bytes of a worker's KV block; 0: unknown."""
 
     def has_lora(self, lora: str) -> bool:
         """True if the worker has the LoRA adapter with this id."""

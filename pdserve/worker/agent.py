@@ -327,6 +327,7 @@ class WorkerAgent:
             uncomputed_tokens=stats.uncomputed_tokens,
             kv_tokens=stats.kv_tokens,
             itl=stats.itl,
+            lanes=stats.lanes,
         )
 
     def _publish_kv(self) -> None:
@@ -365,6 +366,7 @@ class WorkerAgent:
             reason=reason.partition(":")[0] if reason.startswith("starting") else reason[:_REASON],
             max_sequences=0 if capabilities is None else capabilities.max_sequences,
             transfers=() if capabilities is None else capabilities.transfers,
+            kv_block_bytes=0 if capabilities is None else capabilities.block_bytes,
         )
         if card == self._told:
             return

@@ -167,12 +167,12 @@ class KvEventPublisher:
         return sum(map(len, self._tiers))
 
     def leading(self, hashes: bytes) -> int:
-        """Number of leading hashes of `hashes` that the engine can reuse now."""
-        known = self._tiers[_TIER["device"]]
+        """Number of leading hashes of `hashes` that the engine can reuse now, from any tier."""
+        known = [tier for tier in self._tiers if tier]
         if not known or not hashes:
             return 0
         for index, name in enumerate(_names(hashes)):
-            if name not in known:
+            if not any(name in tier for tier in known):
                 return index
         return len(hashes) // _HASH_BYTES
 

@@ -21,6 +21,7 @@ from pdserve.messages.kv_events import (
 from pdserve.messages.node import NodeCard, model_card, summarize_card
 from pdserve.messages.request import Finish, FirstTokenStats, TokenDelta, WorkerPhase
 from pdserve.messages.routing import LOAD, SEQUENCES, WorkerLoad, booking_key, booking_of
+from pdserve.messages.tiers import LaneLoad
 from pdserve.messages.worker_stream import (
     WORKER_STREAM,
     AbortRequest,
@@ -223,7 +224,7 @@ async def test_a_card_says_what_is_served_once_it_can_be() -> None:
         assert (card.host, card.max_sequences, set(card.topics)) == ("here", 0, {LOAD, SEQUENCES})
         whole = model(aliases=("default",))
         w.service.ready(whole)
-        card = await w.card_with(reason="", max_sequences=16)
+        card = await w.card_with(reason="", max_sequences=16, kv_block_bytes=1)
         (small,) = card.models
         parts = {h: await w.front.part(NodeId("w"), h, timeout=5.0) for h in small.parts}
         assert model_card(small, parts) == whole
@@ -351,12 +352,14 @@ async def test_what_has_ended_no_longer_runs_whatever_the_engine_said_last() -> 
         w.service.ready(model())
         await w.card_with(reason="")
         await w.open(1, booking=41)
+        lane = LaneLoad("h2d", 5, 1e9, 0.001)
         w.service.engine.reported = EngineStats(
-            running=1, kv_tokens=70, uncomputed_tokens=9, itl=0.25
+            running=1, kv_tokens=70, uncomputed_tokens=9, itl=0.25, lanes=(lane,)
         )
         await w.nodes.until(lambda: w.loads[-1].running == 1)
         load = w.loads[-1]
         assert (load.kv_tokens, load.uncomputed_tokens, load.itl) == (70, 9, 0.25)
+        assert load.lanes == (lane,)
         finish = Finish(reason="stop")
         w.service.engine.sinks[1].on_delta(
             TokenDelta(handle=1, choice=0, tokens=[1], finish=finish)

@@ -295,5 +295,9 @@ def test_leading_blocks_of_a_prompt():
     assert log.leading(b"".join(blocks(1, 2))) == 2
     assert log.leading(b"".join(blocks(3, 1))) == 0
     assert log.leading(b"") == 0
+    log.apply([BlockStored(blocks(3), block(2), "host"), BlockStored(blocks(5), block(4), "disk")])
+    assert log.leading(b"".join(blocks(1, 2, 3, 4, 5, 6))) == 5
+    log.apply([BlockRemoved(blocks(3), "host")])
+    assert log.leading(b"".join(blocks(1, 2, 3, 4, 5, 6))) == 2
     log.apply([BlockRemoved(blocks(1))])
     assert log.leading(b"".join(blocks(1, 2))) == 0
