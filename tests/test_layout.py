@@ -321,6 +321,7 @@ SCENARIOS = {
     "router/prefix_index/test_cluster.py": "indexes of several routers over a network that fails",
     "router/test_bookings_work.py": "second file of bookings: work until the first token",
     "router/test_core_queueing.py": "second file of core: requests that wait",
+    "router/test_core_tiers.py": "third file of core: prefixes below the device and elsewhere",
     "runtime/topics/test_fuzz.py": "a bounded run of the fuzzers",
     "runtime/topics/test_machines.py": "random runs of all topic machines",
     "sim/test_engine_transfer.py": "engines in virtual time hand prompts over",

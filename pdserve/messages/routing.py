@@ -127,6 +127,9 @@ class Candidate(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Values that the policy weighed, by name, in the units of the policy's docstring. `cost` is
     the sum that was compared, where there is one.
     """
+    sources: dict[str, int] = {}
+    """Leading blocks that it would not compute, by where it would take them from: `device`, `host`,
+    `disk`, `peer`. A source without any is left out."""
 
 
 class RoutingPreview(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -141,6 +144,8 @@ class RoutingPreview(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     held: Count = 0
     """Requests of the model that wait in this router now."""
     predicted_ttft: float | None = None
+    kv_sources: tuple[KvSource, ...] = ()
+    """What `RouteDecision.kv_sources` would be."""
 
 
 class ReleaseBooking(msgspec.Struct, frozen=True, array_like=True):

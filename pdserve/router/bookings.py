@@ -10,6 +10,8 @@ it holds is kept apart from the bookings (`_Account.fresh`, `.reported`), and on
 peer router's message make a booking. So a late message of a worker revives nothing that has ended,
 and no memory of ended bookings is needed.
 
+Bytes that a worker is expected to bring up from its tiers for a booking count like that, too.
+
 Until its first token a booking also weighs by its prompt: the tokens that were not believed to be
 cached, and their predicted prefill time. The worker's report of the first token ends this part, as
 does the booking's end. Times are kept in whole microseconds, so that sums return to zero.
@@ -33,11 +35,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pdserve.ids import NodeLife
+from pdserve.ids import Bytes, NodeLife
 from pdserve.messages.routing import BookingRecord
+from pdserve.messages.tiers import LaneName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from random import Random
 
     from pdserve.ids import Epoch, NodeId, Seconds
@@ -45,6 +48,9 @@ if TYPE_CHECKING:
     from pdserve.router.config import RouterConfig
 
 __all__ = ["BookedLoad", "Booking", "BookingEnd", "Bookings", "DecisionBasis", "PendingPrefills"]
+
+LaneBytes = tuple[tuple[LaneName, Bytes], ...]
+"""Bytes by lane."""
 
 _COUNTER_BITS = 32
 _PART_BITS = 31
@@ -140,6 +146,8 @@ class Booking:
     """The router that placed it; None: this one."""
     frontend: NodeLife | None = None
     """The frontend that asked; own bookings only."""
+    lanes: LaneBytes = ()
+    """Bytes that the worker is expected to move for it through its lanes; own bookings only."""
 
     @property
     def record(self) -> BookingRecord:
@@ -216,6 +224,10 @@ class _Account:
     """Since when the first in `prefill` is the first."""
     window: _Window = field(default_factory=_Window)
     ttft: Seconds = 0.0
+    reserving: set[int] = field(default_factory=set)
+    """Bookings in `open` whose bytes count in `reserved`."""
+    reserved: Counter[LaneName] = field(default_factory=Counter)
+    """Bytes by lane that no report can contain yet."""
 
     def charge(self, now: Seconds, booking: Booking) -> None:
         id = booking.id
@@ -224,6 +236,7 @@ class _Account:
         self.open[id] = booking
         self._add(booking, 1)
         self.window.add(now, booking.work)
+        self._reserve(booking)
         self.strangers.discard(id)
         if id not in self.started:
             if not self.prefill:
@@ -239,6 +252,7 @@ class _Account:
         if self.open.get(id) is not booking:
             return False
         self._add(booking, -1)
+        self._unreserve(booking)
         del self.open[id]
         if self.end_prefill(now, booking) and (id in self.fresh or id in self.reported):
             self.strangers.add(id)
@@ -267,6 +281,7 @@ class _Account:
         booking = self.prefill.get(id)
         if booking is not None:
             self.end_prefill(now, booking)
+            self._unreserve(booking)
             took = max(0.0, now - booking.placed)
             self.ttft += (took - self.ttft) * (_NEWEST if self.ttft else 1.0)
         return booking
@@ -281,11 +296,26 @@ class _Account:
         self.reported_sequences += sign * booking.sequences
         self.reported_tokens += sign * booking.prompt_tokens
 
+    def _reserve(self, booking: Booking) -> None:
+        """Count the booking's bytes as backlog, until a report contains them."""
+        id = booking.id
+        if booking.lanes and id not in self.reported and id not in self.started:
+            self.reserving.add(id)
+            for lane, size in booking.lanes:
+                self.reserved[lane] += size
+
+    def _unreserve(self, booking: Booking) -> None:
+        if booking.id in self.reserving:
+            self.reserving.discard(booking.id)
+            for lane, size in booking.lanes:
+                self.reserved[lane] -= size
+
     def report(self) -> None:
         """A report arrived; it contains all that the worker holds."""
         for id in self.fresh:
             if id in self.open:
                 self._add_reported(self.open[id], 1)
+                self._unreserve(self.open[id])
         self.reported |= self.fresh
         self.fresh.clear()
         self.left = 0
@@ -372,6 +402,7 @@ class Bookings:
         cached_tokens: int = 0,
         work: Seconds = 0.0,
         dispatch: DecisionBasis | None = None,
+        lanes: LaneBytes = (),
     ) -> Booking:
         """Book a worker. Errors: `ValueError` if it is not up, or at the bound."""
         account = self._account(worker)
@@ -387,6 +418,7 @@ class Bookings:
             now,
             dispatch,
             frontend=frontend,
+            lanes=lanes,
         )
         self._own[booking.id] = booking
         self._unseen[booking.id] = now + self._config.booking_ttl
@@ -443,6 +475,11 @@ class Bookings:
             account.ttft,
             account.window.sum / _MICRO,
         )
+
+    def reserved(self, worker: NodeId) -> Mapping[LaneName, Bytes]:
+        """Bytes by lane to add to the worker's report: of bookings that it cannot contain yet."""
+        account = self._accounts.get(worker)
+        return Counter() if account is None else account.reserved
 
     def unstarted(self, worker: NodeId) -> tuple[Seconds, tuple[Booking, ...]]:
         """The bookings there without a first token, oldest first, and since when the first of them
@@ -716,6 +753,12 @@ class Bookings:
         assert account.prefill_tokens == sum(b.uncached for b in waiting)
         assert account.work == sum(b.work for b in waiting)
         assert account.window.sum == sum(account.window.buckets)
+        assert account.reserving <= account.open.keys() - account.reported - account.started
+        reserved: Counter[LaneName] = Counter()
+        for id in account.reserving:
+            reserved.update(dict(account.open[id].lanes))
+        assert +account.reserved == +reserved
+        assert min(account.reserved.values(), default=0) >= 0
         everything, counted = _sum(account.open.values()), _sum(in_report)
         assert everything == (account.sequences, account.prompt_tokens)
         assert counted == (account.reported_sequences, account.reported_tokens)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import inf, log
 from operator import attrgetter
 from random import Random
@@ -47,6 +47,8 @@ from pdserve.router.admission_queue import AdmissionQueue, PlacedRequest, Queued
 from pdserve.router.bookings import Bookings, DecisionBasis
 from pdserve.router.drain_rate import DrainRate
 from pdserve.router.eligibility import RouteRejection, candidates, explain_eligibility
+from pdserve.router.kv_sources import KvHolder, kv_sources, longest_first
+from pdserve.router.onboarding import BlocksBySource, onboarding_plans
 from pdserve.router.policies.base import Explains, RoutingState
 from pdserve.router.prefix_index.index import PrefixIndex
 from pdserve.router.rebalance import (
@@ -66,10 +68,12 @@ if TYPE_CHECKING:
     from pdserve.messages.handoff import QueueState
     from pdserve.messages.request import FirstTokenStats
     from pdserve.messages.routing import RouteRequest, WorkerLoad
+    from pdserve.messages.tiers import KvSource
     from pdserve.perf_model.prediction_error import ErrorSummary
     from pdserve.perf_model.remote_prefill import RemotePrefillEstimate
     from pdserve.router.bookings import Booking, BookingEnd
     from pdserve.router.config import RouterConfig
+    from pdserve.router.onboarding import Onboarding
     from pdserve.router.policies.base import Policy, WorkerView
     from pdserve.router.rebalance import WaitingBooking
     from pdserve.router.worker_table import ModelView, WorkerFacts
@@ -432,8 +436,8 @@ class RouterCore:
         self, now: Seconds, request: RouteRequest, workers: tuple[WorkerView, ...]
     ) -> Seconds:
         """Predicted seconds at the worker with the longest cached prefix; orders the queue."""
-        found = self.index.find(now, _reusable(request), request.names_id).overlaps
-        most = max((found.get(w.node, 0) for w in workers), default=0) if found else 0
+        found = self.index.find(now, _reusable(request), request.names_id)
+        most = max((found.own_blocks(w.node) for w in workers), default=0)
         cached = min(most * request.block_size, max(0, request.prompt_tokens - 1))
         model = self.predictor.model(self.pool.model_of(workers[0].node))
         return model.prefill(request.prompt_tokens, cached)
@@ -475,6 +479,8 @@ class RouterCore:
             last = self._random.choice(workers).node
         index, queue = self.index, self._queues.get(request.model)
         found = index.find(now, _reusable(request), request.names_id)
+        learnt = self.predictor.model(self.pool.model_of(workers[0].node))
+        holders = self._holders(request) if self.pool.tiered else ()
         routed = self._wants_routed
         return RoutingState(
             workers=workers,
@@ -485,10 +491,39 @@ class RouterCore:
             lower=found.lower,
             routed=index.routed(now, request.names) if routed else _NOTHING,
             routed_blocks=index.routed_blocks() if routed else _NOTHING,
-            model=self.predictor.model(self.pool.model_of(workers[0].node)),
+            model=learnt,
             elsewhere=self._elsewhere(self.pool.model_of(workers[0].node)),
             held=len(queue) if queue else 0,
+            holders=holders,
+            onboarding=onboarding_plans(
+                request, workers, found.overlaps, found.lower, holders, learnt, now
+            )
+            if self.pool.tiered
+            else _NO_PLANS,
         )
+
+    def _holders(self, request: RouteRequest) -> tuple[KvHolder, ...]:
+        """Workers that can send leading blocks of the prompt, longest first."""
+        told = self.index.holders(_reusable(request), request.names_id)
+        if not told:
+            return ()
+        return longest_first(
+            KvHolder(life, told[life][1], told[life][0], view.kv, view.occupancy)
+            for view in self.pool.senders(request.model)
+            if (life := NodeLife(view.node, view.epoch)) in told
+            and view.node not in request.excluded
+        )
+
+    def _sources(
+        self, request: RouteRequest, state: RoutingState, chosen: WorkerView
+    ) -> tuple[KvSource, ...]:
+        """Workers that have more of the prompt than the chosen one has in all its tiers."""
+        if not chosen.kv.transfers:
+            return ()
+        own = state.own_blocks(chosen.node)
+        if not any(state.own_blocks(node) > own for node in state.overlaps.keys() | state.lower):
+            return ()
+        return kv_sources(chosen, own, state.holders or self._holders(request))
 
     def _place(
         self,
@@ -503,9 +538,12 @@ class RouterCore:
         worker = NodeLife(chosen.node, chosen.epoch)
         cached = state.cached_tokens(request, chosen)
         goes = state.elsewhere if state.goes_elsewhere(request, chosen) else None
+        plan = state.onboarding.get(chosen.node) if goes is None else None
         work = state.model.prefill(request.prompt_tokens, cached) * chosen.speed
         if goes is not None:  # a prefill worker computes the prompt, so it delays no request there
             work = 0.0
+        if plan is not None:
+            cached, work = plan.tokens, plan.compute
         ttft = state.ttft(request, chosen)
         name = self.pool.model_of(chosen.node)
         policy = self._policy_name(name)
@@ -520,17 +558,26 @@ class RouterCore:
             request.attempt,
             bool(request.allowed or request.lora),
         )
+        sources = self._sources(request, state, chosen)
         self.index.placed(now, worker, request.names, request.names_id)  # may raise: charge last
+        lanes = () if plan is None else tuple(plan.sizes.items())
         booking = self.bookings.place(
-            now, worker, frontend, request.n, request.prompt_tokens, cached, work, dispatch
+            now, worker, frontend, request.n, request.prompt_tokens, cached, work, dispatch, lanes
         )
         self.pool.chosen(request.model, chosen.node)
         self.numbers.placed += 1
         self.decisions[policy] += 1
-        overlap = state.overlaps.get(chosen.node, 0)
-        basis = (len(state.workers), state.held, chosen.sequences) if request.trace else ()
+        basis = (len(state.workers), state.held, chosen.sequences) if request.trace else (0, 0, 0)
         routed = RouteDecision(
-            worker.node, worker.epoch, booking.id, policy, overlap, ttft, held, *basis
+            worker.node,
+            worker.epoch,
+            booking.id,
+            policy,
+            state.overlaps.get(chosen.node, 0) if plan is None else plan.blocks.own,
+            ttft,
+            held,
+            *basis,
+            kv_sources=sources,
         )
         return PlacedRequest(booking, routed)
 
@@ -802,6 +849,7 @@ class RouterCore:
         adapted = self.pool.with_lora(request.lora) if request.lora else None
         known = self.pool.workers(request.model)
         found = self.index.find(now, _reusable(request), request.names_id).overlaps
+        plans, sources = _NO_PLANS, _NO_SOURCES
         worker_filter = WorkerFilter.of(request)
         standings = {
             view.node: explain_eligibility(worker_filter, view, how, adapted) for how, view in known
@@ -813,17 +861,20 @@ class RouterCore:
         except PdserveError as error:
             refusal = error.message
         else:
+            plans = state.onboarding
             policy = self._policy_name(self.pool.model_of(state.workers[0].node))
             if isinstance(self._policy, Explains):
                 terms = self._policy.terms(request, state)
             refusal = self._not_now(now, request, state)
             if not refusal:
                 best = self._policy(request, state, Random(0))
-                chosen = best.node
+                chosen, plan = best.node, plans.get(best.node)
                 work = state.model.prefill(
                     request.prompt_tokens, state.cached_tokens(request, best)
                 )
-                ttft = best.wait(now) + work * best.speed
+                wait = best.wait(now)
+                ttft = wait + work * best.speed if plan is None else plan.ttft(wait)
+                sources = self._sources(request, state, best)
         listed = tuple(
             Candidate(
                 worker=node,
@@ -831,6 +882,7 @@ class RouterCore:
                 chosen=node == chosen,
                 overlap_blocks=found.get(node, 0),
                 terms={name: float(value) for name, value in terms.get(node, {}).items()},
+                sources=_by_source(plans.get(node), found.get(node, 0)),
             )
             for node, how in standings.items()
         )
@@ -841,6 +893,7 @@ class RouterCore:
             refusal=refusal,
             held=held,
             predicted_ttft=ttft,
+            kv_sources=sources,
         )
 
     def _not_now(self, now: Seconds, request: RouteRequest, state: RoutingState) -> str:
@@ -887,6 +940,14 @@ _TINY: Final = 1e-9
 _FULL: Final = 0.9
 """A worker whose pool is fuller than this gets no moved requests."""
 _NOTHING: Final[Mapping[NodeId, int]] = MappingProxyType({})
+_NO_SOURCES: Final[tuple[KvSource, ...]] = ()
+_NO_PLANS: Final[Mapping[NodeId, Onboarding]] = MappingProxyType({})
+
+
+def _by_source(plan: Onboarding | None, device: int) -> dict[str, int]:
+    """Blocks that a worker would reuse, by where they come from."""
+    blocks = BlocksBySource(device) if plan is None else plan.blocks
+    return {source: count for source, count in asdict(blocks).items() if count}
 
 
 def _check_time(request: RouteRequest) -> None:

@@ -9,14 +9,15 @@ it, and it reads the bookings.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from pdserve.ids import NodeLife
+from pdserve.kv.tiers.lanes import estimate_of
 from pdserve.messages.routing import WorkerLoad
-from pdserve.router.policies.base import WorkerView
+from pdserve.router.policies.base import WorkerKv, WorkerView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,6 +50,8 @@ class WorkerFacts:
     """True for a prefill worker: it takes no requests."""
     decode: bool = False
     """True if prefill workers may compute its prompts."""
+    kv: WorkerKv = field(default_factory=WorkerKv)
+    """All but its lanes."""
 
     @classmethod
     def of(cls, member: Member) -> WorkerFacts:
@@ -67,6 +70,12 @@ class WorkerFacts:
             frozenset(lora.id for m in card.models for lora in m.loras),
             prefill=card.mode == "prefill",
             decode=card.mode == "decode",
+            kv=WorkerKv(
+                card.host,
+                card.models[0].compat_hash if card.models else "",
+                frozenset(card.transfers),
+                card.kv_block_bytes,
+            ),
         )
 
 
@@ -114,6 +123,14 @@ class _Worker:
     standing: WorkerEligibility = WorkerEligibility.SOUND
     """Its eligibility: the list that it is in, for each of its models."""
 
+    @property
+    def sends(self) -> bool:
+        """True if others may ask it for KV."""
+        facts, load = self.facts, self.load
+        if facts.suspect or not facts.reachable or not facts.kv.transfers:
+            return False
+        return facts.draining or load is None or load.ready
+
 
 @dataclass(slots=True)
 class _Model:
@@ -160,6 +177,13 @@ class WorkerTable:
         self._gone: dict[str, Seconds] = {}
         """Models that had workers, by the time of their removal, earliest first."""
         self._versions = 0
+        self._tiered: set[NodeId] = set()
+        """Workers that report lanes of tiers."""
+
+    @property
+    def tiered(self) -> bool:
+        """True if some worker has tiers below its device, or fetches KV."""
+        return bool(self._tiered)
 
     def __len__(self) -> int:
         """Number of workers, whatever their eligibility."""
@@ -198,6 +222,7 @@ class WorkerTable:
         if found and found.facts.worker == worker:
             found.load, found.load_at = load, now
             found.reported_size = (load and load.max_sequences) or found.reported_size
+            (self._tiered.add if load and load.lanes else self._tiered.discard)(worker.node)
             self._refresh(found)
 
     def chosen(self, model: str, node: NodeId) -> None:
@@ -248,6 +273,20 @@ class WorkerTable:
             for view in views
         ]
         return sorted(pairs, key=lambda pair: pair[1].node)
+
+    def senders(self, model: str) -> list[WorkerView]:
+        """Workers of the model that may send KV to others: ready ones, those that drain, and
+        prefill workers; none that is in doubt."""
+        self._catch_up()
+        found = self._models.get(model)
+        if found is None:
+            return []
+        return [
+            view
+            for views in found.standing.values()
+            for view in views
+            if self._workers[view.node].sends
+        ]
 
     def facts(self, node: NodeId) -> WorkerFacts | None:
         """The facts of a worker; None: no such worker."""
@@ -339,6 +378,7 @@ class WorkerTable:
 
     def _forget(self, now: Seconds, node: NodeId) -> None:
         worker = self._workers.pop(node, None)
+        self._tiered.discard(node)
         if worker:
             self._withdraw(worker)
             self._bury(now, worker.facts.models)
@@ -412,6 +452,23 @@ class WorkerTable:
             known_blocks=self._known_blocks(life),
             decode=worker.facts.decode,
             window_work=prefills.window,
+            kv=self._kv(worker, load),
+        )
+
+    def _kv(self, worker: _Worker, load: WorkerLoad) -> WorkerKv:
+        """With its lanes, whose backlog includes what was placed there since the report."""
+        kv = worker.facts.kv
+        if not load.lanes:
+            return kv
+        placed = self._bookings.reserved(worker.facts.worker.node)
+        lanes = map(estimate_of, load.lanes)
+        names = (lane.lane for lane in load.lanes)
+        return replace(
+            kv,
+            lanes={
+                name: replace(lane, backlog=lane.backlog + placed[name]) if placed[name] else lane
+                for name, lane in zip(names, lanes, strict=True)
+            },
         )
 
 

@@ -13,7 +13,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdserve.messages.request import FirstTokenStats
 from pdserve.messages.routing import BookingRecord
-from pdserve.router.bookings import BookedLoad, Booking, BookingEnd, Bookings, PendingPrefills
+from pdserve.router.bookings import (
+    BookedLoad,
+    Booking,
+    BookingEnd,
+    Bookings,
+    LaneBytes,
+    PendingPrefills,
+)
 from pdserve.router.config import RouterConfig
 from tests.router.support import booked, life
 from tests.support.seeds import is_long
@@ -466,7 +473,10 @@ class LedgerMachine(RuleBasedStateMachine):
         if not self.up:
             return
         worker = sorted(self.up)[at % len(self.up)]
-        booking = self.ledger.place(self.now, worker, frontend, charge[0], charge[1], at, 0.1 * at)
+        lanes: LaneBytes = (("h2d", 100 * at), ("disk_read", 10 * at)) if at % 2 else ()
+        booking = self.ledger.place(
+            self.now, worker, frontend, charge[0], charge[1], at, 0.1 * at, lanes=lanes
+        )
         assert booking.id not in self.every
         self.every.append(booking.id)
         entry = Entry(booking.id, worker, frontend, None, charge, self.now + TTL)

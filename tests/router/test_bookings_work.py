@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.messages.request import FirstTokenStats
 from pdserve.messages.routing import BookingRecord
-from pdserve.router.bookings import Bookings, DecisionBasis, PendingPrefills
+from pdserve.router.bookings import Bookings, DecisionBasis, LaneBytes, PendingPrefills
 from pdserve.router.config import RouterConfig
 from tests.router.support import booked, life
 
@@ -193,3 +193,46 @@ def test_an_idle_router_may_be_silent(ledger):
     ledger.peer_beat(10.0, R, False)
     ledger.judge_peers(500.0)
     assert ledger.silent_peers == []
+
+
+# ---------------------------------------------------------------------- bytes in lanes
+
+
+def bring_up(ledger: Ledger, size: int) -> int:
+    lanes: LaneBytes = (("h2d", size), ("disk_read", size // 2))
+    return ledger.place(ledger.now, W, F, 1, 100, lanes=lanes).id
+
+
+def lanes_of(ledger: Ledger) -> dict[str, int]:
+    ledger.check()
+    return {lane: size for lane, size in ledger.reserved(W.node).items() if size}
+
+
+def test_bytes_count_from_the_decision_to_the_report_that_contains_them(ledger):
+    assert lanes_of(ledger) == {}
+    first = bring_up(ledger, 100)
+    assert lanes_of(ledger) == {"h2d": 100, "disk_read": 50}
+    ledger.reported(W)  # written before the request was there
+    second = bring_up(ledger, 1000)
+    assert lanes_of(ledger) == {"h2d": 1100, "disk_read": 550}
+    ledger.held(W, first)
+    assert lanes_of(ledger) == {"h2d": 1100, "disk_read": 550}
+    ledger.reported(W)
+    assert lanes_of(ledger) == {"h2d": 1000, "disk_read": 500}
+    ledger.report_lost(W)
+    ledger.held(W, second)
+    ledger.reported(W)
+    assert lanes_of(ledger) == {}
+
+
+def test_bytes_do_not_outlive_their_booking_nor_its_first_token(ledger):
+    first, second, third = (bring_up(ledger, size) for size in (1, 10, 100))
+    ledger.held(W, first, STARTED)
+    assert lanes_of(ledger)["h2d"] == 110
+    ledger.release(second)
+    assert lanes_of(ledger)["h2d"] == 100
+    ledger.let_go(W, third)
+    assert lanes_of(ledger) == {}
+    bring_up(ledger, 5)
+    ledger.worker_gone(W)
+    assert lanes_of(ledger) == {}

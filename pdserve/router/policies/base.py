@@ -25,10 +25,33 @@ from pdserve.messages.routing import RouteRequest
 from pdserve.perf_model.latency_model import LatencyModel
 
 if TYPE_CHECKING:
-    from pdserve.ids import Epoch, NodeId, Seconds
+    from pdserve.ids import Bytes, Epoch, NodeId, Seconds
+    from pdserve.kv.tiers.lanes import LaneEstimate
+    from pdserve.messages.tiers import LaneName
     from pdserve.perf_model.remote_prefill import RemotePrefillEstimate
+    from pdserve.router.kv_sources import KvHolder
+    from pdserve.router.onboarding import Onboarding
 
-__all__ = ["Explains", "Policy", "RoutingState", "Terms", "WorkerView", "after"]
+__all__ = ["Explains", "Policy", "RoutingState", "Terms", "WorkerKv", "WorkerView", "after"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKv:
+    """How a worker's KV moves: between its tiers, and to other workers."""
+
+    host: str = ""
+    """Its machine; empty: not said."""
+    compat_hash: str = ""
+    """Workers with equal ones can use each other's KV."""
+    transfers: frozenset[str] = frozenset()
+    """Backends by which it exchanges KV with other workers."""
+    block_bytes: Bytes = 0
+    """Bytes of a KV block; 0: not said."""
+    lanes: Mapping[LaneName, LaneEstimate] = field(default_factory=dict)
+    """Lanes of its tiers, with what was placed there since its report; empty: it has no tiers."""
+
+
+_NO_KV = WorkerKv()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +101,7 @@ class WorkerView:
     """True if prefill workers may compute its prompts."""
     window_work: Seconds = 0.0
     """Prefill and decode time placed there in the last three minutes."""
+    kv: WorkerKv = _NO_KV
 
     def wait(self, now: Seconds) -> Seconds:
         """Predicted time until a prompt placed now starts: `work` less the time passed since
@@ -118,11 +142,27 @@ class RoutingState:
     """Learnt time of remote prefill, for `decode` workers; None: no prefill workers, or unknown."""
     held: int = 0
     """Other requests for this model that wait in the router."""
+    holders: Sequence[KvHolder] = ()
+    """Workers that can send leading blocks of the prompt, longest first; filled only if some worker
+    has tiers."""
+    onboarding: Mapping[NodeId, Onboarding] = field(default_factory=dict)
+    """Per worker, how it would get a longer prefix from lower tiers or from another worker; a
+    missing worker would use what its device has."""
 
     def cached_tokens(self, request: RouteRequest, worker: WorkerView) -> int:
         """Prompt tokens cached at that worker; never the last one, which is always computed."""
         blocks = self.overlaps.get(worker.node, 0)
         return min(blocks * request.block_size, max(0, request.prompt_tokens - 1))
+
+    def own_blocks(self, node: NodeId) -> int:
+        """Leading prompt blocks in all tiers of a worker."""
+        lower = self.lower.get(node)
+        return self.overlaps.get(node, 0) if lower is None else lower[1]
+
+    def reused_tokens(self, request: RouteRequest, worker: WorkerView) -> int:
+        """Prompt tokens that the worker would not compute: cached there, or brought to it."""
+        plan = self.onboarding.get(worker.node)
+        return self.cached_tokens(request, worker) if plan is None else plan.tokens
 
     def ttft(self, request: RouteRequest, worker: WorkerView) -> Seconds:
         """Predicted time to first token at that worker: the work before it and the prompt's own
@@ -144,10 +184,13 @@ class RoutingState:
         return there is not None and there < self._here(request, worker)
 
     def _here(self, request: RouteRequest, worker: WorkerView) -> Seconds:
+        wait, plan = worker.wait(self.now), self.onboarding.get(worker.node)
+        step = self.model.step(worker.decodes + 1, worker.kv_tokens) if worker.decodes else 0.0
+        if plan is not None:
+            return max(plan.ttft(wait), wait + worker.speed * step)
         cached = self.cached_tokens(request, worker)
         work = self.model.prefill(request.prompt_tokens, cached)
-        step = self.model.step(worker.decodes + 1, worker.kv_tokens) if worker.decodes else 0.0
-        return worker.wait(self.now) + worker.speed * max(work, step)
+        return wait + worker.speed * max(work, step)
 
 
 Policy = Callable[[RouteRequest, RoutingState, Random], WorkerView]

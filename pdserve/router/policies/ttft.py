@@ -30,6 +30,14 @@ which are not cached here, and the computation delays no request here: no extern
 opportunity, no d * prefill. A prefix cached here then saves its transfer alone. The queue takes
 care of the prefixes that prefill workers have cached.
 
+A worker with tiers may be expected to bring up a longer prefix than its device has, or to fetch it
+from another worker (`pdserve.router.onboarding.Onboarding`). Its prefill is then that of the rest,
+warm is the least that any worker would compute, and there are two more terms:
+
+    onboard  how much later than wait + prefill the first token comes, because the KV comes later
+    lanes    gamma * sum over lanes of  bytes / bandwidth * backlog / (backlog + bytes): the bytes
+             delay those which others wait for
+
 All within `tolerance` of the best count as equal and one is drawn, so that routers which know the
 same do not all choose the same; once in a while (`explore`) one within `explore_within` of the best
 is drawn, so that every worker's speed stays known.
@@ -58,6 +66,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import NodeId, Seconds
     from pdserve.messages.routing import RouteRequest
+    from pdserve.router.onboarding import Onboarding
     from pdserve.router.policies.base import RoutingState, Terms, WorkerView
 
 __all__ = ["Ttft"]
@@ -142,7 +151,11 @@ class Ttft:
         late = self.most_itl
         costs: list[Seconds] = []
         add = costs.append
+        plans = state.onboarding
         for worker in state.workers:
+            if plans and worker.node in plans:
+                add(sum(self._terms_of(request, state, worker, warm).values()))
+                continue
             speed = worker.speed
             price = cold
             cached = overlaps.get(worker.node, 0) * size
@@ -190,41 +203,61 @@ class Ttft:
         """The terms of the cost in seconds, or their substitutes if the latency model is not
         fitted.
         """
-        timed = state.model.fitted or state.elsewhere is not None
-        if timed:
-            waits = [self._wait(request, state, worker) for worker in state.workers]
-            length, model = request.prompt_tokens, state.model
-            cached = [state.cached_tokens(request, worker) for worker in state.workers]
-            prices = [
-                worker.speed * model.prefill(length, tokens)
-                for worker, tokens in zip(state.workers, cached, strict=True)
-            ]
-            warmest = _warmest(request, state)
-            warms = [w.speed * warmest for w in state.workers]
-            decodes = [
-                self._streams(request, state, worker, price)
-                for worker, price in zip(state.workers, prices, strict=True)
-            ]
+        if state.model.fitted or state.elsewhere is not None:
+            warm = _warmest(request, state)
+            found = {w.node: self._terms_of(request, state, w, warm) for w in state.workers}
         else:
-            waits, prices = _counted(request, state)
-            warms = [min(prices)] * len(prices)
-            decodes = [0.0] * len(prices)
-        found = {}
-        held = state.held / len(state.workers)
-        for i, worker in enumerate(state.workers):
-            waiting = worker.prefills + held
-            terms = {
-                "wait": waits[i],
-                "prefill": prices[i],
-                "transfer": 0.0,
-                "externality": self.gamma * waiting * prices[i],
-                "opportunity": (self.kappa0 + self.kappa1 * waiting) * (prices[i] - warms[i]),
-                "decode": decodes[i],
+            found = self._counted_terms(request, state)
+        return {node: {**terms, "cost": sum(terms.values())} for node, terms in found.items()}
+
+    def _counted_terms(
+        self, request: RouteRequest, state: RoutingState
+    ) -> dict[NodeId, dict[str, float]]:
+        waits, prices = _counted(request, state)
+        warm, held = min(prices), state.held / len(state.workers)
+        return {
+            worker.node: {
+                "wait": wait,
+                **self._prefill_terms(worker.prefills + held, price, warm),
+                "decode": 0.0,
             }
-            if timed and (moved := self._moved(request, state, worker)):
-                terms = moved
-            found[worker.node] = {**terms, "cost": sum(terms.values())}
-        return found
+            for worker, wait, price in zip(state.workers, waits, prices, strict=True)
+        }
+
+    def _prefill_terms(self, waiting: float, price: Seconds, warm: Seconds) -> dict[str, float]:
+        """`warm`: at the worker's speed."""
+        return {
+            "prefill": price,
+            "transfer": 0.0,
+            "externality": self.gamma * waiting * price,
+            "opportunity": (self.kappa0 + self.kappa1 * waiting) * (price - warm),
+        }
+
+    def _terms_of(
+        self, request: RouteRequest, state: RoutingState, worker: WorkerView, warm: Seconds
+    ) -> dict[str, float]:
+        """The terms of one worker; `warm`: at speed 1."""
+        moved = self._moved(request, state, worker)
+        if moved is not None:
+            return moved
+        plan, wait = state.onboarding.get(worker.node), self._wait(request, state, worker)
+        if plan is None:
+            cached = state.cached_tokens(request, worker)
+            price = worker.speed * state.model.prefill(request.prompt_tokens, cached)
+            brought = {}
+        else:
+            price = plan.compute
+            brought = {
+                "onboard": max(0.0, plan.ttft(wait) - wait - price),
+                "lanes": self.gamma * _delay(plan, worker),
+            }
+        waiting = worker.prefills + state.held / len(state.workers)
+        return {
+            "wait": wait,
+            **brought,
+            **self._prefill_terms(waiting, price, worker.speed * warm),
+            "decode": self._streams(request, state, worker, price),
+        }
 
     def _moved(
         self, request: RouteRequest, state: RoutingState, worker: WorkerView
@@ -236,8 +269,14 @@ class Ttft:
         if not self.elsewhere or away is None or not worker.decode:
             return None
         length, cached = request.prompt_tokens, state.cached_tokens(request, worker)
-        there = away.ttft(length, cached)
-        if there >= worker.wait(state.now) + worker.speed * state.model.prefill(length, cached):
+        there, plan = away.ttft(length, cached), state.onboarding.get(worker.node)
+        wait = worker.wait(state.now)
+        here = (
+            wait + worker.speed * state.model.prefill(length, cached)
+            if plan is None
+            else plan.ttft(wait)
+        )
+        if there >= here:
             return None
         room = self._room(request, state, worker)
         return {
@@ -318,18 +357,33 @@ def _lacking(request: RouteRequest, state: RoutingState, worker: WorkerView) -> 
 
 
 def _warmest(request: RouteRequest, state: RoutingState) -> Seconds:
-    """Prefill time at speed 1 with the longest prefix that any worker has."""
+    """The least prefill time at speed 1 that any worker needs: with the longest prefix that one has
+    or would bring up."""
     length, overlaps, deepest = request.prompt_tokens, state.overlaps, 0
     if overlaps:
         deepest = max([overlaps.get(worker.node, 0) for worker in state.workers])
     cached = min(deepest * request.block_size, max(0, length - 1))
-    return state.model.prefill(length, cached)
+    warm = state.model.prefill(length, cached)
+    if not state.onboarding:
+        return warm
+    plans = state.onboarding
+    speeds = {worker.node: worker.speed for worker in state.workers if worker.node in plans}
+    return min([warm, *(plans[node].compute / speed for node, speed in speeds.items())])
+
+
+def _delay(plan: Onboarding, worker: WorkerView) -> Seconds:
+    """By how much the plan's bytes delay those that wait in the same lanes."""
+    lanes, total = worker.kv.lanes, 0.0
+    for name, size in plan.sizes.items():
+        lane = lanes[name]
+        total += size / lane.bandwidth * lane.backlog / (lane.backlog + size)
+    return total
 
 
 def _counted(request: RouteRequest, state: RoutingState) -> tuple[list[float], list[float]]:
     """Waits and prices without a latency model: tokens at a fixed price, or requests."""
     length = max(1, request.prompt_tokens)
-    uncached = [length - state.cached_tokens(request, worker) for worker in state.workers]
+    uncached = [length - state.reused_tokens(request, worker) for worker in state.workers]
     if state.model.blind:
         return [float(w.sequences) for w in state.workers], [u / length for u in uncached]
     base, each = _FIXED.base, _FIXED.per_token

@@ -46,6 +46,11 @@ class PrefixMatches(NamedTuple):
     where that exceeds `overlaps`.
     """
 
+    def own_blocks(self, node: NodeId) -> int:
+        """Leading blocks in all tiers of a worker."""
+        lower = self.lower.get(node)
+        return self.overlaps.get(node, 0) if lower is None else lower[1]
+
 
 _NOTHING: Final = PrefixMatches({}, {})
 
@@ -200,6 +205,20 @@ class PrefixIndex:
         if names_id and self._ids and self._ids.keys() != {names_id}:
             self._take_out_foreign(names_id, overlaps, lower)
         return PrefixMatches(overlaps, lower)
+
+    def holders(self, names: bytes, names_id: bytes = b"") -> dict[NodeLife, tuple[int, int]]:
+        """Workers that have leading blocks by their own events: (on the device, in all tiers). What
+        was only sent to a worker does not count."""
+        if not names or not self._workers:
+            return {}
+        found: dict[NodeLife, tuple[int, int]] = {}
+        tiers = self._tree.match_tiers(names)
+        for worker in self._workers.values():
+            feed = worker.feed
+            depths = None if feed is None else tiers.get(feed.slot)
+            if depths is not None and (not names_id or worker.names_id in (b"", names_id)):
+                found[worker.life] = (depths[0], depths[2])
+        return found
 
     def _lower(
         self, tiers: Mapping[int, tuple[int, int, int]], overlaps: Mapping[NodeId, int]

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pdserve.ids import NodeId
+from pdserve.kv.tiers.lanes import LaneEstimate
 from pdserve.perf_model.latency_model import LatencyModel
 from pdserve.perf_model.remote_prefill import RemotePrefillEstimate
+from pdserve.router.kv_sources import KvHolder
+from pdserve.router.onboarding import onboarding_plans
+from pdserve.router.policies.base import WorkerKv
 from pdserve.router.policies.loader import load_policy
 from pdserve.router.policies.ttft import Ttft
 from tests.router.policies.support import ask, snapshot, weighed, worker
+from tests.router.support import life
 
 if TYPE_CHECKING:
-    from pdserve.router.policies.base import RoutingState, WorkerView
+    from pdserve.messages.routing import RouteRequest
+    from pdserve.router.policies.base import RoutingState, Terms, WorkerView
 
 MODEL = LatencyModel(0.01, 6e-5, 6e-10, 0.008, 1e-4, 1e-8, fitted=True)
 PLAIN = Ttft(gamma=0, kappa0=0, kappa1=0, lambda_decode=0)
@@ -228,6 +235,101 @@ def test_all_is_learnt_of_prefill_workers_and_nothing_of_the_rest():
     )
     costs = Ttft().costs(ask(200), given)
     assert costs[1] < costs[0]
+
+
+# ---------------------------------------------------------------------- tiers
+
+LANES: dict[Any, LaneEstimate] = {
+    "h2d": LaneEstimate(20e9, 0.0001),
+    "disk_read": LaneEstimate(2e9, 0.001),
+    "fetch": LaneEstimate(5e9, 0.002),
+}
+MOVES = WorkerKv("h", "k", frozenset({"tcp"}), 4_000_000, LANES)
+BEFORE = "146acef8f2a4fa0658b479fa584fc433"
+"""What the costs added up to before there were tiers."""
+
+
+def test_without_lanes_costs_are_the_same_to_the_last_bit():
+    """Neither a worker's machine and transfers, nor what others hold, changes a decision."""
+    for kv in (WorkerKv(), replace(MOVES, lanes={})):
+        found = hashlib.sha256()
+        for model, seed in product(KINDS, range(100)):
+            request = ask(Random(seed).choice((1, 50, 400)), max_tokens=100)
+            for given in (some_cluster(seed, model), replace(split(seed), model=model)):
+                workers = tuple(replace(w, kv=kv) for w in given.workers)
+                known = replace(given, workers=workers, holders=(HOLDER,))
+                costs = Ttft(lambda_decode=0.1, most_itl=0.01).costs(request, known)
+                found.update(repr(costs).encode())
+                found.update(repr([known.ttft(request, w) for w in known.workers]).encode())
+        assert found.hexdigest()[:32] == BEFORE
+
+
+HOLDER = KvHolder(life("x"), 300, 300, replace(MOVES, lanes={}))
+
+
+def tiered(seed: int, given: RoutingState, request: RouteRequest) -> RoutingState:
+    """Some of the workers have tiers, and know of a worker that has more."""
+    random = Random(seed)
+    workers = tuple(replace(w, kv=MOVES) if random.random() < 0.7 else w for w in given.workers)
+    lower = {}
+    for view in workers:
+        device = given.overlaps.get(view.node, 0)
+        host = device + random.choice((0, 0, 20, 200))
+        lower[view.node] = (host, host + random.choice((0, 30)))
+    holders = (HOLDER,) if random.random() < 0.5 else ()
+    plans = onboarding_plans(
+        request, workers, given.overlaps, lower, holders, given.model, given.now
+    )
+    return replace(given, workers=workers, lower=lower, holders=holders, onboarding=plans)
+
+
+@pytest.mark.parametrize("model", KINDS)
+def test_what_is_compared_is_the_sum_of_the_terms_with_tiers_too(model: LatencyModel):
+    planned = 0
+    for seed in range(200):
+        request = ask(Random(seed).choice((1, 50, 400)), max_tokens=100)
+        given = some_cluster(seed, model) if seed % 2 else replace(split(seed), model=model)
+        given, policy = tiered(seed, given, request), Ttft(lambda_decode=0.1)
+        planned += len(given.onboarding)
+        terms = policy.terms(request, given)
+        for view, cost in zip(given.workers, policy.costs(request, given), strict=True):
+            assert cost == pytest.approx(terms[view.node]["cost"])
+    assert planned > 300
+
+
+def brought(host: int, view: WorkerView, **fields: Any) -> Terms:
+    """The terms of a worker whose host has blocks, beside an idle one without any."""
+    request = ask(200)
+    given = state(view, worker("z"), **fields)
+    plans = onboarding_plans(
+        request, given.workers, {}, {view.node: (host, host)}, (), MODEL, given.now
+    )
+    return weighed(Ttft(), request, replace(given, onboarding=plans))[str(view.node)]
+
+
+def test_a_prefix_on_the_host_costs_its_way_up_and_what_is_left_to_compute():
+    found = brought(100, worker("a", kv=MOVES))
+    compute, onboard = MODEL.prefill(6400, 3200), 0.0001 + 400e6 / 20e9
+    assert found["prefill"] == pytest.approx(compute)
+    first = 0.0001 + 100e6 / 20e9
+    assert found["wait"] + found["onboard"] + found["prefill"] == pytest.approx(
+        max(first + compute, onboard + compute / 4)
+    )
+    assert found["opportunity"] == 0.0, "no worker would compute less"
+    assert found["lanes"] == 0.0, "no one waits in its lanes"
+    assert brought(100, worker("a", kv=MOVES, work=9.0, as_of=100.0))["onboard"] < 1e-9
+
+
+def test_who_fills_a_busy_lane_delays_others():
+    lanes = {**LANES, "h2d": LaneEstimate(20e9, 0.0001, backlog=400_000_000)}
+    found = brought(100, worker("a", kv=replace(MOVES, lanes=lanes)))
+    assert found["lanes"] == pytest.approx(0.5 * 400e6 / 20e9 / 2)
+    assert found["onboard"] > brought(100, worker("a", kv=MOVES))["onboard"]
+
+
+def test_the_less_a_tier_has_the_more_it_costs():
+    costs = [brought(host, worker("a", kv=MOVES))["cost"] for host in (0, 20, 60, 120, 199)]
+    assert costs == sorted(costs, reverse=True)
 
 
 # ---------------------------------------------------------------------- without a model
