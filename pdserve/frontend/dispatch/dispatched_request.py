@@ -454,7 +454,7 @@ class DispatchedRequest:
             if phase is not None and self._phases is not None:
                 phase.sent = self._phases.time()
                 phase.tokens_before = self.received.longest if self._keep_on else 0
-            return self._request_now()
+            return self._request_now(routed)
 
         try:
             sequence = await self._ways.place(begin, attempt, router, routed)
@@ -515,10 +515,12 @@ class DispatchedRequest:
             )
         )
 
-    def _request_now(self) -> GenerateRequest:
-        """The request with the tokens so far and the remaining deadline. A deadline that has hardly
-        changed is not worth a copy."""
+    def _request_now(self, routed: RouteDecision) -> GenerateRequest:
+        """The request with the tokens so far, the remaining deadline and the decision's sources of
+        KV. A deadline that has hardly changed is not worth a copy."""
         request = self.received.continuation(self.request)
+        if routed.kv_sources:
+            request = replace(request, kv_sources=routed.kv_sources)
         if self._deaths.suspect(self._ways.now(), self._ways.standing):
             request = replace(request, suspect=True)
         if self._phases is not None and self._phases.traced:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from pdserve.errors import PdserveError
 from pdserve.frontend.dispatch.migration_state import prewarm_request
 from pdserve.ids import NodeLife
@@ -97,8 +99,9 @@ async def _go(
 async def _warm(
     dispatched: DispatchedRequest, ways: ClusterPort, attempt: Assignment, routed: RouteDecision
 ) -> None:
-    """Lets the worker get the KV of all tokens so far. Failures are ignored: the worker then
-    computes the KV when it has the request."""
+    """Lets the worker get the KV of all tokens so far: from the worker that has them, or else what
+    others have of the prompt. Failures are ignored: the worker then computes the KV when it has the
+    request."""
     request, received = dispatched.request, dispatched.received
     tokens = len(request.prompt) + received.longest
     if tokens < _BLOCKS * ways.block_size(request.model) or not attempt.begun:
@@ -111,6 +114,8 @@ async def _warm(
             if left <= 0:
                 return
             wanted = prewarm_request(request, received.tokens(choice), source, left)
+            if source is None:
+                wanted = replace(wanted, kv_sources=routed.kv_sources)
             await ways.warm(wanted, routed, left)
     except PdserveError as error:
         _log.info("prewarming worker %s failed: %s", routed.worker, error)

@@ -26,6 +26,7 @@ from pdserve.messages.request import (
     TokenDelta,
     TokenLogprob,
 )
+from pdserve.messages.tiers import KvSource
 from tests.frontend.fake_cluster import Sink, request, world
 from tests.net.world import virtually
 
@@ -89,6 +90,27 @@ async def test_a_stream_goes_on_at_another_worker_when_its_own_dies() -> None:
         assert [p.migrations for p in placed] == [0, 1]
         assert outcomes(w) == {("worker_lost", "completed"): 1}
         await w.nodes.until(lambda: router.releases == ["failed", "finished"])
+
+
+@virtually
+async def test_each_worker_is_told_the_sources_of_its_own_decision() -> None:
+    async with world() as w:
+        router, first, second = await w.router("r"), await w.worker("a"), await w.worker("b")
+        await w.ready()
+        before, after = KvSource("x", 1, 9, 4), KvSource("y", 3, 5)
+        router.policy = {"kv_sources": (before,)}
+        sink = Sink()
+        await w.backend.open(request(), sink)
+        assert first.requests[0].kv_sources == (before,)
+        first.say(5)
+        router.policy = {"kv_sources": (after,)}
+        first.refuse(EngineDied("it died"))
+        await begun(w, second)
+        assert second.requests[0].kv_sources == (after,)
+        router.policy = {}
+        second.refuse(EngineDied("it died, too"))
+        await w.nodes.until(lambda: len(first.requests) == 2)
+        assert first.requests[1].kv_sources == ()
 
 
 @virtually

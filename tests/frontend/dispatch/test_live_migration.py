@@ -11,6 +11,7 @@ import pytest
 from pdserve.errors import Draining, EngineDied, InvalidRequest, Overloaded
 from pdserve.frontend.routing_hints import NO_HINTS, RoutingHints
 from pdserve.messages.routing import RouterMigrationHint
+from pdserve.messages.tiers import KvSource
 from pdserve.runtime.rpc_methods import MOVE
 from pdserve.testing import virtual_time
 from pdserve.wire.codec import encode
@@ -95,6 +96,7 @@ async def test_the_kv_is_fetched_from_the_worker_that_has_it_if_both_can() -> No
     for theirs in ((), ("tcp",), ("rdma",)):
         async with world() as w:
             scene = await Scene.make(w, 5)
+            scene.router.policy = {"kv_sources": (KvSource("x", 1, 6),)}
             scene.first.serve(transfers=("shm", "tcp"))
             scene.second.serve(transfers=theirs)
             await asyncio.sleep(1.0)
@@ -103,6 +105,7 @@ async def test_the_kv_is_fetched_from_the_worker_that_has_it_if_both_can() -> No
             (warm,) = scene.second.requests
             fetched = ("a", scene.first.node.epoch)
             assert (warm.source, warm.source_epoch) == (fetched if theirs == ("tcp",) else ("", 0))
+            assert [one.node for one in warm.kv_sources] == ([] if theirs == ("tcp",) else ["x"])
             scene.stream.cancel()
             await asyncio.sleep(0.1)
             assert scene.second.running == {}
