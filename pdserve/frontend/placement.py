@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from pdserve.ids import NodeId, Seconds
+from pdserve.messages.tiers import CachedSource
 from pdserve.protocols.completion_responses import Served
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
 
 __all__ = [
     "HEADER_NAMES",
     "TRACE_ID_HEADER",
     "Placement",
     "PromptStats",
+    "cached_by_source",
     "cached_tokens",
     "header_lines",
     "served_summary",
@@ -60,6 +63,8 @@ class PromptStats(msgspec.Struct):
     """Where the prompt was prefilled, and why; empty if the worker had no choice."""
     image_tokens: tuple[int, ...] = ()
     """Tokens that each of the prompt's images took."""
+    sources: tuple[CachedSource, ...] = ()
+    """Those of `cached_tokens` that were not on the device."""
 
 
 def served_summary(courses: Sequence[PromptStats], ttft: Seconds | None) -> Served | None:
@@ -75,6 +80,7 @@ def served_summary(courses: Sequence[PromptStats], ttft: Seconds | None) -> Serv
         attempts=max([p.attempts for p in placements]),
         overlap_tokens=sum([p.overlap_tokens for p in placements]) if complete else None,
         cached_tokens=cached_tokens(courses),
+        cached=_cached_line(courses),
         predicted_ttft_ms=_longest([p.predicted_ttft for p in placements]),
         ttft_ms=_ms(ttft),
         held_ms=_ms(max([p.held for p in placements])),
@@ -85,8 +91,9 @@ def served_summary(courses: Sequence[PromptStats], ttft: Seconds | None) -> Serv
     )
 
 
+_SOURCES: Final = ("host", "disk", "peer")
 _HEADERS = (
-    *("worker", "router", "policy", "attempts", "overlap_tokens", "cached_tokens"),
+    *("worker", "router", "policy", "attempts", "overlap_tokens", "cached_tokens", "cached"),
     *("predicted_ttft_ms", "ttft_ms", "held_ms", "prefill", "migrations"),
 )
 HEADER_NAMES: Final = tuple(f"x-pdserve-{name.replace('_', '-')}".encode() for name in _HEADERS)
@@ -116,6 +123,29 @@ def cached_tokens(courses: Sequence[PromptStats]) -> int | None:
     """Cached tokens of all prompts together; None if unknown for any prompt."""
     known = [c.cached_tokens for c in courses if c.cached_tokens is not None]
     return sum(known) if len(known) == len(courses) else None
+
+
+def cached_by_source(courses: Sequence[PromptStats]) -> dict[str, int]:
+    """Cached tokens of all prompts by where they were: `device`, `host`, `disk`, `peer`; empty if
+    they are unknown for any prompt. Sources without tokens are left out."""
+    cached = cached_tokens(courses)
+    if cached is None:
+        return {}
+    found = dict.fromkeys(("device", *_SOURCES), 0)
+    for one in (each for course in courses for each in course.sources):
+        found[one.source] = found.get(one.source, 0) + one.tokens
+    found["device"] = max(0, cached - sum(found.values()))
+    return {source: tokens for source, tokens in found.items() if tokens}
+
+
+def _cached_line(courses: Sequence[PromptStats]) -> str | None:
+    """Cached tokens by source; None: all of them were on the device, as far as is known."""
+    found = cached_by_source(courses)
+    if found.keys() <= {"device"}:
+        return None
+    peers = _names([one.node for course in courses for one in course.sources])
+    parts = [f"{source}={tokens}" for source, tokens in found.items()]
+    return "; ".join([*parts, f"node={peers}"] if peers else parts)
 
 
 def _longest(times: Sequence[Seconds | None]) -> float | None:

@@ -26,7 +26,16 @@ _log = logging.getLogger("pdserve.requests")
 
 _LONGEST_ERROR: Final = 200
 _SERVED: Final = (
-    *("worker", "router", "policy", "attempts", "migrations", "overlap_tokens", "prefill"),
+    *(
+        "worker",
+        "router",
+        "policy",
+        "attempts",
+        "migrations",
+        "overlap_tokens",
+        "cached",
+        "prefill",
+    ),
     *("held_ms", "queue_ms", "prefill_ms", "predicted_ttft_ms", "ttft_ms"),
 )
 """Fields of `Served` that the line has."""

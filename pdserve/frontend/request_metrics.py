@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.errors import Cancelled
-from pdserve.frontend.placement import cached_tokens
+from pdserve.frontend.placement import cached_by_source, cached_tokens
 from pdserve.observe.metrics import outcome_of
 from pdserve.observe.slo import Observed, fault_of, judge, mean_itl
 
@@ -107,9 +107,12 @@ def _count_tokens(metrics: ModelMetrics, answer: ResponseBuilder) -> None:
     prompt = answer.prompt_tokens
     metrics.request_prompt_tokens.observe(prompt)
     metrics.request_generation_tokens.observe(answer.completion_tokens)
-    cached = cached_tokens([sink.course for sink in answer.sinks])
+    courses = [sink.course for sink in answer.sinks]
+    cached = cached_tokens(courses)
     if cached is not None:
         metrics.request_uncached_tokens.observe(max(0, prompt - cached))
+        for source, tokens in cached_by_source(courses).items():
+            metrics.cached(source, tokens)
     if answer.plan.vectors is not None:
         return
     longest = max(choice.completion_tokens for choice in answer.choices)

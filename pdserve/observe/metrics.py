@@ -295,6 +295,14 @@ class Instruments:
         TOKEN_COUNT_BUCKETS,
         _MODEL,
     )
+    request_cached_tokens: Family[Counter] = _counters(
+        "request_cached_tokens_total",
+        "Prompt tokens of finished requests that were not computed, by where their KV was: device, "
+        "host (memory), disk, peer (another worker).",
+        "frontend",
+        ("model", "source"),
+        bound=_PER_MODEL,
+    )
     finished: Family[Counter] = _counters(
         "finished_total",
         "Outputs by how they ended, one for each choice or vector that a worker was asked for: "
@@ -622,6 +630,7 @@ class ModelMetrics:
         self._requests = all_models.requests
         self.num_requests_held = all_models.num_requests_held.labels(model)
         self._finished = all_models.finished
+        self._cached = all_models.request_cached_tokens
         self._slo = all_models.slo
         self._migrations = all_models.migrations
 
@@ -632,6 +641,10 @@ class ModelMetrics:
     def finished(self, reason: str) -> None:
         """Counts one output that has ended."""
         self._finished.labels(self.model, reason).inc()
+
+    def cached(self, source: str, tokens: int) -> None:
+        """Counts prompt tokens that were not computed, by where their KV was."""
+        self._cached.labels(self.model, source).inc(tokens)
 
     def judged(self, verdicts: Iterable[SloVerdict]) -> None:
         """Counts what `slo.judge` says of a request."""

@@ -46,6 +46,9 @@ class Served(msgspec.Struct, kw_only=True):
     """Leading prompt tokens that the router expected in the worker's cache."""
     cached_tokens: int | None = None
     """Leading prompt tokens that were in the worker's cache."""
+    cached: str | None = None
+    """Those tokens by where they were: `device=…; host=…; disk=…; peer=…; node=…`. Null: on the
+    device."""
     predicted_ttft_ms: float | None = None
     ttft_ms: float | None = None
     """Time from the request's arrival to its first token."""

@@ -8,6 +8,7 @@ first token. All spans lie within their parents by construction: times are clamp
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -17,7 +18,10 @@ from pdserve.messages.request import MAX_WORKER_PHASES
 from pdserve.messages.trace import Span, SpanEvent, Trace
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pdserve.messages.request import WorkerPhase
+    from pdserve.messages.tiers import CachedSource
     from pdserve.messages.trace import AttributeValue
     from pdserve.tracing.phases import (
         AttemptPhase,
@@ -311,11 +315,23 @@ def _prefill_attributes(attempt: AttemptPhase) -> Attributes:
             about["pdserve.where"] = started.prefill[:MAX_ATTRIBUTE]
         if started.received_tokens:
             about["pdserve.received_tokens"] = started.received_tokens
+        about |= _source_attributes(started.sources)
     elif finish is not None:
         about["pdserve.cached_tokens"] = cached = finish.cached_tokens
     if finish is not None and finish.prompt_tokens:
         about["pdserve.computed_tokens"] = max(0, finish.prompt_tokens - cached)
     return about
+
+
+def _source_attributes(sources: Iterable[CachedSource]) -> Attributes:
+    """Cached tokens that came from below the device or from other workers."""
+    tokens = Counter[str]()
+    about: Attributes = {}
+    for one in sources:
+        tokens[f"pdserve.cached_tokens.{one.source}"] += one.tokens
+        if one.node:
+            about["pdserve.cached_from"] = one.node[:MAX_ATTRIBUTE]
+    return about | tokens
 
 
 def _decode_attributes(attempt: AttemptPhase, end: Seconds) -> Attributes:

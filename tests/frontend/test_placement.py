@@ -1,7 +1,14 @@
 from typing import Any
 
-from pdserve.frontend.placement import Placement, PromptStats, header_lines, served_summary
+from pdserve.frontend.placement import (
+    Placement,
+    PromptStats,
+    cached_by_source,
+    header_lines,
+    served_summary,
+)
 from pdserve.ids import NodeId
+from pdserve.messages.tiers import CachedSource
 
 
 def course(worker: str = "w", cached: int | None = 64, **changes: Any) -> PromptStats:
@@ -43,6 +50,37 @@ def test_where_the_prompt_was_computed_is_told() -> None:
     both = served_summary([remote, course(), remote], 0.5)
     assert both is not None
     assert both.prefill == "remote; node=p; reason=rule"
+
+
+def test_where_cached_tokens_were_is_told_if_not_all_were_on_the_device() -> None:
+    found = course(cached=100)
+    found.sources = (CachedSource("disk", 32), CachedSource("host", 8))
+    assert lines(found)["x-pdserve-cached"] == "device=60; host=8; disk=32"
+    found.sources = (CachedSource("host", 100),)
+    assert lines(found)["x-pdserve-cached"] == "host=100"
+    found.sources = ()
+    assert "x-pdserve-cached" not in lines(found)
+
+
+def test_sources_of_several_prompts_are_added() -> None:
+    one, other = course(cached=64), course(cached=96)
+    one.sources = (CachedSource("peer", 32, "a"), CachedSource("host", 32))
+    other.sources = (CachedSource("peer", 32, "b"), CachedSource("peer", 32, "a"))
+    assert cached_by_source([one, other]) == {"device": 32, "host": 32, "peer": 96}
+    told = served_summary([one, other], 0.5)
+    assert told is not None
+    assert told.cached == "device=32; host=32; peer=96; node=a,b"
+    unknown = served_summary([one, PromptStats()], 0.5)
+    assert unknown is not None
+    assert unknown.cached is None
+    assert cached_by_source([one, course(cached=None)]) == {}
+
+
+def test_a_worker_that_counts_more_than_was_cached() -> None:
+    """It may be of another release."""
+    odd = course(cached=8)
+    odd.sources = (CachedSource("host", 32),)
+    assert lines(odd)["x-pdserve-cached"] == "host=32"
 
 
 def test_how_often_it_went_on_elsewhere_is_told_if_it_did() -> None:

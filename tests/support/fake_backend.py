@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.messages.card import ModelCard
     from pdserve.messages.routing import RoutingPreview
+    from pdserve.messages.tiers import CachedSource
 
 __all__ = ["FakeBackend", "FakeOpenStream", "Script", "logprob_of"]
 
@@ -58,6 +59,8 @@ class Script:
     hold_open: Seconds = 0.0
     """How long `open` takes."""
     cached_tokens: int = 0
+    sources: tuple[CachedSource, ...] = ()
+    """Of the cached tokens."""
     image_tokens: tuple[int, ...] = ()
     """Tokens that each image of a prompt takes."""
     vector: Callable[[GenerateRequest], bytes] | None = None
@@ -174,6 +177,7 @@ class FakeOpenStream:
                 FirstTokenStats(
                     *(self._script.cached_tokens, 0.001, 0.002, 0.002),
                     image_tokens=self._script.image_tokens[: len(self.request.images)],
+                    sources=self._script.sources,
                 )
                 if first and tokens
                 else None

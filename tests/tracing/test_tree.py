@@ -10,6 +10,7 @@ import pytest
 from pdserve.ids import NodeId
 from pdserve.messages.request import MAX_WORKER_PHASES, Finish, FirstTokenStats, WorkerPhase
 from pdserve.messages.routing import RouteDecision
+from pdserve.messages.tiers import CachedSource
 from pdserve.tracing.context import TraceContext
 from pdserve.tracing.export.delivery import QUEUE_SPANS
 from pdserve.tracing.phases import (
@@ -183,6 +184,20 @@ def test_a_worker_that_tells_nothing_until_its_end() -> None:
     trace = build(phases)
     (prefill,) = named(trace, "pdserve.prefill")
     assert prefill.attributes == {"pdserve.cached_tokens": 3}
+
+
+def test_cached_tokens_are_told_by_where_they_were() -> None:
+    phases = request()
+    sources = (CachedSource("disk", 32), CachedSource("peer", 8, "w2"), CachedSource("disk", 4))
+    started = FirstTokenStats(64, 0.25, 0.25, 0.2, sources=sources)
+    prompt(phases).add_attempt(attempt(started=started, finish=None))
+    (prefill,) = named(build(phases), "pdserve.prefill")
+    assert prefill.attributes == {
+        "pdserve.cached_tokens": 64,
+        "pdserve.cached_tokens.disk": 36,
+        "pdserve.cached_tokens.peer": 8,
+        "pdserve.cached_from": "w2",
+    }
 
 
 def test_a_worker_that_tells_nothing_at_all() -> None:

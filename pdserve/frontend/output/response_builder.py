@@ -151,7 +151,7 @@ class PromptSink:
             course = self.course
             course.cached_tokens = started.cached_tokens
             course.queue, course.prefill = started.queue_seconds, started.prefill_seconds
-            course.where = started.prefill
+            course.where, course.sources = started.prefill, started.sources
             if started.image_tokens:
                 course.image_tokens = started.image_tokens
                 self._answer.plan.on_image_tokens(started.image_tokens)

@@ -11,6 +11,7 @@ from pdserve.errors import EngineDied, Overloaded
 from pdserve.frontend.placement import Placement
 from pdserve.ids import NodeId
 from pdserve.messages.routing import Candidate, RoutingPreview
+from pdserve.messages.tiers import CachedSource
 from tests.frontend.support import HELLO, frontend, http, raw_connection, tokens, until
 from tests.support.fake_backend import Script
 
@@ -81,6 +82,19 @@ async def test_a_whole_answer_says_who_served_it():
     assert (told["overlap_tokens"], told["cached_tokens"], told["attempts"]) == (96, 64, 2)
     assert float(found["x-pdserve-ttft-ms"]) == told["ttft_ms"] > 0
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 64}
+
+
+async def test_an_answer_says_where_its_cached_tokens_were():
+    sources = (CachedSource("host", 16), CachedSource("peer", 32, "w2"))
+    async with frontend(replace(SCRIPT, sources=sources)) as client:
+        status, headers, answer = await client.post(CHAT, HELLO | {"max_tokens": 4})
+        counted = dict(client.service.metrics.request_cached_tokens)
+    assert status == 200
+    where = "device=16; host=16; peer=32; node=w2"
+    assert ours(headers)["x-pdserve-cached"] == answer["usage"]["pdserve"]["cached"] == where
+    assert ours(headers)["x-pdserve-cached-tokens"] == "64"
+    found = {source: count.value for (_, source), count in counted.items()}
+    assert found == {"device": 16, "host": 16, "peer": 32}
 
 
 async def test_a_stream_says_it_before_its_first_token_and_again_at_its_end():
