@@ -91,6 +91,19 @@ class RouteCandidate(msgspec.Struct, kw_only=True):
     overlap_tokens: int
     terms: dict[str, float]
     """Cost terms of the policy by name; `cost` is the compared sum, if the policy has one."""
+    reused_tokens: dict[str, int] = {}
+    """Leading prompt tokens that it would not compute, by where it would take their KV from:
+    `device`, `host`, `disk`, `peer`. A source without any is left out."""
+
+
+class RouteSource(msgspec.Struct, kw_only=True):
+    """A worker from which the chosen one may fetch KV of the prompt."""
+
+    worker: str
+    tokens: int
+    """Leading prompt tokens that it has."""
+    device_tokens: int
+    """Those of them that are on its device."""
 
 
 class RouteExplanation(msgspec.Struct, kw_only=True):
@@ -108,6 +121,8 @@ class RouteExplanation(msgspec.Struct, kw_only=True):
     predicted_ttft_ms: float | None
     prompt_tokens: int
     candidates: list[RouteCandidate]
+    kv_sources: list[RouteSource] = []
+    """Best first; empty: no other worker has more of the prompt."""
 
 
 # ---------------------------------------------------------------- logprobs

@@ -13,7 +13,7 @@ import msgspec
 from pdserve.errors import InvalidRequest
 from pdserve.frontend.api.request_kinds import CHAT_KIND, COMPLETION_KIND
 from pdserve.frontend.http.http_response import HttpResponse
-from pdserve.protocols.completion_responses import RouteCandidate, RouteExplanation
+from pdserve.protocols.completion_responses import RouteCandidate, RouteExplanation, RouteSource
 
 if TYPE_CHECKING:
     from pdserve.frontend.active_requests import ActiveRequest, ActiveRequests
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.plan import RequestPlan
     from pdserve.ids import NodeId
     from pdserve.messages.routing import Candidate, RoutingPreview
+    from pdserve.messages.tiers import KvSource
 
 __all__ = ["RouteExplainer"]
 
@@ -104,6 +105,7 @@ def explanation(plan: RequestPlan, router: NodeId, explained: RoutingPreview) ->
         predicted_ttft_ms=None if predicted is None else round(1000 * predicted, 1),
         prompt_tokens=plan.prompt_tokens,
         candidates=[_candidate(one, block_size) for one in explained.candidates],
+        kv_sources=[_source(one, block_size) for one in explained.kv_sources],
     )
 
 
@@ -114,4 +116,13 @@ def _candidate(one: Candidate, block_size: int) -> RouteCandidate:
         chosen=one.chosen,
         overlap_tokens=one.overlap_blocks * block_size,
         terms=one.terms,
+        reused_tokens={name: blocks * block_size for name, blocks in one.sources.items()},
+    )
+
+
+def _source(one: KvSource, block_size: int) -> RouteSource:
+    return RouteSource(
+        worker=one.node,
+        tokens=one.blocks * block_size,
+        device_tokens=one.device_blocks * block_size,
     )

@@ -11,7 +11,7 @@ from pdserve.errors import EngineDied, Overloaded
 from pdserve.frontend.placement import Placement
 from pdserve.ids import NodeId
 from pdserve.messages.routing import Candidate, RoutingPreview
-from pdserve.messages.tiers import CachedSource
+from pdserve.messages.tiers import CachedSource, KvSource
 from tests.frontend.support import HELLO, frontend, http, raw_connection, tokens, until
 from tests.support.fake_backend import Script
 
@@ -48,9 +48,11 @@ EXPLAINED = RoutingPreview(
             chosen=True,
             overlap_blocks=2,
             terms={"cost": 0.5, "prefill": 0.25},
+            sources={"device": 2, "host": 3},
         ),
         Candidate(worker=NodeId("b"), standing="draining"),
     ),
+    kv_sources=(KvSource(NodeId("b"), 1, 8, 5),),
 )
 
 
@@ -293,6 +295,7 @@ async def test_a_route_is_explained(body):
                 "chosen": True,
                 "overlap_tokens": 64,
                 "terms": {"cost": 0.5, "prefill": 0.25},
+                "reused_tokens": {"device": 64, "host": 96},
             },
             {
                 "worker": "b",
@@ -300,8 +303,10 @@ async def test_a_route_is_explained(body):
                 "chosen": False,
                 "overlap_tokens": 0,
                 "terms": {},
+                "reused_tokens": {},
             },
         ],
+        "kv_sources": [{"worker": "b", "tokens": 256, "device_tokens": 160}],
     }
 
 
