@@ -56,7 +56,7 @@ class PullListener(Protocol):
 
     def on_pulled(self, number: int, blocks_ok: int, error: str) -> None:
         """The pull has ended: its first `blocks_ok` blocks are complete and verified, and no peer
-        writes to them. The others may still be written to until `on_fenced`. `error` is a
+        can write to them. The others may still be written to until `on_fenced`. `error` is a
         `PullEnd`. Called once, unless the pull is cancelled."""
         ...
 

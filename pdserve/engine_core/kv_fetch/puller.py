@@ -7,9 +7,9 @@
     the last one ──▶ ended
 
 A pull ends once: with all blocks, with the leading ones that the owner had, or with one reason. If
-it does not bring every block, its grant is revoked, and its other blocks belong to the connector
-until the fence. Checks are spread over steps, so that a long prefix does not delay running
-sequences.
+it does not bring every block, its grant is revoked, and no block of it is used before the fence: a
+pull that failed is reported at once, one that brought some blocks after its fence. Checks are
+spread over steps, so that a long prefix does not delay running sequences.
 
 It reserves, commits and frees no blocks: the caller of `pull` owns them. The engine core owns this
 and calls it in its thread.
@@ -76,6 +76,10 @@ class _Pull:
     checking: bool = False
     checked: int = 0
     """Leading blocks whose checksum is right."""
+    good: int = 0
+    """Leading blocks that can be used after the fence; 0: none, or it is not known yet."""
+    error: PullEnd = ""
+    """Why they are not all."""
 
     @property
     def serial(self) -> int:
@@ -97,10 +101,10 @@ class KvPuller:
         self._block = block_bytes(region.layout)
         self._say = say
         self._live: dict[int, _Pull] = {}
-        """Pulls that have not ended, by the caller's number."""
+        """Pulls whose end has not been reported, by the caller's number."""
         self._keys: dict[AttemptKey, _Pull] = {}
         self._closing: dict[AttemptKey, _Pull] = {}
-        """Ended pulls whose blocks may still be written to."""
+        """Pulls that were revoked, until their fence."""
         self._checking: list[_Pull] = []
         self._serial = 0
 
@@ -162,8 +166,10 @@ class KvPuller:
             self._peer_gone(NodeLife(NodeId(command.node), command.epoch), now)
 
     def _peer_gone(self, life: NodeLife, now: Seconds) -> None:
-        for pull in [one for one in self._live.values() if one.source == life]:
-            self._end(pull, 0, "gone", now)
+        for pull in list(self._live.values()):
+            # What only waits for its fence gets it by the end of the path.
+            if pull.source == life and not pull.good:
+                self._end(pull, 0, "gone", now)
 
     def _answered(self, command: KvPullAnswer, now: Seconds) -> None:
         pull = self._keys.get(AttemptKey(-command.number, 0))
@@ -192,7 +198,7 @@ class KvPuller:
     ) -> None:
         """Handle an event of the connector."""
         if isinstance(moved, AttemptFenced):
-            self._fenced(moved.key)
+            self._fenced(moved.key, now)
             return
         pull = self._keys.get(moved.key)
         if pull is None:
@@ -225,10 +231,13 @@ class KvPuller:
         else:
             self._end(pull, 0, "gone" if isinstance(error, PathLost) else "transfer", now)
 
-    def _fenced(self, key: AttemptKey) -> None:
+    def _fenced(self, key: AttemptKey, now: Seconds) -> None:
         pull = self._closing.pop(key, None)
-        if pull is not None:
-            pull.listener.on_fenced(pull.number)
+        if pull is None:
+            return
+        if pull.good:
+            self._report(pull, pull.good, pull.error, now)
+        pull.listener.on_fenced(pull.number)
 
     # ------------------------------------------------------------------ what has arrived
 
@@ -300,18 +309,33 @@ class KvPuller:
         self, pull: _Pull, blocks: int, error: PullEnd, now: Seconds, *, told: bool = False
     ) -> None:
         """End a pull of which `blocks` leading blocks are good. `told`: the caller knows."""
-        del self._live[pull.number], self._keys[pull.key]
         if pull.checking:
             self._checking.remove(pull)
-        if error:
-            self.ended[error] += 1
-        if blocks == len(pull.blocks):
+            pull.checking = False
+        pull.good = 0
+        if self._keys.pop(pull.key, None) is None:
+            # It was revoked before, and its fence has not come.
+            self._report(pull, 0, error, now, told=told)
+        elif blocks == len(pull.blocks):
             self._mover.finish(pull.key)
+            self._report(pull, blocks, error, now)
         else:
             self._closing[pull.key] = pull
             self._mover.revoke(pull.key)
-        self._say(KvPullEnded(pull.serial, blocks, error, max(0.0, now - pull.begun)))
+            if blocks:
+                pull.good, pull.error = blocks, error
+            else:
+                self._report(pull, 0, error, now, told=told)
+
+    def _report(
+        self, pull: _Pull, blocks: int, error: PullEnd, now: Seconds, *, told: bool = False
+    ) -> None:
+        del self._live[pull.number]
+        pull.good = 0
+        if error:
+            self.ended[error] += 1
         self.pulled_blocks += blocks
+        self._say(KvPullEnded(pull.serial, blocks, error, max(0.0, now - pull.begun)))
         if not told:
             pull.listener.on_pulled(pull.number, blocks, error)
 
@@ -321,4 +345,4 @@ class KvPuller:
         for pull in list(self._live.values()):
             self._end(pull, 0, "closed", now)
         for key in list(self._closing):
-            self._fenced(key)
+            self._fenced(key, now)

@@ -170,8 +170,7 @@ class FetchPair:
             match event:
                 case KvPullOpened():
                     self.asked.append(event)
-                    if not self.lose_answers:
-                        self.net.under_way.append(lambda event=event: self._ask(event))
+                    self.net.under_way.append(lambda event=event: self._ask(event))
                 case KvPullEnded():
                     self.ended.append(event)
                     number = self._open.pop(event.number, None)
@@ -182,7 +181,7 @@ class FetchPair:
         return events
 
     def _ask(self, event: KvPullOpened) -> None:
-        if any(one.number == event.number for one in self.ended):
+        if self.lose_answers or any(one.number == event.number for one in self.ended):
             return
         self._numbers += 1
         self._open[event.number] = self._numbers
@@ -201,13 +200,12 @@ class FetchPair:
         for event in events:
             if isinstance(event, KvPullServed):
                 self.grants.append(event.grant)
-                if not self.lose_answers:
-                    self.net.under_way.append(lambda event=event: self._answer(event))
+                self.net.under_way.append(lambda event=event: self._answer(event))
         return events
 
     def _answer(self, event: KvPullServed) -> None:
         for number, asked in list(self._open.items()):
-            if asked == event.number:
+            if asked == event.number and not self.lose_answers:
                 del self._open[number]
                 grant = event.grant if self.alter is None else self.alter(event.grant)
                 answer = KvPullAnswer(number, grant)
@@ -238,8 +236,10 @@ class FetchPair:
         raise AssertionError("the two make no progress")
 
     def sleep(self, seconds: float) -> None:
+        """Let time pass, and what is due happen."""
         for end in (self.r, self.o):
             end.clock.advance(seconds)
+        self.turn()
 
     def generate(self, end: PairedCore, wanted: GenerateRequest) -> list[list[int]]:
         """Run a request at one end; returns its tokens."""
@@ -269,6 +269,14 @@ class FetchPair:
             counts = end.core.pool.counts()
             assert counts.used == counts.quarantined == 0
         assert all(one.over for one in self.wanted)
+
+
+def evict(end: PairedCore, count: int) -> None:
+    """Evict the oldest cached blocks."""
+    pool = end.core.pool
+    blocks = pool.reserve(pool.counts().free + count)
+    assert blocks is not None
+    pool.release(blocks)
 
 
 def carried(command: Any, kind: Any) -> Any:
