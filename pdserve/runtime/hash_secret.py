@@ -9,7 +9,9 @@ that it knows:
     else    drawn by some node when it first needed one, at this time (Unix milliseconds)
 
 So a file wins over drawn secrets, the earliest drawn one over later ones, and a replaced file over
-what others remember of the old one. The order is total: whatever the order of starts, partitions
+what others remember of the old one. A node that keeps blocks on disk keeps their secret, too, and
+offers it at its next start with its birth: so the cluster finds its blocks again after all of its
+processes ended. The order is total: whatever the order of starts, partitions
 and mergers, nodes that know each other end with the same secret. A secret that was just drawn is
 not published before this node knows the others' cards, and yields to any of theirs: so a
 restart, or a wrong clock, costs the cluster nothing.
@@ -178,8 +180,10 @@ class HashSecrets:
         wall: Callable[[], Seconds],
         degradations: Degradations,
         given: bytes | None = None,
+        kept: tuple[bytes, int] | None = None,
     ) -> None:
-        """`given`: the content of this node's own file, if it has one."""
+        """`given`: the content of this node's own file, if it has one. `kept`: a secret of an
+        earlier life and its birth, as `on_claim` told them; `given` wins."""
         self._node = node
         self._entropy = entropy
         self._wall = wall
@@ -192,9 +196,13 @@ class HashSecrets:
         self._failures = 0
         self._complaint: tuple[NodeId, ...] = ()
         self._listeners: list[Callable[[bytes], None]] = []
+        self._claim_listeners: list[Callable[[bytes, int], None]] = []
         node.serve(SECRET, self._give)
         if given is not None:
             self._take(given, SecretClaim(GIVEN, hash_secret_id(given)))
+        elif kept is not None:
+            secret, birth = kept
+            self._take(secret, SecretClaim(birth, hash_secret_id(secret)).adopted)
         node.on_member(self._on_member)
 
     # ------------------------------------------------------------------ reading
@@ -212,6 +220,13 @@ class HashSecrets:
     def listen(self, listener: Callable[[bytes], None]) -> None:
         """Call `listener` with every secret that this node adopts from now on."""
         self._listeners.append(listener)
+
+    def on_claim(self, listener: Callable[[bytes, int], None]) -> None:
+        """Call `listener` with the secret that others may rely on, and with the birth that this
+        node would offer it with after a restart: now, if there is one, and at each change."""
+        self._claim_listeners.append(listener)
+        if self._told and self._claim is not None:
+            listener(self._secret, self._claim.adopted.birth)
 
     def need(self) -> bytes:
         """The secret; drawn now if this node knows none."""
@@ -309,6 +324,8 @@ class HashSecrets:
         assert self._claim is not None
         self._told = True
         self._node.publish_names(self._claim.id, self._claim.birth)
+        for listener in self._claim_listeners:
+            listener(self._secret, self._claim.adopted.birth)
 
     def _judge(self, offers: SecretOffers) -> None:
         """Report a degradation if files differ: this divides the cluster, and only an operator can

@@ -182,9 +182,16 @@ class Agreed:
         self.degraded: dict[str, Degradations] = {}
         self.random = random.Random(7)
         self.skew: dict[str, float] = {}
+        self.kept: dict[str, tuple[bytes, int]] = {}
         self.deaf: dict[str, Callable[[IncomingCall], None]] = {}
 
-    def watch(self, name: str, node: Node, file: bytes | None = None) -> HashSecrets:
+    def watch(
+        self,
+        name: str,
+        node: Node,
+        file: bytes | None = None,
+        kept: tuple[bytes, int] | None = None,
+    ) -> HashSecrets:
         self.degraded[name] = Degradations(Metrics())
         made = HashSecrets(
             node,
@@ -192,7 +199,9 @@ class Agreed:
             wall=lambda: 1_700_000_000 + self.nodes.loop.time() + self.skew.get(name, 0.0),
             degradations=self.degraded[name],
             given=file,
+            kept=kept,
         )
+        made.on_claim(lambda secret, birth: self.kept.update({name: (secret, birth)}))
         self.turns[name] = []
         made.listen(self.turns[name].append)
         self.secrets[name] = made
@@ -203,6 +212,7 @@ class Agreed:
         name: str,
         *,
         file: bytes | None = None,
+        kept: tuple[bytes, int] | None = None,
         needs: bool = True,
         alone: bool = False,
         deaf: bool = False,
@@ -210,7 +220,7 @@ class Agreed:
         """`deaf`: it gives its secret to nobody, until `hear`."""
         node = self.nodes.make(name, join=() if alone else None)
         self.nodes.nodes[name] = node
-        made = self.watch(name, node, file)
+        made = self.watch(name, node, file, kept)
         if deaf:
             self.deaf[name] = node._answers.pop(SECRET.id)
         await node.start()
@@ -307,6 +317,64 @@ async def test_the_secret_outlives_whoever_drew_it() -> None:
         await agreed.end("c")
         await agreed.add("d")
         assert await agreed.settle(5.0) == secret
+
+
+@virtually
+async def test_a_kept_secret_outlives_all_nodes() -> None:
+    """The node that kept it starts last, after others have drawn one of their own."""
+    async with cluster() as nodes:
+        agreed = Agreed(nodes)
+        for name in ("a", "b", "c"):
+            await agreed.add(name)
+        secret = await agreed.settle()
+        kept = agreed.kept["b"]
+        assert kept[0] == secret
+        for name in ("a", "b", "c"):
+            await agreed.end(name)
+        await agreed.add("d")
+        await agreed.add("e")
+        assert await agreed.settle() != secret
+        await asyncio.sleep(5.0)
+        again = await agreed.add("b", kept=kept)
+        assert again.secret == secret
+        assert await agreed.settle() == secret
+        assert agreed.kept["d"] == kept
+
+
+@virtually
+async def test_of_two_kept_secrets_the_earlier_one_wins() -> None:
+    async with cluster() as nodes:
+        agreed = Agreed(nodes)
+        await agreed.add("a", kept=(b"1" * 32, 500))
+        await agreed.add("b", kept=(b"2" * 32, 400))
+        assert await agreed.settle() == b"2" * 32
+        assert agreed.kept["a"] == (b"2" * 32, 400)
+
+
+@virtually
+async def test_a_file_wins_over_what_was_kept_of_it() -> None:
+    async with cluster() as nodes:
+        agreed = Agreed(nodes)
+        await agreed.add("a", file=b"1" * 32)
+        # As learned from a file, not as one: another file must be able to replace it.
+        assert agreed.kept["a"] == (b"1" * 32, LEARNED)
+        await agreed.add("b", kept=agreed.kept["a"])
+        assert await agreed.settle() == b"1" * 32
+        await agreed.end("a")
+        await agreed.add("a", file=b"2" * 32, kept=agreed.kept["a"])
+        assert await agreed.settle() == b"2" * 32
+
+
+@virtually
+async def test_a_drawn_secret_is_kept_only_when_others_may_rely_on_it() -> None:
+    async with cluster() as nodes:
+        agreed = Agreed(nodes)
+        await agreed.add("a")
+        first = await agreed.settle()
+        await asyncio.sleep(5.0)
+        await agreed.add("b")
+        assert await agreed.settle(5.0) == first
+        assert agreed.kept["b"][0] == first
 
 
 @virtually

@@ -144,14 +144,18 @@ class NodeFactory:
             wall=time.time,
         )
 
-    def secrets(self, node: Node, degradations: Degradations) -> HashSecrets:
-        """Creates the object that agrees on the secret of block hashes for `node`."""
+    def secrets(
+        self, node: Node, degradations: Degradations, kept: tuple[bytes, int] | None = None
+    ) -> HashSecrets:
+        """Creates the object that agrees on the secret of block hashes for `node`. `kept`: the
+        secret of an earlier life and its birth."""
         return HashSecrets(
             node,
             entropy=os.urandom,
             wall=time.time,
             degradations=degradations,
             given=self._given,
+            kept=kept,
         )
 
     def transfer(self, node: Node, config: WorkerConfig) -> TransferSpec | None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -15,6 +16,7 @@ from pdserve.engine.launcher import ProcessLauncher
 from pdserve.engine.port import EngineState
 from pdserve.engine_core.engine_loader import check_installed
 from pdserve.launch.cpus import read_cpu_limits
+from pdserve.launch.kept_secret import SecretKeeper
 from pdserve.launch.kv_tiers import describe_tiers, missing_tiers, plan_tiers, tier_trouble
 from pdserve.launch.metrics_samples import sample_node
 from pdserve.launch.ready_message import loaded_line
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from pdserve.launch.roles.base import RoleContext
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.status import NodeReport
+    from pdserve.messages.tiers import TierSpec
+    from pdserve.runtime.hash_secret import HashSecrets
     from pdserve.runtime.node import Node
     from pdserve.worker.config import WorkerConfig
 
@@ -77,7 +81,7 @@ class WorkerRole:
             config,
             self._make_engine,
             node_card(context, "worker"),
-            context.membership.secrets(node, context.degradations),
+            _secrets(context, node, tiers),
             context.metrics,
             context.degradations,
         )
@@ -226,6 +230,16 @@ class WorkerRole:
 
     def unready_reason(self) -> str | None:
         return self.worker.service.unready_reason()
+
+
+def _secrets(context: RoleContext, node: Node, tiers: TierSpec | None) -> HashSecrets:
+    """The node's hash secret; with a disk tier, the one that its blocks were written under."""
+    if tiers is None or not tiers.disk_path:
+        return context.membership.secrets(node, context.degradations)
+    keeper = SecretKeeper(Path(tiers.disk_path), time.time)
+    secrets = context.membership.secrets(node, context.degradations, keeper.kept())
+    secrets.on_claim(keeper.keep)
+    return secrets
 
 
 def _tier_owner(context: RoleContext, config: WorkerConfig) -> str:

@@ -1,0 +1,61 @@
+"""The hash secret beside a disk tier: written in a thread, offered at the next start."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from pdserve.kv.tiers.disk.secret_file import stored_secrets
+from pdserve.launch import kept_secret
+from pdserve.launch.kept_secret import SecretKeeper
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def join_writer() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "pdserve-secret":
+            thread.join()
+
+
+def test_what_was_kept_last_is_offered(tmp_path: Path) -> None:
+    keeper = SecretKeeper(tmp_path / "tier", time.time)
+    assert keeper.kept() is None
+    keeper.keep(b"1" * 32, 500)
+    keeper.keep(b"2" * 32, 1)
+    join_writer()
+    assert SecretKeeper(tmp_path / "tier", time.time).kept() == (b"2" * 32, 1)
+    keeper.keep(b"1" * 32, 500)
+    join_writer()
+    assert keeper.kept() == (b"1" * 32, 500)
+    assert len(stored_secrets(tmp_path / "tier")) == 2
+
+
+def test_a_slow_disk_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one secret is being written, others are noted, and only the last of them is written."""
+    hung, written = threading.Event(), []
+
+    def slow(root: Path, secret: bytes, birth: int, wall: float) -> None:
+        hung.wait(10.0)
+        written.append(birth)
+
+    monkeypatch.setattr(kept_secret, "keep_secret", slow)
+    keeper = SecretKeeper(tmp_path, time.time)
+    for birth in range(2, 7):
+        keeper.keep(b"1" * 32, birth)
+    assert sum(thread.name == "pdserve-secret" for thread in threading.enumerate()) == 1
+    hung.set()
+    join_writer()
+    assert written[-1] == 6
+    assert len(written) <= 2
+
+
+def test_a_disk_that_fails_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    SecretKeeper(tmp_path / "file", time.time).keep(b"1" * 32, 2)
+    join_writer()
+    assert "cannot be kept" in caplog.text
