@@ -36,11 +36,10 @@ if TYPE_CHECKING:
 
 __all__ = ["BlocksBySource", "Onboarding", "onboarding_plans"]
 
-_GROUPS: Final = ((20_000_000, 4), (10_000_000, 2))
-"""From how many bytes on blocks come in how many groups of layers: a group of less than 5 MB is
-not worth its own start."""
+_GROUPS: Final = 1
+"""Groups of layers that the host's blocks come in, as in `kv.tiers.planner.PlannerConfig`."""
 _MIN_GAIN: Final[Seconds] = 0.002
-"""What each source has to gain, as in `kv.tiers.planner.PlannerConfig`."""
+"""What each source has to gain, as there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +88,11 @@ class Onboarding:
     """Time until all of it is there."""
     first: Seconds
     """Time until its first group of layers is there."""
-    groups: int
-    """Groups of layers that the host's blocks come in."""
     compute: Seconds
     """Prefill time of the tokens after it."""
     peer: NodeId | None = None
     """The other worker, if there is one."""
+    groups: int = _GROUPS
 
     def ttft(self, wait: Seconds) -> Seconds:
         """Time to first token if the engine is free after `wait`."""
@@ -190,7 +188,6 @@ def _plan(
     if not sizes.keys() <= lanes.keys():
         return None
     tokens = _tokens(request, blocks.total)
-    groups = _groups(sizes.get("h2d", 0))
     return Onboarding(
         blocks,
         tokens,
@@ -198,19 +195,13 @@ def _plan(
         max([lanes[lane].seconds(size) for lane, size in sizes.items()]),
         max(
             [
-                lanes[lane].seconds(size // groups if lane == "h2d" else size)
+                lanes[lane].seconds(size // _GROUPS if lane == "h2d" else size)
                 for lane, size in sizes.items()
             ]
         ),
-        groups,
         worker.speed * model.prefill(request.prompt_tokens, tokens),
         peer.life.node if peer is not None and blocks.peer else None,
     )
-
-
-def _groups(size: Bytes) -> int:
-    """Groups of layers in which so many bytes come from the host."""
-    return next((groups for least, groups in _GROUPS if size >= least), 1)
 
 
 def _tokens(request: RouteRequest, blocks: int) -> int:

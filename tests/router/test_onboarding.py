@@ -13,6 +13,7 @@ from pdserve.kv.tiers.lanes import LaneEstimate
 from pdserve.kv.tiers.planner import PlannerConfig, PromptSources, Run
 from pdserve.kv.tiers.planner import plan as plan_of_worker
 from pdserve.perf_model.latency_model import LatencyModel
+from pdserve.router import onboarding
 from pdserve.router.kv_sources import KvHolder
 from pdserve.router.onboarding import BlocksBySource, Onboarding, onboarding_plans
 from pdserve.router.policies.base import WorkerKv
@@ -63,11 +64,11 @@ def plan(
 
 
 def test_each_tier_lengthens_the_prefix():
-    found = plan(with_lanes(), device=10, host=30, disk=60, peer=90)
+    found = plan(with_lanes(size=10 * MB), device=10, host=30, disk=60, peer=90)
     assert found is not None
     assert found.blocks == BlocksBySource(10, 20, 30, 30)
     assert found.tokens == 90 * BLOCK
-    assert found.sizes == {"h2d": 50 * MB, "disk_read": 30 * MB, "fetch": 30 * MB}
+    assert found.sizes == {"h2d": 500 * MB, "disk_read": 300 * MB, "fetch": 300 * MB}
     assert found.peer == NodeId("x")
     assert found.compute == pytest.approx(MODEL.prefill(3200, 2880))
 
@@ -142,7 +143,8 @@ def test_the_formula_is_what_two_stages_in_a_row_take(groups: int):
         done = wait
         for group in range(1, groups + 1):
             done = max(done, onboard * group / groups) + compute / groups
-        made = Onboarding(BlocksBySource(), 0, {}, onboard, onboard / groups, groups, compute)
+        first = onboard / groups
+        made = Onboarding(BlocksBySource(), 0, {}, onboard, first, compute, groups=groups)
         assert made.ttft(wait) == pytest.approx(done)
 
 
@@ -153,9 +155,9 @@ def test_what_is_there_before_the_engine_is_free_costs_nothing():
     assert found.ttft(0.0) > found.compute
 
 
-def test_large_prefixes_come_in_groups_of_layers():
-    found = [plan(with_lanes(size=size), host=10) for size in (MB // 2, MB, 2 * MB)]
-    assert [one.groups for one in found if one is not None] == [1, 2, 4]
+def test_groups_and_gain_are_those_of_the_workers_own_planner():
+    config = PlannerConfig(BLOCK, MB)
+    assert (config.groups, config.min_gain) == (onboarding._GROUPS, onboarding._MIN_GAIN)
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -233,12 +235,7 @@ def _all_points(
         used = {name: blocks * MB for name, blocks in sizes.items() if blocks}
         if not used or not used.keys() <= lanes.keys():
             continue
-        moved = used.get("h2d", 0)
-        groups = 4 if moved >= 20 * MB else 2 if moved >= 10 * MB else 1
         whole = max(lanes[n].seconds(size) for n, size in used.items())
-        first = max(
-            lanes[n].seconds(size // groups if n == "h2d" else size) for n, size in used.items()
-        )
         compute = speed * MODEL.prefill(3200, min(3199, 32 * (own + fetched)))
         gain = 0.002 * ((from_host > 0) + (from_disk > 0) + (fetched > 0))
-        yield gain + max(max(wait, first) + compute, max(wait, whole) + compute / groups)
+        yield gain + max(wait, whole) + compute
