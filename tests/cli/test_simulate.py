@@ -144,6 +144,12 @@ def test_a_file_is_read_and_only_its_name_is_kept(tmp_path: Path) -> None:
         (["--generate", "unique", "--prefill", "2"], "--prefill and --decode belong together"),
         (["--generate", "unique", "--bandwidth", "25GB/h"], "is not a rate"),
         (["--generate", "unique", "--disagg", "maybe"], "disagg 'maybe' is unknown"),
+        (["--generate", "unique", "--host-kv", "much"], "--host-kv"),
+        (["--generate", "unique", "--kv-fetch", "maybe"], "kv-fetch 'maybe' is unknown"),
+        (
+            ["--generate", "unique", "--engine", "instant", "--host-kv", "1GiB"],
+            "engine instant has no KV tiers",
+        ),
         (["--trace", "x", "--generate-option", "rate=1"], "belongs to --generate"),
     ],
 )

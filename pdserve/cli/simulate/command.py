@@ -186,6 +186,21 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     _number(group, "--noise", 0.0, "Random spread of a step's time, as a share of it.")
     _count(group, "--block-size", 512, "Tokens per KV block.")
     _count(group, "--kv-tokens", 500_000, "Tokens that a worker's pool holds.")
+    for flag, what in (("--host-kv", "host memory"), ("--disk-kv", "disk")):
+        group.add_argument(
+            flag,
+            metavar="SIZE",
+            type=_as_size,
+            default="0",
+            help=f"Size of a worker's KV tier in {what}, such as 64GiB; 0: none. [0]",
+        )
+    group.add_argument(
+        "--kv-fetch",
+        metavar="HOW",
+        default="",
+        help="Whether workers fetch KV from each other: auto, always or never. [auto with a tier, "
+        "else never]",
+    )
     _count(group, "--max-batch-tokens", 2048, "Tokens of a step.")
     _count(group, "--max-sequences", 256, "Sequences of a step.")
 
@@ -224,6 +239,16 @@ def _as_count(text: str) -> int:
         return units.parse_count(text)
     except ValueError as error:
         raise ArgumentTypeError(f"{text!r}: {error}") from None
+
+
+def _as_size(text: str) -> int:
+    """Bytes."""
+    from argparse import ArgumentTypeError
+
+    try:
+        return units.parse_size(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 def _as_share(text: str) -> float:
@@ -292,6 +317,9 @@ def _config(parsed: argparse.Namespace) -> ReplayConfig:
         noise=parsed.noise,
         block_size=parsed.block_size,
         kv_tokens=parsed.kv_tokens,
+        host_kv=parsed.host_kv,
+        disk_kv=parsed.disk_kv,
+        kv_fetch=parsed.kv_fetch or ("auto" if parsed.host_kv or parsed.disk_kv else "never"),
         max_batch_tokens=parsed.max_batch_tokens,
         max_sequences=parsed.max_sequences,
         delay=parsed.delay,

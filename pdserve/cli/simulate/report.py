@@ -103,6 +103,7 @@ def report(result: ReplayResult, config: ReplayConfig) -> str:
             "",
             f"good             {numbers['good']:7.1%}   {numbers['goodput']:.3f} requests/s",
             f"from the cache   {numbers['hit_rate']:7.1%}   of the prompt tokens",
+            *_sources(numbers["prompt_tokens"], result.workers),
             f"balance          {numbers['balance']:7.3f}   Jain's index of computed tokens",
             f"throughput       {through['requests']:7.3f} requests/s, "
             f"{through['prompt_tokens']:.0f} + {through['output_tokens']:.0f} tokens/s",
@@ -110,6 +111,19 @@ def report(result: ReplayResult, config: ReplayConfig) -> str:
             *_predictions(numbers["prediction"]),
         ]
     )
+
+
+def _sources(tokens: dict[str, int], workers: list[dict[str, Any]]) -> Iterator[str]:
+    """Where cached tokens were, and how long tiers keep them; nothing without tiers."""
+    total = sum(tokens.values()) or 1
+    lower = {name: tokens[name] for name in ("host", "disk", "peer") if tokens[name]}
+    if lower:
+        words = ", ".join(f"{name} {count / total:.1%}" for name, count in lower.items())
+        yield f"  of the device  {tokens['device'] / total:7.1%}   {words}"
+    for tier in dict.fromkeys(name for worker in workers for name in worker["tiers"]):
+        kept = [w["tiers"][tier]["retention"] for w in workers if tier in w["tiers"]]
+        if any(kept):
+            yield f"  kept by {tier:<4}   {sum(kept) / len(kept):7.0f}   s until eviction"
 
 
 def _handoffs(prefills: dict[str, Any], transfers: dict[str, Any]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from pdserve.gossip.config import GossipConfig
 from pdserve.ids import NodeId
 from pdserve.messages.engine import TransferSpec
 from pdserve.messages.node import NodeCard
+from pdserve.messages.tiers import TierSpec
 from pdserve.net.settings import NetSettings
 from pdserve.net.transport.memory import MemoryWorld
 from pdserve.observe.degraded import Degradations
@@ -53,6 +54,8 @@ _KEY: Final = b"the key of all simulated clusters, 32 bytes or more"
 _PORT: Final = 7000
 _EPOCH: Final = 1_700_000_000
 """Unix seconds at which replays begin."""
+_DISK: Final = "simulated"
+"""Not a directory: a simulated engine has no files."""
 _RARELY: Final[Seconds] = 1e6
 _UP_WITHIN: Final[Seconds] = 60.0
 _SETTLE: Final[Seconds] = 1.0
@@ -120,7 +123,7 @@ class ReplayCluster:
             FrontendNode(node, FrontendConfig(), _SECRET, Degradations(Metrics()))
             for node in self._nodes("frontend", config.frontends)
         ]
-        self.wire: KvNetwork | None = self._wire() if config.prefill else None
+        self.wire: KvNetwork | None = self._wire() if config.prefill or config.fetches else None
         self.workers = [
             self._worker(index, node, mode) for index, (node, mode) in enumerate(self._placed())
         ]
@@ -198,7 +201,20 @@ class ReplayCluster:
             disagg=config.disagg,
             disagg_min_tokens=config.disagg_min_tokens,
             disagg_max_queue=config.disagg_max_queue,
-            transfer=None if mode == "aggregated" else TransferSpec(verify="off"),
+            transfer=None if self.wire is None else TransferSpec(verify="off"),
+            tiers=self._tiers(),
+        )
+
+    def _tiers(self) -> TierSpec | None:
+        """None: what the device evicts is lost, and nothing is fetched."""
+        config = self._config
+        if self.wire is None and not config.has_tiers:
+            return None
+        return TierSpec(
+            host_bytes=config.host_kv,
+            disk_path=_DISK if config.disk_kv else "",
+            disk_bytes=config.disk_kv,
+            fetch=config.kv_fetch,
         )
 
     @property
@@ -206,7 +222,7 @@ class ReplayCluster:
         """The spec of a worker without noise and of speed 1. Its engine must have started."""
         spec = self.workers[0].engine.spec
         options = {k: v for k, v in spec.options.items() if k not in ("noise", "slowdown")}
-        return replace_spec(spec, options=options, transfer=None)
+        return replace_spec(spec, options=options, transfer=None, tiers=None)
 
     # ------------------------------------------------------------------ life
 

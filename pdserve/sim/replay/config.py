@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ConfigError
-from pdserve.worker.config import DISAGG
+from pdserve.worker.config import DISAGG, KV_FETCH, WITHOUT_TIERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pdserve.ids import Seconds
+    from pdserve.ids import Bytes, Seconds
     from pdserve.messages.handoff import Disagg
+    from pdserve.messages.tiers import KvFetchMode
 
 __all__ = ["ReplayConfig", "ReplaySlo"]
 
@@ -70,6 +71,12 @@ class ReplayConfig:
     find no more cache hits."""
     kv_tokens: int = 500_000
     """Tokens of KV in each worker's pool."""
+    host_kv: Bytes = 0
+    """Size of each worker's host tier; 0: none. Nothing of it is allocated."""
+    disk_kv: Bytes = 0
+    """Size of each worker's disk tier; 0: none."""
+    kv_fetch: KvFetchMode = "never"
+    """Whether workers fetch KV from each other; see `messages.tiers.KvFetchMode`."""
     max_model_len: int = 262_144
     max_batch_tokens: int = 2048
     max_sequences: int = 256
@@ -110,6 +117,7 @@ class ReplayConfig:
             raise ConfigError(f"kv-tokens {self.kv_tokens} is less than one block")
         if not self.sample_every > 0:
             raise ConfigError("sample-every must be more than 0 seconds")
+        self._validate_tiers()
 
     def _validate_handoffs(self) -> None:
         if min(self.workers, self.prefill, self.decode) < 0:
@@ -123,6 +131,26 @@ class ReplayConfig:
         for name in ("transfer_latency", "disagg_min_tokens", "disagg_max_queue"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name.replace('_', '-')} must not be negative")
+
+    def _validate_tiers(self) -> None:
+        if min(self.host_kv, self.disk_kv) < 0:
+            raise ConfigError("host-kv and disk-kv must not be negative")
+        if self.kv_fetch not in KV_FETCH:
+            raise ConfigError(
+                f"kv-fetch {self.kv_fetch!r} is unknown: use one of {', '.join(KV_FETCH)}"
+            )
+        if self.has_tiers and self.engine in WITHOUT_TIERS:
+            raise ConfigError(f"engine {self.engine} has no KV tiers: use --engine sim")
+
+    @property
+    def fetches(self) -> bool:
+        """True if workers may fetch KV from each other."""
+        return self.kv_fetch != "never"
+
+    @property
+    def has_tiers(self) -> bool:
+        """True if workers have tiers below their devices, or fetch KV."""
+        return bool(self.host_kv or self.disk_kv or self.fetches)
 
     @property
     def all_workers(self) -> int:

@@ -28,6 +28,7 @@ __all__ = [
     "quantile",
     "spread",
     "summary",
+    "tokens_by_source",
     "weighted_spread",
 ]
 
@@ -106,6 +107,7 @@ def summary(
         "held": spread(record.held for record in done),
         "queue": spread(record.queue_seconds for record in done),
         "hit_rate": sum(record.cached_tokens for record in done) / prompt if prompt else 0.0,
+        "prompt_tokens": tokens_by_source(done),
         "good": served / len(records) if records else 0.0,
         "goodput": served / took,
         "throughput": {
@@ -118,6 +120,17 @@ def summary(
         "prediction": errors_by_bucket(done),
         "prefills": prefills(done),
     }
+
+
+def tokens_by_source(done: Iterable[ReplayRecord]) -> dict[str, int]:
+    """Prompt tokens by where their KV came from; `computed`: by no cache. They add up to all."""
+    found = dict.fromkeys(("computed", "device", "host", "disk", "peer"), 0)
+    for record in done:
+        found["computed"] += record.prompt_tokens - record.cached_tokens
+        found["device"] += record.cached_tokens - sum(record.sources.values())
+        for source, tokens in record.sources.items():
+            found[source] += tokens
+    return found
 
 
 def balance(done: Iterable[ReplayRecord], workers: Mapping[str, WorkerMode]) -> float:

@@ -68,6 +68,8 @@ class ReplayRecord:
     prefill_reason: str = ""
     received_tokens: int = 0
     """Prompt tokens whose KV came from the prefill worker."""
+    sources: dict[str, int] = field(default_factory=dict)
+    """Those of `cached_tokens` that were not on the device, by where they were."""
     outcome: str = ""
     reason: str = ""
     last: Seconds = -1.0
@@ -108,8 +110,8 @@ class ReplayRecord:
 
     def take(self, delta: TokenDelta, at: Seconds) -> None:
         """Note that tokens have come."""
-        if delta.started is not None and delta.started.prefill:
-            self._prefilled(delta.started)
+        if delta.started is not None:
+            self._started(delta.started)
         if delta.tokens:
             count = len(delta.tokens)
             if self.first < 0:
@@ -124,6 +126,12 @@ class ReplayRecord:
             self.queue_seconds = finish.queue_seconds
             self.prefill_seconds = finish.prefill_seconds
             self.preemptions = finish.preemptions
+
+    def _started(self, started: FirstTokenStats) -> None:
+        for one in started.sources:
+            self.sources[one.source] = self.sources.get(one.source, 0) + one.tokens
+        if started.prefill:
+            self._prefilled(started)
 
     def _prefilled(self, started: FirstTokenStats) -> None:
         """Reads the value of the header `x-pdserve-prefill`: `remote; node=p1; reason=rule`."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import pdserve
+from pdserve.messages.kv_events import TIERS
 from pdserve.sim.replay.cluster import ReplayCluster
 from pdserve.sim.replay.cold_ttft import cold_ttft_by_length
 from pdserve.sim.replay.loop import ReplayLoop
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Seconds
     from pdserve.messages.handoff import WorkerMode
+    from pdserve.messages.tiers import TierStats
     from pdserve.sim.replay.cluster import ReplayWorker
     from pdserve.sim.replay.config import ReplayConfig
     from pdserve.sim.replay.record import ReplayRecord
@@ -216,6 +218,23 @@ def _counters(worker: ReplayWorker) -> dict[str, Any]:
         "received_tokens": stats.received_tokens,
         "attempts": stats.attempts,
         "attempts_failed": stats.attempts_failed,
+        "tiers": {TIERS[one.tier]: _tier(one) for one in stats.tiers},
+    }
+
+
+def _tier(stats: TierStats) -> dict[str, Any]:
+    return {
+        "blocks_total": stats.blocks_total,
+        "blocks_valid": stats.blocks_valid,
+        "stored": stats.blocks_stored,
+        "evicted": stats.blocks_evicted,
+        "refused": stats.blocks_refused,
+        "unsaved": stats.blocks_unsaved,
+        "hit_tokens": stats.hit_tokens,
+        "failed": stats.failed,
+        "read_bytes": stats.read_bytes,
+        "written_bytes": stats.written_bytes,
+        "retention": stats.retention,
     }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.messages.request import FirstTokenStats, TokenDelta
+from pdserve.messages.tiers import CachedSource
 from pdserve.sim.replay.config import ReplaySlo
 from pdserve.sim.replay.metrics import (
     balance,
@@ -17,6 +18,7 @@ from pdserve.sim.replay.metrics import (
     quantile,
     spread,
     summary,
+    tokens_by_source,
     weighted_spread,
 )
 from pdserve.sim.replay.plot import hit_rates
@@ -133,6 +135,16 @@ def test_a_summary_counts_everybody_once() -> None:
     assert numbers["hit_rate"] == pytest.approx(0.25)
     assert numbers["good"] == pytest.approx(2 / 9)
     assert numbers["balance"] == pytest.approx(0.5)
+
+
+def test_prompt_tokens_by_source_add_up() -> None:
+    brought = FirstTokenStats(
+        80, 0.0, 0.1, 0.1, sources=(CachedSource("host", 30), CachedSource("peer", 20, "b"))
+    )
+    made = record(cached_tokens=80)
+    made.take(TokenDelta(1, 0, [], started=brought), 1.0)
+    found = tokens_by_source([made, record(1)])
+    assert found == {"computed": 120, "device": 30, "host": 30, "disk": 0, "peer": 20}
 
 
 def test_predictions_are_judged_by_uncached_length() -> None:
