@@ -37,6 +37,7 @@ __all__ = [
     "pack_tokens",
     "prompt_root",
     "root_hash",
+    "salt_owner",
     "short_hashes",
     "short_hashes_pure",
     "split_hashes",
@@ -84,6 +85,12 @@ def prompt_root(secret: bytes, model: str, cache_salt: str, lora: str = "") -> B
     Empty: the model itself.
     """
     return root_hash(secret, model, lora or None, cache_salt or None)
+
+
+def salt_owner(cache_salt: str) -> str:
+    """Return who owns a cache salt: its part before a zero character. All salts of an isolated
+    tenant have one owner; every other salt is its own."""
+    return cache_salt.partition("\0")[0]
 
 
 def block_hashes(

@@ -26,6 +26,7 @@ from msgspec.structs import replace
 
 from pdserve.clock import SystemClock
 from pdserve.engine.core_run import CoreRun, CoreTimeouts
+from pdserve.engine.kv_drops import KvDrops
 from pdserve.engine.launcher import CoreLauncher, ProcessLauncher
 from pdserve.engine.oom_recovery import with_less_kv
 from pdserve.engine.port import EngineState
@@ -60,6 +61,7 @@ from pdserve.messages.engine import (
     CoreStopped,
     EngineStats,
     InboundControlReply,
+    KvDropped,
     KvEvents,
     LoadProgress,
     OpenAttemptBlocks,
@@ -89,6 +91,7 @@ if TYPE_CHECKING:
     from pdserve.engine.port import (
         Answered,
         AskPeer,
+        Dropped,
         Handle,
         PrefillSink,
         RemotePrefillSink,
@@ -193,6 +196,7 @@ class CoreClient:
         self._cancelled: dict[Handle, Seconds] = {}
         """Time of the abort of each submission whose blocks the core has not freed yet."""
         self._transfer_control = TransferController(self._post)
+        self._drops = KvDrops()
         self._last_handle = 0
         self._worked_at: Seconds = self._clock.now()
         """The last time at which the core was known to have work."""
@@ -458,6 +462,13 @@ class CoreClient:
         """State of every KV path to a peer, as of the core's last report."""
         return self._transfer_control.paths
 
+    def drop_kv(self, owners: tuple[str, ...] | None, older: Seconds, done: Dropped) -> None:
+        """Forgets reusable blocks, see `DropKv`. `done` is called once: with the blocks that are
+        gone by tier, or with the reason why there are none. Errors: `NotReady`, `EngineDied`,
+        `Overloaded`."""
+        life = self._ready_life()
+        self._drops.order(life.post, owners, older, done)
+
     def _post(self, command: Command) -> None:
         if self._life is not None:
             self._life.post(command)
@@ -491,6 +502,8 @@ class CoreClient:
                 self._transfer_control.take(event)
             case BlocksFreed():
                 self._note_freed(event)
+            case KvDropped():
+                self._drops.take(event)
             case CoreFailed():
                 # `CoreRun.run` returns this error once the core has ended.
                 pass
@@ -609,6 +622,7 @@ class CoreClient:
 
     def _fail_all(self, error: PdserveError) -> None:
         self._transfer_control.end(error)
+        self._drops.end(error)
         in_flight, self._in_flight = self._in_flight, {}
         prefills, self._prefills = self._prefills, {}
         for entry in in_flight.values():

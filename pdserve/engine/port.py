@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Epoch, NodeId, Seconds
     from pdserve.messages.engine import EngineCapabilities, EngineStats, LoadProgress, PathState
     from pdserve.messages.handoff import Handoff, TransportCall, TransportReply
-    from pdserve.messages.kv_events import KvEvent
+    from pdserve.messages.kv_events import KvEvent, Tier
     from pdserve.messages.request import GenerateRequest, TokenDelta
     from pdserve.messages.transfer import TransferTicket
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     AskPeer = Callable[[NodeId, Epoch, TransportCall, Seconds, Answered], None]
     """Sends a `TransportCall` to the transports of (node, epoch); the float is the timeout in
     seconds. It must not raise."""
+    Dropped = Callable[[dict[Tier, int] | PdserveError], None]
+    """Takes the blocks that are gone by tier, or the reason why there are none; called once."""
 
 Handle = int
 """Number of one submission at one engine; the engine object never reuses it."""
@@ -219,4 +221,14 @@ class Engine(RequestEngine, Protocol):
 
     def paths(self) -> Sequence[PathState]:
         """State of every KV path to a peer, as of the engine's last report."""
+        ...
+
+    def drop_kv(self, owners: tuple[str, ...] | None, older: Seconds, done: Dropped) -> None:
+        """Forget reusable blocks on every tier: those of prompts whose cache salts
+        have one of these owners, or all;
+        with `older`, on lower tiers only, and only what nothing has used for so long. `done` is
+        called once: with the blocks that are gone by tier, or with an error.
+
+        Errors: `NotReady`, `EngineDied`, `Overloaded`.
+        """
         ...

@@ -24,6 +24,7 @@ import msgspec
 
 from pdserve.blocks.hashing import hash_secret_id
 from pdserve.engine_core.kit import STATS_INTERVAL, kv_transfer_unsupported
+from pdserve.engine_core.kv_drops import drop_kv
 from pdserve.engine_core.kv_fetch.fetches import KvFetches, refusal_of
 from pdserve.engine_core.kv_transfer.connector import NodeMessage, PartDelivered
 from pdserve.engine_core.kv_transfer.receiver import KvReceiver
@@ -53,6 +54,7 @@ from pdserve.messages.engine import (
     Activate,
     ClearCache,
     Command,
+    DropKv,
     EngineCapabilities,
     EngineSpec,
     EngineStats,
@@ -177,6 +179,7 @@ class EngineCore:
         self._executor.allocate(sizing.num_blocks)
         self.pool = BlockPool(sizing.num_blocks, info.layout.block_size)
         self._names = _names(spec, info)
+        self._loras = tuple(one.id for one in spec.loras)
         self.scheduler = Scheduler(self.pool, limits, self._names)
         self._pace = PrefillBudget(limits.max_batch_tokens, slow=info.device.startswith("cpu"))
         self.scheduler.prefill_tokens = self._pace.tokens
@@ -240,6 +243,8 @@ class EngineCore:
             case ClearCache():
                 self.pool.clear()
                 self._changed = True
+            case DropKv():
+                self._drop_kv(command)
             case SetHashSecret():
                 self._rekey(command.hash_secret)
             case (
@@ -307,6 +312,11 @@ class EngineCore:
             error = TransferRefused("this engine neither sends KV nor receives any")
             kind = type(error).__name__
             self._events.append(InboundControlReply(command.number, None, kind, error.message))
+
+    def _drop_kv(self, command: DropKv) -> None:
+        lower, now = None, self._clock.now()
+        self._events.append(drop_kv(command, self.pool, self._names, self._loras, lower, now))
+        self._changed = True
 
     def _fetch(self, command: FetchCommand) -> None:
         self._changed = True

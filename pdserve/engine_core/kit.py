@@ -30,10 +30,12 @@ from pdserve.messages.engine import (
     Abort,
     ClearCache,
     CoreFailed,
+    DropKv,
     EngineCapabilities,
     EngineStats,
     InboundControl,
     InboundControlReply,
+    KvDropped,
     KvEvents,
     PrefillForPeer,
     QueryStats,
@@ -46,7 +48,7 @@ from pdserve.messages.engine import (
     Submit,
     SubmitRemote,
 )
-from pdserve.messages.engine_errors import failed_event, rejected_event
+from pdserve.messages.engine_errors import failed_event, kind_and_message, rejected_event
 from pdserve.messages.request import Finish, FirstTokenStats, TokenDelta
 
 if TYPE_CHECKING:
@@ -553,6 +555,8 @@ class SelfSchedulingCore(ABC):
                 self._events.append(Stats(stats=self.stats()))
             case ClearCache():
                 self.clear_cache()
+            case DropKv():
+                self._drop_kv(command)
             case SetHashSecret():
                 self.rekey(command.hash_secret)
             case SubmitRemote() | PrefillForPeer():
@@ -563,6 +567,15 @@ class SelfSchedulingCore(ABC):
                 )
             case StartCore() | StopCore():
                 raise ValueError(f"{type(command).__name__} is for the host")
+
+    def _drop_kv(self, command: DropKv) -> None:
+        """Drop all that is cached; what belongs to whom only the engine's library knows."""
+        if command.owners is None and not command.older:
+            self.clear_cache()
+            self._events.append(KvDropped(command.number))
+            return
+        kind, message = kind_and_message(ConfigError("this engine can only drop all: --all"))
+        self._events.append(KvDropped(command.number, {}, kind, message))
 
     @property
     def has_work(self) -> bool:

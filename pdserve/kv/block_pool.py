@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from pdserve.messages.kv_events import BlockRemoved, BlockStored, KvEvent, PoolCleared, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
 __all__ = ["BlockPool", "PoolCounts"]
 
@@ -241,6 +241,18 @@ class BlockPool:
         elif removed:
             self._events.append(BlockRemoved(hashes=removed, tier=self.tier))
         return count
+
+    def drop(self, hashes: Collection[bytes]) -> int:
+        """Free the cached blocks with these hashes; returns their number. The caller names whole
+        chains, so that no block is left without its parent. Blocks in use keep their hashes."""
+        dropped = [block for block in self._cached if self._hash[block] in hashes]
+        for block in dropped:
+            del self._cached[block]
+        self._free.extend(dropped)
+        removed = [self._forget(block) for block in dropped]
+        if removed:
+            self._note_removed(removed)
+        return len(removed)
 
     def unname(self) -> None:
         """Remove all hashes: cached blocks become free, and blocks in use may be committed again

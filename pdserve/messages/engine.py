@@ -12,7 +12,7 @@ import msgspec
 
 from pdserve.messages.card import ImagePlaceholder
 from pdserve.messages.handoff import Handoff
-from pdserve.messages.kv_events import KvEvent
+from pdserve.messages.kv_events import KvEvent, Tier
 from pdserve.messages.kv_pull import KvPullGrant
 from pdserve.messages.lora import LoraAdapter
 from pdserve.messages.request import GenerateRequest, TokenDelta
@@ -382,6 +382,19 @@ class AbsorbKv(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2
     timeout: float
 
 
+class DropKv(msgspec.Struct, frozen=True, array_like=True, tag=22):
+    """Forgets reusable blocks on every tier and overwrites them on disk. Blocks in use stay.
+    Answered by `KvDropped`."""
+
+    number: int
+    owners: tuple[str, ...] | None = None
+    """Only blocks of prompts whose cache salts have one of these owners, see
+    `blocks.hashing.salt_owner`; None: of all."""
+    older: float = 0.0
+    """Only blocks on lower tiers that nothing has used for this many seconds; 0: whatever their
+    age, and on the device, too."""
+
+
 Command = (
     StartCore
     | Submit
@@ -404,6 +417,7 @@ Command = (
     | ServeKvPull
     | StopKvPull
     | AbsorbKv
+    | DropKv
 )
 
 
@@ -608,6 +622,16 @@ class KvAbsorbed(msgspec.Struct, frozen=True, array_like=True, tag=21):
     """Why the others are not, in one word; empty: all are."""
 
 
+class KvDropped(msgspec.Struct, frozen=True, array_like=True, tag=22):
+    """Answers a `DropKv`."""
+
+    number: int
+    blocks: dict[Tier, int] = {}
+    """Blocks that are gone, by tier."""
+    kind: str = ""
+    message: str = ""
+
+
 Event = (
     LoadProgress
     | CoreReady
@@ -630,4 +654,5 @@ Event = (
     | KvPullEnded
     | KvPullServed
     | KvAbsorbed
+    | KvDropped
 )

@@ -10,6 +10,7 @@ from pdserve.messages.engine import (
     AttemptLost,
     CoreFailed,
     InboundControlReply,
+    KvDropped,
     OutboundControlReply,
     PrefillSent,
     Rejected,
@@ -44,7 +45,13 @@ def kind_and_message(error: BaseException) -> tuple[str, str]:
 
 
 _Record = (
-    Rejected | CoreFailed | AttemptLost | PrefillSent | InboundControlReply | OutboundControlReply
+    Rejected
+    | CoreFailed
+    | AttemptLost
+    | PrefillSent
+    | InboundControlReply
+    | OutboundControlReply
+    | KvDropped
 )
 
 

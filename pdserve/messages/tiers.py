@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from pdserve.messages.kv_events import TierNumber
+from pdserve.messages.kv_events import Tier, TierNumber
 
 KvFetchMode = Literal["auto", "always", "never"]
 """When a worker fetches a prefix from another one: if that is predicted to be sooner than to
@@ -118,3 +118,20 @@ class CachedSource(msgspec.Struct, frozen=True, array_like=True):
     tokens: Count
     node: str = ""
     """The other worker, for `peer`."""
+
+
+class DropOrder(msgspec.Struct, frozen=True, array_like=True):
+    """An operator's order to a worker to forget KV, as `DropKv` of the engine port."""
+
+    owners: tuple[str, ...] | None = None
+    """Owners of the cache salts of the prompts that are meant (`blocks.hashing.salt_owner`); None:
+    all."""
+    older: Annotated[float, Meta(ge=0)] = 0.0
+    """Only blocks on lower tiers that nothing has used for so many seconds; 0: all."""
+
+
+class DropReport(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker has forgotten."""
+
+    blocks: dict[Tier, Count] = {}
+    """Blocks by tier."""

@@ -42,6 +42,7 @@ from pdserve.messages.status import (
     Scrape,
     StatusQuery,
 )
+from pdserve.messages.tiers import DropOrder, DropReport
 from pdserve.messages.trace import TraceQuery, TraceReply
 from pdserve.wire.codec import Method
 
@@ -74,6 +75,8 @@ DISAGG: Final = Method(0x0317, "disagg", SetDisagg, DisaggSet)
 """An operator sets a decode worker's disaggregation policy."""
 HAND_OVER: Final = Method(0x0318, "hand over", KvFetch, KvFetchReply)
 """A worker asks another for the KV of a sequence that it holds."""
+DROP_KV: Final = Method(0x031F, "drop kv", DropOrder, DropReport)
+"""An operator has a worker forget KV on its tiers."""
 
 STATUS: Final = Method(0x0320, "status", StatusQuery, ClusterStatus)
 """Asks a node for its view of the whole cluster."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
+from pdserve.engine.kv_drops import KvDrops
 from pdserve.engine.port import EngineState
 from pdserve.engine.transfer_control import TransferController, deliver_remote_event
 from pdserve.engine_core.core import EngineCore
@@ -36,6 +37,7 @@ from pdserve.messages.engine import (
     AttemptLost,
     EngineStats,
     InboundControlReply,
+    KvDropped,
     KvEvents,
     OpenAttemptBlocks,
     OutboundControl,
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     from pdserve.engine.port import (
         Answered,
         AskPeer,
+        Dropped,
         Handle,
         PrefillSink,
         RemotePrefillSink,
@@ -126,6 +129,7 @@ class VirtualTimeEngine:
         """Sinks of the submissions whose prompt is prefilled elsewhere."""
         self._prefills: dict[Handle, PrefillSink] = {}
         self._transfer_control = TransferController(self._post)
+        self._drops = KvDrops()
         self._fabric = fabric
         self._key: NodeLife | None = None
         """The node's life under which the engine moves KV."""
@@ -251,6 +255,7 @@ class VirtualTimeEngine:
 
     def _fail_all(self, error: PdserveError) -> None:
         self._transfer_control.end(error)
+        self._drops.end(error)
         sinks, self._sinks = self._sinks, {}
         prefills, self._prefills = self._prefills, {}
         self._choices.clear()
@@ -374,6 +379,12 @@ class VirtualTimeEngine:
         """The state of every KV path, as last reported by the core."""
         return self._transfer_control.paths
 
+    def drop_kv(self, owners: tuple[str, ...] | None, older: Seconds, done: Dropped) -> None:
+        """Forget reusable blocks; `done` is called once. Errors: `NotReady`, `Overloaded`."""
+        if self._core is None:
+            raise NotReady(f"the engine is {self.state.value}", retry_after=1.0)
+        self._drops.order(self._post, owners, older, done)
+
     # ------------------------------------------------------------------ the rest of the port
 
     @property
@@ -436,6 +447,8 @@ class VirtualTimeEngine:
             self._tell_listeners(event.events)
         elif isinstance(event, OutboundControl | InboundControlReply | PathStates):
             self._transfer_control.take(event)
+        elif isinstance(event, KvDropped):
+            self._drops.take(event)
         elif isinstance(event, Admitted | AttemptBlocksOpened | AttemptLost):
             assert not self._spoilt(event), f"bytes were wrong and no fault changed them: {event}"
             remote = self._remotes.get(event.handle)

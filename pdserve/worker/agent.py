@@ -36,6 +36,7 @@ from pdserve.worker.disagg.queue.client import PrefillQueueClient
 from pdserve.worker.kv_event_publisher import KvEventPublisher
 from pdserve.worker.rebalance import Rebalance
 from pdserve.worker.request_streams import RequestStreams
+from pdserve.worker.tiers.drop_orders import DropOrders
 from pdserve.worker.transfer_rpc import TransferRpc
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class WorkerAgent:
         once.
         """
         node.serve_stream(WORKER_STREAM, self._channels.opened)
+        DropOrders(node, service.engine)
         node.on_member(self._on_member)
         self._pace = PacedTimer(node, _LOAD_INTERVAL, self._watch)
         if self.prefill is not None:

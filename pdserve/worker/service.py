@@ -22,12 +22,11 @@ from pdserve.limits.process_usage import UsageReader
 from pdserve.messages.engine import EngineSpec
 from pdserve.messages.kv_events import TIERS
 from pdserve.messages.lora import LoraSummary
-from pdserve.messages.status import TierReport
 from pdserve.observe.engine_metrics import EngineSample
-from pdserve.observe.tier_metrics import LaneSample, TierSample
 from pdserve.worker.cumulative_stats import CumulativeStats
 from pdserve.worker.lora import check_names, read_adapters
 from pdserve.worker.model_source import CheckpointSource
+from pdserve.worker.tiers.reports import lane_sample, tier_report, tier_sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from pdserve.messages.card import ModelCard
     from pdserve.messages.engine import LoadProgress
     from pdserve.messages.lora import LoraAdapter
-    from pdserve.messages.tiers import LaneLoad, TierStats
+    from pdserve.messages.status import TierReport
     from pdserve.observe.metrics import Metrics
     from pdserve.worker.config import WorkerConfig
     from pdserve.worker.model import LocalModel, ProgressFn
@@ -310,8 +309,8 @@ class WorkerService:
             pid=engine.pid,
             memory=usage.memory,
             cpu=usage.cpu,
-            tiers={TIERS[one.tier]: _tier_sample(one, block_bytes) for one in stats.tiers},
-            lanes={one.lane: _lane_sample(one) for one in stats.lanes},
+            tiers={TIERS[one.tier]: tier_sample(one, block_bytes) for one in stats.tiers},
+            lanes={one.lane: lane_sample(one) for one in stats.lanes},
         )
 
     def tiers(self) -> tuple[TierReport, ...]:
@@ -319,42 +318,4 @@ class WorkerService:
         capabilities = self.engine.capabilities
         block_bytes = 0 if capabilities is None else capabilities.block_bytes
         self._totals.note(self.engine.stats())
-        return tuple(_tier_report(one, block_bytes) for one in self._totals.snapshot().tiers)
-
-
-def _tier_report(tier: TierStats, block_bytes: int) -> TierReport:
-    return TierReport(
-        name=TIERS[tier.tier],
-        capacity=tier.blocks_total * block_bytes,
-        valid=tier.blocks_valid * block_bytes,
-        retention=tier.retention,
-        hit_tokens=tier.hit_tokens,
-        stored=tier.blocks_stored,
-        evicted=tier.blocks_evicted,
-        unsaved=tier.blocks_unsaved,
-        failed=tier.failed,
-        trouble=tier.trouble,
-    )
-
-
-def _tier_sample(tier: TierStats, block_bytes: int) -> TierSample:
-    return TierSample(
-        capacity=tier.blocks_total * block_bytes,
-        valid=tier.blocks_valid * block_bytes,
-        filling=tier.blocks_filling * block_bytes,
-        claimed=tier.blocks_claimed * block_bytes,
-        retention=tier.retention,
-        trouble=int(bool(tier.trouble)),
-        hit_tokens=tier.hit_tokens,
-        stored=tier.blocks_stored,
-        evicted=tier.blocks_evicted,
-        refused=tier.blocks_refused,
-        unsaved=tier.blocks_unsaved,
-        failed=tier.failed,
-        read=tier.read_bytes,
-        written=tier.written_bytes,
-    )
-
-
-def _lane_sample(lane: LaneLoad) -> LaneSample:
-    return LaneSample(backlog=lane.backlog, bandwidth=lane.bandwidth, latency=lane.latency)
+        return tuple(tier_report(one, block_bytes) for one in self._totals.snapshot().tiers)

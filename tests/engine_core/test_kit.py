@@ -29,7 +29,9 @@ from pdserve.errors import (
 from pdserve.messages.engine import (
     Abort,
     ClearCache,
+    DropKv,
     EngineSpec,
+    KvDropped,
     LoadProgress,
     QueryStats,
     SetNodeLife,
@@ -263,6 +265,16 @@ def test_commands_about_kv_are_refused_or_ignored(core: ThreadedCore):
     assert (refused.handle, refused.kind) == (1, "TransferRefused")
     with pytest.raises(ValueError, match="StopCore is for the host"):
         core.handle(StopCore())
+
+
+def test_all_that_is_cached_can_be_dropped_and_no_part(core: ThreadedCore):
+    core.handle(DropKv(1))
+    core.handle(DropKv(2, owners=("tenant:t",)))
+    core.handle(DropKv(3, older=60.0))
+    done, part, old = [event for event in core.step() if isinstance(event, KvDropped)]
+    assert done == KvDropped(1)
+    assert (part.kind, old.kind) == ("ConfigError", "ConfigError")
+    assert part.message == "this engine can only drop all: --all"
 
 
 def test_closing_drops_what_is_left(core: ThreadedCore):

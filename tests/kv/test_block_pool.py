@@ -431,3 +431,20 @@ def test_blocks_that_are_not_to_be_trusted_lose_their_names():
     assert pool.counts().free == 8
     pool.disown([])
     assert pool.match([name((1,))]) == []
+
+
+def test_dropping_frees_cached_blocks_and_tells_it():
+    pool = BlockPool(4, 16)
+    blocks = pool.reserve(3) or []
+    pool.commit_run(blocks, [b"a", b"b", b"c"], b"root")
+    pool.release(blocks)
+    pool.acquire(blocks[:1])
+    pool.drain_events()
+    assert pool.drop({b"a", b"b", b"c", b"unknown"}) == 2
+    assert pool.drain_events() == [BlockRemoved(hashes=[b"c", b"b"])]
+    assert pool.names() == {b"a": b"root"}
+    assert pool.drop({b"b"}) == 0
+    assert not pool.drain_events()
+    pool.release(blocks[:1])
+    assert pool.counts().free == 3
+    assert pool.counts().cached == 1

@@ -43,6 +43,11 @@ class BlockHasher:
         """Parent hash of the first block: of model, cache salt, and the LoRA adapter's id."""
         return prompt_root(self._secret, self._model, cache_salt, lora)
 
+    def owner_mark(self, owner: str) -> bytes:
+        """A name for all blocks of prompts whose cache salts have this owner, see
+        `hashing.salt_owner`."""
+        return self.root(owner)
+
     def given(self, request: GenerateRequest, root: bytes) -> list[bytes]:
         """Return the prompt's block hashes that came with the request, if they are valid here.
 

@@ -41,7 +41,7 @@ from pdserve.net.endpoint import Endpoint
 from pdserve.net.settings import NetSettings
 from pdserve.net.transport.tcp import TcpNetwork
 from pdserve.net.transport.tls import Tls
-from pdserve.runtime.rpc_methods import DISAGG, DRAIN, STATUS, TRACES
+from pdserve.runtime.rpc_methods import DISAGG, DRAIN, DROP_KV, STATUS, TRACES
 from pdserve.wire.handshake import Identity
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from pdserve.launch.cluster.admin_socket import AdminSocket
     from pdserve.messages.handoff import Disagg
     from pdserve.messages.status import ClusterStatus, DrainState
+    from pdserve.messages.tiers import DropOrder, DropReport
     from pdserve.messages.trace import TraceQuery, TraceReply
     from pdserve.net.base import ByteNetwork, IncomingCall, IncomingStream, Link, LinkDownReason
     from pdserve.wire.parser import Buffer
@@ -63,6 +64,10 @@ _KNOCK: Final[Seconds] = 0.5
 """Seconds in which a router on this machine takes a connection, if there is one."""
 _TIMEOUT: Final[Seconds] = 3.0
 """Seconds for a request; the node that is asked waits one second for the others."""
+
+
+_DROP_TIMEOUT: Final[Seconds] = 60.0
+"""Seconds for a worker to look through all its blocks."""
 
 
 class AdminClient:
@@ -180,6 +185,19 @@ class AdminClient:
         except ProtocolError as error:
             raise ProtocolError(
                 f"it cannot be drained from here: {error.message}; send its process SIGTERM"
+            ) from None
+
+    async def drop_kv(self, address: str, node: NodeId, order: DropOrder) -> DropReport:
+        """Have the worker `node`, at `address`, forget KV on its tiers.
+
+        Errors: `LinkError` of some kind, `DeadlineExceeded`, what the worker raises.
+        """
+        link = await self._endpoint.dial(address, expect=node)
+        try:
+            return await link.request(DROP_KV, order, timeout=_DROP_TIMEOUT)
+        except NoMethod:
+            raise ProtocolError(
+                f"it has no KV tiers: its version of pdserve is older than {__version__}"
             ) from None
 
     async def close(self) -> None:

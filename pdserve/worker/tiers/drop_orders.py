@@ -1,0 +1,56 @@
+"""Answers operators who have a worker forget KV: of a tenant, what is old, or all.
+
+The engine does it, on every tier. The agent owns it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+from pdserve.errors import PdserveError
+from pdserve.messages.tiers import DropReport
+from pdserve.runtime.rpc_methods import DROP_KV
+
+if TYPE_CHECKING:
+    from pdserve.engine.port import Dropped
+    from pdserve.ids import Seconds
+    from pdserve.messages.kv_events import Tier
+    from pdserve.messages.tiers import DropOrder
+    from pdserve.net.base import IncomingCall
+    from pdserve.runtime.node import Node
+
+__all__ = ["DropOrders"]
+
+_log = logging.getLogger(__name__)
+
+
+class ForgetfulEngine(Protocol):
+    """What is needed of an engine."""
+
+    def drop_kv(self, owners: tuple[str, ...] | None, older: Seconds, done: Dropped) -> None: ...
+
+
+class DropOrders:
+    """Passes orders from the node's links to the engine, and answers with what it did."""
+
+    def __init__(self, node: Node, engine: ForgetfulEngine) -> None:
+        self._engine = engine
+        node.serve(DROP_KV, self._drop)
+
+    def _drop(self, order: DropOrder, call: IncomingCall) -> DropReport | None:
+        def done(answer: dict[Tier, int] | PdserveError) -> None:
+            if isinstance(answer, PdserveError):
+                call.fail(answer)
+                return
+            # Owners are tenants, so they are counted and not logged.
+            _log.info(
+                "%s dropped KV: %s; %s",
+                call.link.peer.node,
+                ", ".join(f"{count} blocks on {tier}" for tier, count in answer.items()) or "none",
+                "of all" if order.owners is None else f"of {len(order.owners)} owners of salts",
+            )
+            call.reply(DropReport(answer))
+
+        self._engine.drop_kv(order.owners, order.older, done)
+        return None
