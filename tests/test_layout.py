@@ -311,6 +311,7 @@ SCENARIOS = {
     "frontend/test_hostile.py": "hostile clients",
     "gossip/test_fuzz.py": "a bounded run of the fuzzers",
     "gossip/test_world.py": "many members in virtual time",
+    "kv/tiers/test_oracles.py": "placement and eviction over whole traces",
     "launch/roles/test_roles.py": "the roles of one process together",
     "launch/test_docs.py": "docs/configuration.md and docs/operations.md",
     "launch/test_fuzz.py": "a bounded run of the fuzzers",
