@@ -1,6 +1,7 @@
 """Which policy serves most requests well: production code, simulated engines, paired worlds.
 
     python bench/policies.py --trace FILE [--quick] [--processes 2] [--data FILE] [--write PAGE]
+    python bench/policies.py --trace FILE --tiers ...    another page: bench/policy_grid/tiers.py
 
 1. The knee: the highest speed of the trace at which `kv_load` with its defaults still serves 95 %
    of the requests well. Loads are given in units of it. Found on the first half of the trace.
@@ -34,6 +35,7 @@ from bench.policy_grid.cells import CANDIDATES, KV_LOAD, Scale, World, grid
 from bench.policy_grid.compare import mean
 from bench.policy_grid.report import Findings, first, good, page
 from bench.policy_grid.runner import Runner
+from bench.policy_grid.tiers import tiers_main
 
 if TYPE_CHECKING:
     from bench.policy_grid.cells import Arm
@@ -60,7 +62,10 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--data", type=Path, default=Path("build/policies.jsonl"))
     parser.add_argument("--write", type=Path)
+    parser.add_argument("--tiers", action="store_true", help="only: what host tiers and fetches do")
     options = parser.parse_args()
+    if options.tiers:
+        return tiers_main(options)
     scale = QUICK if options.quick else Scale()
     scale = replace(
         scale,

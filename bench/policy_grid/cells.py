@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from pdserve.messages.tiers import KvFetchMode
+
 __all__ = [
     "ABLATIONS",
     "BEYOND",
@@ -32,6 +34,9 @@ class Arm:
     policy: str
     options: Mapping[str, str] = field(default_factory=dict)
     router: Mapping[str, str] = field(default_factory=dict)
+    host_tokens: int = 0
+    """Tokens of each worker's host tier."""
+    fetch: KvFetchMode = "never"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,8 @@ class World:
     preset: str = "h100-8b"
     tuning: bool = False
     """True: the trace's first half, else its second half."""
+    whole: bool = False
+    """True: neither half, but all of the trace."""
 
     @property
     def words(self) -> str:

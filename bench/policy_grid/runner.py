@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pdserve
 from bench.policy_grid.cells import Arm, Scale, World
+from pdserve.perf_model.step_time import preset_of
 from pdserve.sim.replay.config import ReplayConfig
 from pdserve.sim.replay.run import replay
 from pdserve.sim.workloads.mooncake import MooncakeTrace
@@ -80,7 +81,8 @@ class Runner:
 
     def _key(self, job: Job) -> str:
         world, arm, seed, speed = job
-        what = [asdict(world), arm.policy, dict(arm.options), dict(arm.router), seed]
+        tiers = [arm.host_tokens, arm.fetch]
+        what = [asdict(world), arm.policy, dict(arm.options), dict(arm.router), tiers, seed]
         text = json.dumps([self._sources, asdict(self._scale), what, round(speed, 6)])
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -136,9 +138,11 @@ def run_one(trace: Path, scale: Scale, job: Job) -> Result:
         slow_factor=2.0,
         noise=scale.noise,
         kv_tokens=scale.kv_tokens,
+        host_kv=arm.host_tokens * preset_of(world.preset).shape.token_bytes,
+        kv_fetch=arm.fetch,
     )
     shape = TraceTransform(
-        begin=0.0 if world.tuning else 0.5,
+        begin=0.0 if world.tuning or world.whole else 0.5,
         end=0.5 if world.tuning else 1.0,
         jitter=world.jitter,
         speed=speed * world.load,
@@ -146,5 +150,7 @@ def run_one(trace: Path, scale: Scale, job: Job) -> Result:
         seed=seed,
     )
     result = replay(config, transform_trace(MooncakeTrace(trace), shape))
-    numbers: Result = result.plain(requests=False)["summary"]
+    plain = result.plain(requests=False)
+    numbers: Result = plain["summary"]
+    numbers["host"] = [worker["tiers"].get("host", {}) for worker in plain["workers"]]
     return numbers
