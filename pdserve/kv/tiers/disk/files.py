@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from pdserve.kv.tiers.disk.fingerprint import Fingerprint
     from pdserve.kv.tiers.disk.records import NewRecord, SegmentCommand, WriteBatch
 
-__all__ = ["SegmentFiles", "read_record"]
+__all__ = ["SegmentFiles", "read_error", "read_record"]
 
 _OPEN_FILES: Final = 64
 """Descriptors that are kept open."""
@@ -99,7 +99,7 @@ class SegmentFiles:
             with self._file(SegmentName(place.epoch, place.segment)) as fd:
                 read_record(self._ops, fd, place, hash, self._id, into)
         except OSError as error:
-            raise _read_error(error, place) from error
+            raise read_error(error, place) from error
 
     def _write_run(self, run: list[tuple[NewRecord, memoryview]]) -> None:
         """Write records of one segment, which lie side by side."""
@@ -271,7 +271,8 @@ def _where(place: RecordPlace) -> str:
     return f"offset {place.offset} of segment {place.segment}"
 
 
-def _read_error(error: OSError, place: RecordPlace) -> TierReadError:
+def read_error(error: OSError, place: RecordPlace) -> TierReadError:
+    """The error of a read that the system refused."""
     gone = error.errno in (codes.ENOENT, codes.ESTALE)
     return TierReadError(
         "absent" if gone else "io", f"{_where(place)}: {error.strerror}", error.errno or codes.EIO
