@@ -54,6 +54,7 @@ FORMAT: Final = 1
 IDLE: Final[Seconds] = 600.0
 """Time without a change after which a subdirectory of another owner is a leftover."""
 
+_FULL: Final = (codes.ENOSPC, codes.EDQUOT)
 _DESCRIPTION: Final = "TIER"
 _LOCK: Final = "LOCK"
 _SUBDIRECTORY: Final = re.compile(r"tier-[0-9a-f]{8}-[0-9a-f]{8}")
@@ -182,11 +183,26 @@ def _take(path: Path, owner: str, fingerprint: Fingerprint, wall: Seconds) -> Ow
             os.close(lock)
             return None
         epoch = before.epoch + 1
-        _describe(path, bytes.fromhex(before.directory), owner, epoch, fingerprint, wall)
+        directory = bytes.fromhex(before.directory)
+        while True:
+            try:
+                _describe(path, directory, owner, epoch, fingerprint, wall)
+                break
+            except OSError as error:
+                if error.errno not in _FULL or not _remove_oldest(path):
+                    raise
     except BaseException:
         os.close(lock)
         raise
-    return OwnDirectory(path, lock, bytes.fromhex(before.directory), epoch, before.owner)
+    return OwnDirectory(path, lock, directory, epoch, before.owner)
+
+
+def _remove_oldest(path: Path) -> bool:
+    """Remove a segment: on a full disk, there would be no room to take the directory."""
+    names = sorted(name for name in map(SegmentName.parse, os.listdir(path)) if name is not None)
+    if names:
+        os.unlink(path / str(names[0]))
+    return bool(names)
 
 
 def _make(root: Path, owner: str, fingerprint: Fingerprint, wall: Seconds) -> OwnDirectory:

@@ -222,6 +222,11 @@ class DiskIndex:
         events, self._events = self._events, []
         return events
 
+    @property
+    def idle(self) -> bool:
+        """True if no batch or command is under way, and nobody reads."""
+        return all(segment.quiet for segment in self._segments.values()) and not self._removing
+
     # ------------------------------------------------------------------ readers
 
     def claim(self, place: RecordPlace) -> None:
@@ -349,6 +354,14 @@ class DiskIndex:
                 below.add(block.hash)
         return self.drop_where(lambda block: block.hash in below, erase=erase)
 
+    def drop_unreachable(self) -> int:
+        """Remove all leftovers now, such as when a tenant's blocks must be gone from every
+        directory: under another secret they cannot be told apart. Returns how many."""
+        count = len(self._leftovers) - len(self._removing)
+        while self._remove_leftover():
+            pass
+        return count
+
     def clear(self) -> None:
         """Drop everything, such as after the model's weights changed."""
         self._events.append(PoolCleared("disk"))
@@ -377,7 +390,7 @@ class DiskIndex:
 
     def finished(self, command: SegmentCommand, now: Seconds, errno: int = 0) -> None:
         """A command ended; `errno` is 0 if it succeeded."""
-        if errno:
+        if errno and not isinstance(command, RemoveDirectory):
             self.trouble.failed(errno, now)
         match command:
             case SealSegment():
@@ -389,14 +402,15 @@ class DiskIndex:
             case UnlinkSegment():
                 self._unlinked(self._segments[command.segment], errno, now)
             case RemoveDirectory():
-                self._removed(command.name, errno)
+                self._removed(command.name)
 
-    def _removed(self, name: str, errno: int) -> None:
-        """A leftover is gone; one that cannot be removed is tried again when room is needed."""
+    def _removed(self, name: str) -> None:
+        """A leftover is gone. One that cannot be removed belongs to a worker again, or has files of
+        the operator's: in both cases this tier does not answer for it."""
         self._removing.discard(name)
-        self._going -= self._leftovers[name]
-        if not errno:
-            self._allocated -= self._leftovers.pop(name)
+        size = self._leftovers.pop(name)
+        self._going -= size
+        self._allocated -= size
 
     def seal_open(self) -> None:
         """Seal the open segment, before an orderly end."""

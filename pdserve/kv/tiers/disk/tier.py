@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import ConfigError
@@ -55,6 +55,19 @@ class RecoveryReport:
     """Who had the directory before; empty: it is new."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What a tier was opened with."""
+
+    root: Path
+    capacity: Bytes
+    fingerprint: Fingerprint
+    owner: str
+    segment_bytes: Bytes
+    wall: Callable[[], Seconds]
+    ops: FileOps
+
+
 class DiskTier:
     """The disk tier of one worker. `index` belongs to the core's thread; `files` to I/O threads."""
 
@@ -65,12 +78,14 @@ class DiskTier:
         report: RecoveryReport,
         *,
         clock: Clock,
+        settings: _Settings | None = None,
         directory: OwnDirectory | None = None,
     ) -> None:
         self.index = index
         self.files = files
         self.report = report
         self._clock = clock
+        self._settings = settings
         self._directory = directory
 
     @property
@@ -96,41 +111,29 @@ class DiskTier:
 
         Errors: `ConfigError`.
         """
-        started = clock.now()
-        ops = OsFileOps() if ops is None else ops
-        owner = owner or f"unnamed-{secrets.token_hex(8)}"
-        room = capacity - _SLACK
-        size = segment_bytes or segment_size(room, fingerprint.block_bytes)
-        directory = take_directory(root, owner, fingerprint, wall())
-        try:
-            found, bad = find_segments(ops, directory.path, directory.directory, fingerprint)
-            leftovers = find_leftovers(root, owner, fingerprint, wall())
-        except OSError as error:
-            directory.unlock()
-            raise ConfigError(
-                f"the disk tier in {directory.path} cannot be read: {error.strerror}"
-            ) from error
-        for name in bad:
-            with suppress(OSError):
-                ops.unlink(directory.path / str(name))
-        index = DiskIndex(
-            room,
-            size,
-            epoch=directory.epoch,
-            found=found,
-            leftovers=[(leftover.name, leftover.bytes) for leftover in leftovers],
-            next_segment=max([name.number + 1 for name in bad], default=0),
-        )
-        files = SegmentFiles(
-            directory.path,
+        settings = _Settings(
+            root,
+            capacity,
             fingerprint,
-            directory=directory.directory,
-            segment_bytes=size,
-            ops=ops,
+            owner or f"unnamed-{secrets.token_hex(8)}",
+            segment_bytes or segment_size(capacity - _SLACK, fingerprint.block_bytes),
+            wall,
+            OsFileOps() if ops is None else ops,
         )
-        report = _report(index, directory, leftovers, len(bad), clock.now() - started)
-        _log.info("disk tier %s: %s", directory.path, report)
-        return DiskTier(index, files, report, clock=clock, directory=directory)
+        return _open(settings, clock)
+
+    def renamed(self, secret_id: bytes) -> DiskTier:
+        """The tier under another hash secret. This one is closed; its blocks stay on disk until
+        room is needed. The index must be idle. It blocks as `open` does.
+
+        Errors: `ConfigError`; this tier is closed even so.
+        """
+        self.close()
+        if self._settings is None:
+            self.index.clear()
+            return self
+        fingerprint = replace(self._settings.fingerprint, secret_id=secret_id)
+        return _open(replace(self._settings, fingerprint=fingerprint), self._clock)
 
     @staticmethod
     def in_memory(
@@ -154,6 +157,41 @@ class DiskTier:
         self.files.close()
         if self._directory is not None:
             self._directory.unlock()
+
+
+def _open(settings: _Settings, clock: Clock) -> DiskTier:
+    started = clock.now()
+    ops, fingerprint, owner = settings.ops, settings.fingerprint, settings.owner
+    directory = take_directory(settings.root, owner, fingerprint, settings.wall())
+    try:
+        found, bad = find_segments(ops, directory.path, directory.directory, fingerprint)
+    except OSError as error:
+        directory.unlock()
+        raise ConfigError(
+            f"the disk tier in {directory.path} cannot be read: {error.strerror}"
+        ) from error
+    for name in bad:
+        with suppress(OSError):
+            ops.unlink(directory.path / str(name))
+    leftovers = find_leftovers(settings.root, owner, fingerprint, settings.wall())
+    index = DiskIndex(
+        settings.capacity - _SLACK,
+        settings.segment_bytes,
+        epoch=directory.epoch,
+        found=found,
+        leftovers=[(leftover.name, leftover.bytes) for leftover in leftovers],
+        next_segment=max([name.number + 1 for name in bad], default=0),
+    )
+    files = SegmentFiles(
+        directory.path,
+        fingerprint,
+        directory=directory.directory,
+        segment_bytes=settings.segment_bytes,
+        ops=ops,
+    )
+    report = _report(index, directory, leftovers, len(bad), clock.now() - started)
+    _log.info("disk tier %s: %s", directory.path, report)
+    return DiskTier(index, files, report, clock=clock, settings=settings, directory=directory)
 
 
 def _report(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno as codes
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.errors import ConfigError
+from pdserve.kv.tiers.disk import directory
 from pdserve.kv.tiers.disk.directory import (
     IDLE,
     SegmentName,
@@ -124,6 +126,30 @@ def test_a_root_that_cannot_be_used_names_the_flag(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--disk-kv"):
         take_directory(tmp_path / "file", "a", FINGERPRINT, 1.0)
+
+
+def test_a_full_disk_costs_the_oldest_segments(tmp_path: Path, monkeypatch):
+    first = take_directory(tmp_path, "a", FINGERPRINT, 1.0)
+    first.unlock()
+    for number in range(4):
+        (first.path / str(SegmentName(1, number))).write_bytes(b"x")
+    replace_file, left = directory.replace_file, [2]
+
+    def full(path: Path, content: bytes) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(codes.ENOSPC, "full")
+        replace_file(path, content)
+
+    monkeypatch.setattr(directory, "replace_file", full)
+    again = take_directory(tmp_path, "a", FINGERPRINT, 2.0)
+    again.unlock()
+    assert again.path == first.path
+    assert len(list(first.path.glob("seg-*"))) == 2
+    left[0] = 99
+    with pytest.raises(ConfigError, match="full"):
+        take_directory(tmp_path, "a", FINGERPRINT, 3.0)
+    assert not is_locked(first.path)
 
 
 # ---------------------------------------------------------------- leftovers

@@ -298,6 +298,36 @@ def test_leftovers_go_before_own_blocks():
     assert len(m.known) == 12
 
 
+def test_leftovers_can_be_removed_at_once():
+    size = segment_of(4)
+    index = DiskIndex(9 * size, size, leftovers=[("tier-a", size), ("tier-b", size)])
+    assert index.drop_unreachable() == 2
+    assert index.drop_unreachable() == 0
+    assert not index.idle
+    m = Machine(index, MemorySegments())
+    m.settle()
+    assert [c for c in m.ended if isinstance(c, RemoveDirectory)] == [
+        RemoveDirectory("tier-a"),
+        RemoveDirectory("tier-b"),
+    ]
+    assert index.idle
+    assert index.counts().allocated == 0
+
+
+def test_a_leftover_that_is_in_use_again_does_not_count():
+    size = segment_of(4)
+    index = DiskIndex(4 * size, size, leftovers=[("tier-back", 2 * size)])
+    m = Machine(index, MemorySegments())
+    store_chains(m, range(4))
+    m.append(chain(4, 1))
+    (command,) = (c for c in m.index.commands(0.0) if isinstance(c, RemoveDirectory))
+    m.index.finished(command, 0.0, codes.EBUSY)
+    m.settle()
+    store_chains(m, range(5, 12))
+    assert len(m.known) == 12
+    assert m.index.trouble.text(0.0) == ""
+
+
 # ---------------------------------------------------------------- reads that fail
 
 

@@ -99,6 +99,25 @@ def test_a_smaller_capacity_takes_effect(tmp_path: Path):
     tier.close()
 
 
+def test_another_secret_while_it_is_open(tmp_path: Path):
+    """The blocks of each secret wait for it in a subdirectory of their own."""
+    tier, machine = open_tier(tmp_path)
+    machine.store_all(chain(0, 3))
+    first = own(tier)
+    assert tier.index.idle
+    tier = tier.renamed(b"secret-2")
+    machine = Machine(tier.index, tier.files)
+    assert own(tier) != first
+    assert tier.report.unreachable == disk_usage(first)
+    machine.store_all(chain(1, 3))
+    tier = tier.renamed(FINGERPRINT.secret_id)
+    machine = Machine(tier.index, tier.files)
+    machine.look()
+    assert own(tier) == first
+    assert machine.served() == {name(0, at) for at in range(3)}
+    tier.close()
+
+
 def test_the_bound_holds_on_disk(tmp_path: Path):
     tier, machine = open_tier(tmp_path)
     for number in range(60):
