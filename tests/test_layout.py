@@ -117,6 +117,7 @@ ASYNCIO = {
     "pdserve/transfer/tcp/transport.py": "connections, and threads that report to the loop",
     "pdserve/worker/request_streams.py": "sends what a turn of the loop brought at its end",
     "pdserve/worker/disagg/prefill_handler.py": "waits for what is in hand when it drains",
+    "pdserve/worker/kv_fetch/push.py": "waits for pulls, and for those of heirs",
     "pdserve/worker/disagg/prefill_job.py": "waits for answers of decode workers",
     "pdserve/worker/model.py": "waits for downloads off the loop",
     "pdserve/worker/model_source.py": "reads checkpoints off the loop",

@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from pdserve.clock import SystemClock
 from pdserve.engine.core_run import CoreRun, CoreTimeouts
 from pdserve.engine.kv_drops import KvDrops
+from pdserve.engine.kv_pulls import KvPullController
 from pdserve.engine.launcher import CoreLauncher, ProcessLauncher
 from pdserve.engine.oom_recovery import with_less_kv
 from pdserve.engine.port import EngineState
@@ -61,8 +62,13 @@ from pdserve.messages.engine import (
     CoreStopped,
     EngineStats,
     InboundControlReply,
+    KvAbsorbed,
+    KvChainsListed,
     KvDropped,
     KvEvents,
+    KvPullEnded,
+    KvPullOpened,
+    KvPullServed,
     LoadProgress,
     OpenAttemptBlocks,
     OutboundControl,
@@ -197,6 +203,7 @@ class CoreClient:
         """Time of the abort of each submission whose blocks the core has not freed yet."""
         self._transfer_control = TransferController(self._post)
         self._drops = KvDrops()
+        self.kv_pulls = KvPullController(self._post)
         self._last_handle = 0
         self._worked_at: Seconds = self._clock.now()
         """The last time at which the core was known to have work."""
@@ -500,6 +507,8 @@ class CoreClient:
                 self._sent(event)
             case OutboundControl() | InboundControlReply() | PathStates():
                 self._transfer_control.take(event)
+            case KvPullOpened() | KvPullEnded() | KvPullServed() | KvAbsorbed() | KvChainsListed():
+                self.kv_pulls.take(event)
             case BlocksFreed():
                 self._note_freed(event)
             case KvDropped():
@@ -601,6 +610,7 @@ class CoreClient:
             self._life.post(SetHashSecret(hash_secret=self._spec.hash_secret))
         if event.capabilities.transfers:
             self._transfer_control.begin()
+            self.kv_pulls.begin()
         self._set_state(EngineState.READY, "ready")
         if self._restarts.total:
             _log.info("the engine is ready again, after restart %d", self._restarts.total)
@@ -623,6 +633,7 @@ class CoreClient:
     def _fail_all(self, error: PdserveError) -> None:
         self._transfer_control.end(error)
         self._drops.end(error)
+        self.kv_pulls.end()
         in_flight, self._in_flight = self._in_flight, {}
         prefills, self._prefills = self._prefills, {}
         for entry in in_flight.values():
@@ -695,6 +706,7 @@ class CoreClient:
         self._stats = EngineStats()
         self._cancelled.clear()
         self._transfer_control.end(EngineDied("the engine process ended", retry_after=1.0))
+        self.kv_pulls.end()
         if self.state is EngineState.READY:
             reason = "the engine process ended" if stalled is None else stalled.message
             self._set_state(EngineState.RESTARTING, reason)

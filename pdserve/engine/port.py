@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pdserve.engine.kv_pulls import KvPullController
     from pdserve.errors import PdserveError
     from pdserve.ids import Epoch, NodeId, Seconds
     from pdserve.messages.engine import EngineCapabilities, EngineStats, LoadProgress, PathState
@@ -231,4 +232,11 @@ class Engine(RequestEngine, Protocol):
 
         Errors: `NotReady`, `EngineDied`, `Overloaded`.
         """
+        ...
+
+    # ------------------------------------------------------------------ KV fetches
+
+    @property
+    def kv_pulls(self) -> KvPullController:
+        """Fetches of blocks from other workers' pools, and of other workers from this one's."""
         ...

@@ -25,7 +25,8 @@ import msgspec
 from pdserve.blocks.hashing import hash_secret_id
 from pdserve.engine_core.kit import STATS_INTERVAL, kv_transfer_unsupported
 from pdserve.engine_core.kv_drops import drop_kv
-from pdserve.engine_core.kv_fetch.fetches import KvFetches, refusal_of
+from pdserve.engine_core.kv_fetch.fetches import KvFetches
+from pdserve.engine_core.kv_fetch.ports import refusal_of
 from pdserve.engine_core.kv_transfer.connector import NodeMessage, PartDelivered
 from pdserve.engine_core.kv_transfer.receiver import KvReceiver
 from pdserve.engine_core.kv_transfer.sender import KvSender
@@ -63,6 +64,7 @@ from pdserve.messages.engine import (
     InboundControlReply,
     KvEvents,
     KvPullAnswer,
+    ListKvChains,
     LoadProgress,
     OpenAttemptBlocks,
     OutboundControlReply,
@@ -93,7 +95,7 @@ if TYPE_CHECKING:
         StepResult,
         SupportsGrammarPrefetch,
     )
-    from pdserve.engine_core.kv_fetch.fetches import FetchCommand
+    from pdserve.engine_core.kv_fetch.ports import FetchCommand
     from pdserve.engine_core.kv_fetch.puller import KvPuller
     from pdserve.engine_core.kv_transfer.connector import ConnectorEvent, KvConnector
     from pdserve.engine_core.pool_sizing import PoolSizing
@@ -258,7 +260,7 @@ class EngineCore:
                 self._hand_over(command)
             case SetNodeLife() | PeerGone() | InboundControl() | OutboundControlReply():
                 self._tell_mover(command)
-            case KvPullAnswer() | ServeKvPull() | StopKvPull() | AbsorbKv():
+            case KvPullAnswer() | ServeKvPull() | StopKvPull() | AbsorbKv() | ListKvChains():
                 self._fetch(command)
             case _:
                 raise ValueError(f"{type(command).__name__} is for the host")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sortedcontainers import SortedDict
 
+from pdserve.engine_core.kv_fetch.ports import refusal_of
 from pdserve.errors import (
     ConfigError,
     ContextLengthExceeded,
@@ -28,6 +29,7 @@ from pdserve.errors import (
 )
 from pdserve.messages.engine import (
     Abort,
+    AbsorbKv,
     ClearCache,
     CoreFailed,
     DropKv,
@@ -37,9 +39,11 @@ from pdserve.messages.engine import (
     InboundControlReply,
     KvDropped,
     KvEvents,
+    ListKvChains,
     PrefillForPeer,
     QueryStats,
     Rejected,
+    ServeKvPull,
     SetHashSecret,
     StartCore,
     Stats,
@@ -565,6 +569,9 @@ class SelfSchedulingCore(ABC):
                 self._events.append(
                     InboundControlReply(command.number, None, type(_NO_KV).__name__, _NO_KV.message)
                 )
+            case ServeKvPull() | AbsorbKv() | ListKvChains():
+                refusal = refusal_of(command)
+                self._events += [] if refusal is None else [refusal]
             case StartCore() | StopCore():
                 raise ValueError(f"{type(command).__name__} is for the host")
 

@@ -13,7 +13,7 @@ import msgspec
 from pdserve.messages.card import ImagePlaceholder
 from pdserve.messages.handoff import Handoff
 from pdserve.messages.kv_events import KvEvent, Tier
-from pdserve.messages.kv_pull import KvPullGrant
+from pdserve.messages.kv_pull import KvChains, KvPullGrant
 from pdserve.messages.lora import LoraAdapter
 from pdserve.messages.request import GenerateRequest, TokenDelta
 from pdserve.messages.tiers import LaneLoad, TierSpec, TierStats
@@ -395,6 +395,14 @@ class DropKv(msgspec.Struct, frozen=True, array_like=True, tag=22):
     age, and on the device, too."""
 
 
+class ListKvChains(msgspec.Struct, frozen=True, array_like=True, tag=23):
+    """Asks for the chains of cached blocks that are worth most, `blocks` blocks at most. Answered
+    by `KvChainsListed`."""
+
+    number: int
+    blocks: int
+
+
 Command = (
     StartCore
     | Submit
@@ -418,6 +426,7 @@ Command = (
     | StopKvPull
     | AbsorbKv
     | DropKv
+    | ListKvChains
 )
 
 
@@ -632,6 +641,13 @@ class KvDropped(msgspec.Struct, frozen=True, array_like=True, tag=22):
     message: str = ""
 
 
+class KvChainsListed(msgspec.Struct, frozen=True, array_like=True, tag=23):
+    """Answers a `ListKvChains`."""
+
+    number: int
+    listed: KvChains
+
+
 Event = (
     LoadProgress
     | CoreReady
@@ -655,4 +671,5 @@ Event = (
     | KvPullServed
     | KvAbsorbed
     | KvDropped
+    | KvChainsListed
 )

@@ -9,7 +9,10 @@ O alone decides what it grants: the leading blocks that it has, or fewer. A hash
 whole content, so a grant cannot be stale; the epoch in `PullKv` says which life of O is meant. R
 ends its wait by cancelling the request, and O's writes by revoking the ticket.
 
-    `OfferKv`    a worker that leaves names what is worth keeping; its heir pulls it the same way
+Blocks that no request waits for move in the same way:
+
+    OfferKv      a worker that leaves names what is worth keeping, and its heir pulls it
+    WarmUp       an operator names a worker from which another one is to pull the same
 """
 
 from __future__ import annotations
@@ -72,22 +75,52 @@ class OfferedChain(msgspec.Struct, frozen=True, array_like=True):
     hashes: Hashes
 
 
+class KvChains(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks that a worker could give away, the most valuable chain first. The blocks before a
+    chain's first one are in an earlier chain."""
+
+    chains: Annotated[tuple[OfferedChain, ...], Meta(max_length=MAX_CHAINS)] = ()
+
+
 class OfferKv(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Offers chains to a worker with the same compatibility hash, the most valuable first."""
+    """A worker that leaves offers its blocks. Answered when the receiver has pulled what it
+    wants."""
 
     epoch: Epoch
     """The life of the receiver that is meant."""
-    model: str
     compat_hash: str
-    chains: Annotated[tuple[OfferedChain, ...], Meta(max_length=MAX_CHAINS)]
+    """What the blocks belong to (`ModelCard.compat_hash`)."""
+    names_id: bytes
+    """Id of the secret of their hashes."""
+    chains: KvChains
     timeout: Period
-    """Seconds for which the chains stay at the sender."""
+    """Seconds for which the sender waits."""
 
 
-class OfferTaken(msgspec.Struct, frozen=True, array_like=True):
-    """How much of an offer the receiver has now."""
+class ListKv(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Asks a worker for the chains that it could give away. Answered by `KvChains`."""
+
+    epoch: Epoch
+    """The life of the receiver that is meant."""
+    compat_hash: str
+    names_id: bytes
+    blocks: Count
+    """Most blocks to list."""
+
+
+class WarmUp(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """An operator has a worker pull the most valuable blocks of another one."""
+
+    source: str
+    """The other worker's node."""
+    blocks: Count = 0
+    """Most blocks to pull; 0: as many as an offer may bring."""
+    timeout: Period = 60.0
+
+
+class KvTaken(msgspec.Struct, frozen=True, array_like=True):
+    """How much of an offer, or of a warm-up, the receiver has pulled."""
 
     blocks: Count = 0
-    """Blocks that it has pulled."""
     refused: Word = ""
-    """Why it took no more, in one word; empty: it took all."""
+    """Why it pulled no more, in one word; empty: it has all."""

@@ -32,6 +32,15 @@ from pdserve.messages.handoff import (
     WithdrawAttempt,
 )
 from pdserve.messages.hash_secret import HashSecret, HashSecretQuery
+from pdserve.messages.kv_pull import (
+    KvChains,
+    KvPullGrant,
+    KvTaken,
+    ListKv,
+    OfferKv,
+    PullKv,
+    WarmUp,
+)
 from pdserve.messages.routing import RouteDecision, RouteRequest, RoutingPreview
 from pdserve.messages.status import (
     ClusterStatus,
@@ -75,6 +84,14 @@ DISAGG: Final = Method(0x0317, "disagg", SetDisagg, DisaggSet)
 """An operator sets a decode worker's disaggregation policy."""
 HAND_OVER: Final = Method(0x0318, "hand over", KvFetch, KvFetchReply)
 """A worker asks another for the KV of a sequence that it holds."""
+PULL_KV: Final = Method(0x0319, "pull kv", PullKv, KvPullGrant)
+"""A worker asks another for blocks of its pool. Answered when they are on their way."""
+OFFER_KV: Final = Method(0x031A, "offer kv", OfferKv, KvTaken)
+"""A worker that leaves offers blocks of its pool to another one. Answered when they are there."""
+LIST_KV: Final = Method(0x031B, "list kv", ListKv, KvChains)
+"""A worker asks another which of its blocks are worth most."""
+WARM: Final = Method(0x031C, "warm", WarmUp, KvTaken)
+"""An operator has a worker pull another one's blocks."""
 DROP_KV: Final = Method(0x031F, "drop kv", DropOrder, DropReport)
 """An operator has a worker forget KV on its tiers."""
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from pdserve.engine.kv_drops import KvDrops
+from pdserve.engine.kv_pulls import KvPullController
 from pdserve.engine.port import EngineState
 from pdserve.engine.transfer_control import TransferController, deliver_remote_event
 from pdserve.engine_core.core import EngineCore
@@ -37,8 +38,13 @@ from pdserve.messages.engine import (
     AttemptLost,
     EngineStats,
     InboundControlReply,
+    KvAbsorbed,
+    KvChainsListed,
     KvDropped,
     KvEvents,
+    KvPullEnded,
+    KvPullOpened,
+    KvPullServed,
     OpenAttemptBlocks,
     OutboundControl,
     PathStates,
@@ -130,6 +136,7 @@ class VirtualTimeEngine:
         self._prefills: dict[Handle, PrefillSink] = {}
         self._transfer_control = TransferController(self._post)
         self._drops = KvDrops()
+        self.kv_pulls = KvPullController(self._post)
         self._fabric = fabric
         self._key: NodeLife | None = None
         """The node's life under which the engine moves KV."""
@@ -184,6 +191,7 @@ class VirtualTimeEngine:
         self.state, self.state_reason = EngineState.READY, ""
         if self.capabilities.transfers:
             self._transfer_control.begin()
+            self.kv_pulls.begin()
 
     def _make_core(self, spec: EngineSpec, mover: KvConnector | None) -> Core:
         return EngineCore(ScriptedExecutor(), self, mover)
@@ -256,6 +264,7 @@ class VirtualTimeEngine:
     def _fail_all(self, error: PdserveError) -> None:
         self._transfer_control.end(error)
         self._drops.end(error)
+        self.kv_pulls.end()
         sinks, self._sinks = self._sinks, {}
         prefills, self._prefills = self._prefills, {}
         self._choices.clear()
@@ -449,6 +458,10 @@ class VirtualTimeEngine:
             self._transfer_control.take(event)
         elif isinstance(event, KvDropped):
             self._drops.take(event)
+        elif isinstance(
+            event, KvPullOpened | KvPullEnded | KvPullServed | KvAbsorbed | KvChainsListed
+        ):
+            self.kv_pulls.take(event)
         elif isinstance(event, Admitted | AttemptBlocksOpened | AttemptLost):
             assert not self._spoilt(event), f"bytes were wrong and no fault changed them: {event}"
             remote = self._remotes.get(event.handle)

@@ -41,6 +41,8 @@ class MemoryGuard:
             return
         theirs = {block for fresh in incoming._closing.values() for block in fresh}
         theirs.update(block for one in incoming._attempts.values() for block in one.fresh)
+        if self.core is not None and self.core._puller is not None:
+            theirs |= self.core._puller.writable
         strange = sorted(set(blocks) - theirs)
         assert not strange, f"a peer writes to blocks {strange}, which are of no attempt"
 

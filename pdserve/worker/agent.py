@@ -34,6 +34,8 @@ from pdserve.worker.disagg.prefill_handler import PrefillHandler
 from pdserve.worker.disagg.queue.claims import QueueClaimSource
 from pdserve.worker.disagg.queue.client import PrefillQueueClient
 from pdserve.worker.kv_event_publisher import KvEventPublisher
+from pdserve.worker.kv_fetch.push import PUSH_TIMEOUT, KvPusher
+from pdserve.worker.kv_fetch.service import KvFetchService
 from pdserve.worker.rebalance import Rebalance
 from pdserve.worker.request_streams import RequestStreams
 from pdserve.worker.tiers.drop_orders import DropOrders
@@ -92,6 +94,10 @@ class WorkerAgent:
         takes none."""
         self.prefill: PrefillHandler | None = None
         """Handles prefills and KV handoffs for other workers; None if this worker does none."""
+        self.kv_fetch: KvFetchService | None = None
+        """Fetches blocks from other workers' pools, and serves them; None: this worker takes no
+        part in KV transfer."""
+        self._pusher: KvPusher | None = None
         self._requests: RequestEngine = service.engine
         self._take_part()
         self._channels = RequestStreams(
@@ -128,6 +134,8 @@ class WorkerAgent:
         if mode == "aggregated" and config.transfer is None:
             return
         TransferRpc(node, service.engine, service.metrics, self._degradations)
+        self.kv_fetch = KvFetchService(node, service.engine.kv_pulls)
+        self._pusher = KvPusher(node, service, self.kv_fetch.numbers)
         if mode != "prefill":
             chooser = DisaggPolicy(
                 config.disagg,
@@ -162,7 +170,13 @@ class WorkerAgent:
             drained &= await self.prefill.drain(max(0.0, until - self._node.now()))
         if not drained:
             self._channels.close(_going())
+        await self._push(until - self._node.now())
         return drained
+
+    async def _push(self, timeout: Seconds) -> None:
+        """Offers cached blocks to the workers that stay."""
+        if self._pusher is not None and timeout > 0 and self._service.config.kv_fetch != "never":
+            await self._pusher.push(min(timeout, PUSH_TIMEOUT))
 
     @property
     def requests(self) -> int:

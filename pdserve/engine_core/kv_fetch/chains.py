@@ -1,13 +1,18 @@
-"""Finds the blocks of a hash chain in a pool; a block may be held only with those before it."""
+"""Finds hash chains in a pool: the one of a block, and those that are worth most.
+
+A block may be held only with those before it.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pdserve.messages.kv_pull import MAX_CHAINS, OfferedChain
+
 if TYPE_CHECKING:
     from pdserve.kv.block_pool import BlockPool
 
-__all__ = ["blocks_up_to"]
+__all__ = ["blocks_up_to", "worth_most"]
 
 
 def blocks_up_to(pool: BlockPool, block_hash: bytes) -> list[int]:
@@ -18,3 +23,29 @@ def blocks_up_to(pool: BlockPool, block_hash: bytes) -> list[int]:
         found.append(matched[0])
         block_hash = pool.parent(matched[0])
     return found[::-1]
+
+
+def worth_most(pool: BlockPool, most: int) -> tuple[OfferedChain, ...]:
+    """Chains of cached blocks, the last used one first: at most `most` blocks and `MAX_CHAINS`
+    chains. O(cached blocks).
+
+    In order of use a block comes after all that continue it. So in the opposite order those before
+    a chain's first block are in an earlier chain, or in use.
+    """
+    chains: list[tuple[bytes, list[bytes]]] = []
+    ends: dict[bytes, int] = {}
+    """Index of the chain that ends with a hash."""
+    for block, block_hash in pool.oldest(pool.counts().cached)[: -most - 1 : -1]:
+        parent = pool.parent(block)
+        index = ends.pop(parent, None)
+        if index is None:
+            if len(chains) == MAX_CHAINS:
+                break
+            index = len(chains)
+            chains.append((parent, []))
+        chains[index][1].append(block_hash)
+        ends[block_hash] = index
+    return tuple(
+        OfferedChain(len(blocks_up_to(pool, parent)), parent, b"".join(hashes))
+        for parent, hashes in chains
+    )

@@ -15,23 +15,25 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.engine_core.kv_fetch.absorber import KvAbsorber
+from pdserve.engine_core.kv_fetch.chains import worth_most
 from pdserve.engine_core.kv_fetch.ports import is_pull
 from pdserve.engine_core.kv_fetch.puller import KvPuller
 from pdserve.engine_core.kv_fetch.server import KvServer
 from pdserve.engine_core.kv_transfer.connector import PartDelivered
 from pdserve.messages.engine import (
     AbsorbKv,
-    KvAbsorbed,
+    KvChainsListed,
     KvPullAnswer,
-    KvPullServed,
+    ListKvChains,
     ServeKvPull,
     StopKvPull,
 )
-from pdserve.messages.kv_pull import KvPullGrant
+from pdserve.messages.kv_pull import KvChains
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pdserve.engine_core.kv_fetch.ports import FetchCommand
     from pdserve.engine_core.kv_transfer.connector import (
         AttemptBroken,
         AttemptFenced,
@@ -44,22 +46,10 @@ if TYPE_CHECKING:
     from pdserve.messages.engine import EngineStats, Event, PeerGone
     from pdserve.transfer.base import Region
 
-__all__ = ["FetchCommand", "KvFetches", "PullMoved", "refusal_of"]
-
-FetchCommand = KvPullAnswer | ServeKvPull | StopKvPull | AbsorbKv
+__all__ = ["KvFetches", "PullMoved"]
 
 if TYPE_CHECKING:
     PullMoved = AttemptGranted | PartArrived | AttemptBroken | AttemptFenced | PartDelivered
-
-
-def refusal_of(command: FetchCommand) -> Event | None:
-    """The answer of a core that fetches no KV; None: the command needs none."""
-    match command:
-        case ServeKvPull():
-            return KvPullServed(command.number, KvPullGrant(refused="misfit"))
-        case AbsorbKv():
-            return KvAbsorbed(command.number, 0, 0, "misfit")
-    return None
 
 
 class KvFetches:
@@ -72,6 +62,8 @@ class KvFetches:
         self.puller = KvPuller(mover, region, say)
         self.server = KvServer(pool, mover, region, say)
         self.absorber = KvAbsorber(pool, self.puller, say)
+        self._pool = pool
+        self._say = say
 
     @staticmethod
     def owns(moved: PullMoved) -> bool:
@@ -97,6 +89,9 @@ class KvFetches:
                 self.server.stop(command.number)
             case AbsorbKv():
                 self.absorber.absorb(command, now)
+            case ListKvChains():
+                listed = KvChains(worth_most(self._pool, command.blocks))
+                self._say(KvChainsListed(command.number, listed))
 
     def peer_gone(self, command: PeerGone, now: Seconds) -> None:
         """A peer is dead: end what concerns it."""

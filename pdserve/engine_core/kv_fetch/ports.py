@@ -8,10 +8,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
+from pdserve.messages.engine import (
+    AbsorbKv,
+    KvAbsorbed,
+    KvChainsListed,
+    KvPullAnswer,
+    KvPullServed,
+    ListKvChains,
+    ServeKvPull,
+    StopKvPull,
+)
+from pdserve.messages.kv_pull import KvChains, KvPullGrant
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["PullEnd", "PullListener", "StageBlocks", "is_pull"]
+    from pdserve.messages.engine import Event
+
+__all__ = ["FetchCommand", "PullEnd", "PullListener", "StageBlocks", "is_pull", "refusal_of"]
+
+FetchCommand = KvPullAnswer | ServeKvPull | StopKvPull | AbsorbKv | ListKvChains
+"""Commands for KV fetches."""
 
 PullEnd = Literal[
     "",
@@ -49,6 +66,19 @@ def is_pull(handle: int) -> bool:
     """Whether a connector's event belongs to a pull. Handles of requests are positive, those of
     pulls negative."""
     return handle < 0
+
+
+def refusal_of(command: FetchCommand) -> Event | None:
+    """The answer of a core that fetches no KV; None: the command needs none."""
+    match command:
+        case ServeKvPull():
+            return KvPullServed(command.number, KvPullGrant(refused="misfit"))
+        case AbsorbKv():
+            return KvAbsorbed(command.number, 0, 0, "misfit")
+        case ListKvChains():
+            return KvChainsListed(command.number, KvChains())
+        case KvPullAnswer() | StopKvPull():
+            return None
 
 
 class PullListener(Protocol):

@@ -118,6 +118,12 @@ class KvPuller:
         """Bytes of the blocks that pulls in progress want."""
         return sum(len(pull.blocks) for pull in self._live.values()) * self._block
 
+    @property
+    def writable(self) -> set[int]:
+        """Blocks to which peers may write now."""
+        pulls = (*self._keys.values(), *self._closing.values())
+        return {block for pull in pulls for block in pull.blocks}
+
     # ------------------------------------------------------------------ the caller
 
     def pull(
