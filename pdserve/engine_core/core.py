@@ -36,6 +36,11 @@ from pdserve.engine_core.scheduler.block_hasher import BlockHasher
 from pdserve.engine_core.scheduler.prefill_budget import PrefillBudget
 from pdserve.engine_core.scheduler.scheduler import Scheduler
 from pdserve.engine_core.scheduler.scheduler_state import SchedulerLimits
+from pdserve.engine_core.tiers.core_tiers import CoreTiers, open_storage, threads
+from pdserve.engine_core.tiers.fetch_planner import FetchPlanner
+from pdserve.engine_core.tiers.onboarder import Onboarder
+from pdserve.engine_core.tiers.prefill_cost import StepCost
+from pdserve.engine_core.tiers.stager import Stager
 from pdserve.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -82,10 +87,11 @@ from pdserve.messages.engine import (
     SubmitRemote,
 )
 from pdserve.messages.engine_errors import failed_event, rejected_event
+from pdserve.messages.tiers import TierSpec
 from pdserve.observe.logs import about
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from pdserve.clock import Clock
     from pdserve.engine_core.executor import (
@@ -99,8 +105,13 @@ if TYPE_CHECKING:
     from pdserve.engine_core.kv_fetch.puller import KvPuller
     from pdserve.engine_core.kv_transfer.connector import ConnectorEvent, KvConnector
     from pdserve.engine_core.pool_sizing import PoolSizing
+    from pdserve.engine_core.scheduler.sequence import Sequence as EngineSequence
+    from pdserve.engine_core.tiers.core_tiers import MakeTierIo, TierStorage
+    from pdserve.engine_core.tiers.onboarder import BlockFetch
     from pdserve.ids import Seconds
+    from pdserve.kv.tiers.lanes import LaneEstimate
     from pdserve.messages.request import SamplingParams, TokenDelta
+    from pdserve.messages.tiers import LaneName
     from pdserve.transfer.base import Region
 
 __all__ = ["EngineCore"]
@@ -132,6 +143,8 @@ class EngineCore:
         self.on_freed: Callable[[int, str], None] = lambda handle, phase: None
         """Called once for every abort, when the submission holds nothing any more, with what it was
         doing when it was aborted."""
+        self.make_tier_io: MakeTierIo = threads
+        """Makes what copies blocks between tiers."""
         self._aborted: dict[int, str] = {}
         """Aborted submissions that still hold blocks, with what they were doing."""
         self._executor = executor
@@ -144,6 +157,11 @@ class EngineCore:
         """The KV storage that the connector reads and writes."""
         self._moved = False
         """Whether the connector has events."""
+        self._tiers: CoreTiers | None = None
+        self._onboarder: Onboarder | None = None
+        self._step_cost = StepCost()
+        self._copied = False
+        """Whether the lower tiers have something to take in."""
         self._events: list[Event] = []
         self._deltas: list[TokenDelta] = []
         self._steps = 0
@@ -189,7 +207,49 @@ class EngineCore:
         if self._mover is not None:
             progress(LoadProgress(stage="registering KV blocks"))
         transfers = self._start_moving(spec)
-        return _capabilities(spec, info, limits, sizing, transfers)
+        tiers = self._start_tiers(spec, info)
+        return _capabilities(spec, info, limits, sizing, transfers, tiers)
+
+    def _start_tiers(self, spec: EngineSpec, info: ModelInfo) -> tuple[str, ...]:
+        """Open the tiers below the device, and what brings blocks from there and from peers.
+        Returns the tiers' names. Raises `ConfigError` if a tier is impossible here."""
+        if self._names is None or (spec.tiers is None and self._incoming is None):
+            if spec.tiers is not None and spec.tiers.is_used:
+                raise ConfigError("KV tiers need the prefix cache: leave out --prefix-cache=off")
+            return ()
+        settings = spec.tiers or TierSpec()
+        if settings.is_used:
+            storage = self._open_storage(settings, info, self._names.id)
+            now = self._clock.now()
+            self._tiers = CoreTiers(settings, storage, self.pool, self.scheduler, now)
+            self._tiers.start(self._on_copied)
+        planner = FetchPlanner(
+            self._step_cost,
+            self._lane_estimates,
+            block_tokens=self.pool.block_size,
+            block_bytes=info.layout.block_bytes,
+            mode=settings.fetch,
+        )
+        lower = None if self._tiers is None else self._tiers.lower
+        self._onboarder = Onboarder(self.pool, lower, planner, self._on_onboarded)
+        self._onboarder.puller = self._puller
+        if lower is not None and self._fetches is not None:
+            self._fetches.server.stage = Stager(self.pool, lower, self._onboarder)
+        self.scheduler.onboarder = self._onboarder
+        return settings.names
+
+    def _open_storage(self, spec: TierSpec, info: ModelInfo, secret_id: bytes) -> TierStorage:
+        return open_storage(spec, info, self._executor, secret_id, self.make_tier_io)
+
+    def _lane_estimates(self) -> Mapping[LaneName, LaneEstimate]:
+        return {} if self._tiers is None else self._tiers.lane_estimates()
+
+    def _on_onboarded(self, sequence: EngineSequence, onboarding: BlockFetch) -> None:
+        self.scheduler.onboarded(sequence, onboarding, self._clock.now())
+
+    def _on_copied(self) -> None:
+        self._copied = True
+        self.wake()
 
     def _start_moving(self, spec: EngineSpec) -> tuple[str, ...]:
         """Start the connector; returns its usable back ends, or none if KV transfer is off, or is
@@ -244,6 +304,8 @@ class EngineCore:
                 self._events.append(Stats(stats=self.stats()))
             case ClearCache():
                 self.pool.clear()
+                if self._tiers is not None:
+                    self._tiers.clear()
                 self._changed = True
             case DropKv():
                 self._drop_kv(command)
@@ -374,6 +436,8 @@ class EngineCore:
         self.scheduler.rename(self._names)
         if self._fetches is not None:
             self._fetches.renamed(self._clock.now())
+        if self._tiers is not None:
+            self._tiers.rename()
         self._changed = True
 
     def _reject(self, handle: int, error: PdserveError) -> None:
@@ -417,7 +481,9 @@ class EngineCore:
         """Return whether `step` has something to compute or to report."""
         if self._broken:
             return bool(self._events)
-        if self._moved or (self._incoming is not None and self._incoming.has_work):
+        if self._moved or self._copied:
+            return True
+        if self._incoming is not None and self._incoming.has_work:
             return True
         if self._fetches is not None and self._fetches.has_work:
             return True
@@ -425,7 +491,7 @@ class EngineCore:
 
     def wake_at(self) -> Seconds | None:
         """The next deadline of a request or an attempt; None: there is none."""
-        parts = (self.scheduler, self._incoming, self._fetches)
+        parts = (self.scheduler, self._incoming, self._fetches, self._tiers)
         times = (part.next_deadline() for part in parts if part is not None)
         return min((time for time in times if time is not None), default=None)
 
@@ -449,10 +515,28 @@ class EngineCore:
 
     def _advance_moves(self, now: Seconds) -> None:
         """Do what transfers have to do between two steps."""
+        self._advance_tiers(now)
         if self._incoming is not None:
             self._incoming.advance(now)
         if self._fetches is not None:
             self._fetches.advance(now, busy=self.scheduler.has_work)
+
+    def _advance_tiers(self, now: Seconds) -> None:
+        """Take in what lower tiers have copied, and let them go on."""
+        if self._onboarder is not None:
+            self._onboarder.now = now
+        if self._tiers is None:
+            return
+        assert self._onboarder is not None
+        self._changed |= self._copied
+        self._copied = False
+        self._tiers.advance(now, self._onboarder)
+
+    def _clean(self, now: Seconds) -> None:
+        """Store device blocks on lower tiers before they are evicted."""
+        if self._tiers is not None:
+            size = self.pool.block_size
+            self._tiers.clean(self.scheduler.limits.max_batch_tokens // size, now)
 
     def _plan(self, now: Seconds) -> StepPlan:
         plan = self.scheduler.schedule(now)
@@ -525,6 +609,8 @@ class EngineCore:
         # A plan lists decodes first, so its first chunk shows whether it has any.
         decodes = plan.chunks[0].sequence.first_token is not None
         self._pace.note(plan.num_tokens, took)
+        if self._onboarder is not None:
+            self._step_cost.note(plan, took)
         self.scheduler.prefill_tokens = self._pace.tokens
         if result.faults:
             plan, result = self._set_aside(plan, result)
@@ -577,6 +663,9 @@ class EngineCore:
     def _report(self, now: Seconds) -> None:
         self._say_deltas()
         stored = self.pool.drain_events()
+        if self._tiers is not None:
+            stored += self._tiers.follow(stored, now)
+            self._clean(now)
         if stored:
             self._events.append(KvEvents(events=stored))
         idle = not self.scheduler.has_work
@@ -613,6 +702,8 @@ class EngineCore:
             uncomputed_tokens=scheduler.uncomputed(),
             kv_tokens=sum(sequence.num_computed for sequence in scheduler.running),
             itl=self._itl,
+            tiers=() if self._tiers is None else self._tiers.stats(self._clock.now()),
+            lanes=() if self._tiers is None else self._tiers.lanes(),
         )
         return stats if self._incoming is None else self._with_transfers(stats, self._incoming)
 
@@ -639,9 +730,13 @@ class EngineCore:
         be ended; the memory then stays allocated."""
         if self._mover is not None:
             self._mover.close()
+        if self._tiers is not None:
+            self._tiers.end()
         try:
             return self._end_all() if hasattr(self, "scheduler") else 0
         finally:
+            if self._tiers is not None:
+                self._tiers.close()
             if self._region is not None and self._region.view is not None:
                 self._region.view.release()
             self._executor.close()
@@ -656,6 +751,8 @@ class EngineCore:
             self._outgoing.fenced()
         if self._fetches is not None:
             self._fetches.fenced(self._clock.now())
+        if self._onboarder is not None:
+            self._onboarder.close(self._clock.now())
         self._release()
         self.pool.check()
         return self.pool.counts().used
@@ -690,6 +787,7 @@ def _capabilities(
     limits: SchedulerLimits,
     sizing: PoolSizing,
     transfers: tuple[str, ...],
+    tiers: tuple[str, ...],
 ) -> EngineCapabilities:
     return EngineCapabilities(
         engine=spec.engine,
@@ -717,4 +815,5 @@ def _capabilities(
         embedding_size=info.embedding_size,
         num_labels=info.num_labels,
         reduced=sizing.warning or "",
+        tiers=tiers,
     )

@@ -80,6 +80,11 @@ class BlockPool:
         """Number of blocks that `reserve` can hand out now: free and cached ones."""
         return len(self._free) + len(self._cached)
 
+    @property
+    def free(self) -> int:
+        """Number of blocks that `reserve` can hand out without eviction."""
+        return len(self._free)
+
     def counts(self) -> PoolCounts:
         """Number of blocks by state; the four add up to `num_blocks`."""
         free, cached, quarantined = len(self._free), len(self._cached), len(self._quarantined)
@@ -99,6 +104,10 @@ class BlockPool:
     def names(self) -> dict[bytes, bytes]:
         """Every hash that can be matched, with its parent's. O(all), for audits."""
         return {name: self._parent[block] for name, block in self._by_hash.items()}
+
+    def name(self, block: int) -> bytes | None:
+        """Hash of `block`; None if it has none."""
+        return self._hash[block]
 
     def parent(self, block: int) -> bytes:
         """Hash before that of `block`, which has a hash; for a chain's first block its root."""

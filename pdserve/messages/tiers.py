@@ -55,6 +55,16 @@ class TierSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Seconds by which a conversation's blocks count as younger, for each of up to 4 earlier turns.
     0: plain LRU."""
 
+    @property
+    def is_used(self) -> bool:
+        """True if there is a tier below the device."""
+        return bool(self.host_bytes or self.disk_path)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tiers below the device."""
+        return (*(("host",) if self.host_bytes else ()), *(("disk",) if self.disk_path else ()))
+
 
 class LaneLoad(msgspec.Struct, frozen=True, array_like=True):
     """What a lane of a worker does, for predictions."""

@@ -37,6 +37,7 @@ from tests.support.seeds import is_long
 if TYPE_CHECKING:
     from pdserve.engine_core.executor import StepPlan
     from pdserve.engine_core.scheduler.sequence import Sequence
+    from pdserve.messages.kv_events import KvEvent
     from pdserve.messages.request import Pooling
     from pdserve.testing.output_checker import OutputChecker
 
@@ -131,6 +132,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.violation: AssertionError | None = None
         self.executor = ScriptedExecutor(self.watch)
         self.core = EngineCore(self.executor, self.clock)
+        self.prepare()
         self.engine = InlineEngine(self.core, self.spec)
         self.asked: Counter[tuple[int, int, int]] = Counter()
         if patience:
@@ -138,6 +140,9 @@ class CoreMachine(RuleBasedStateMachine):
             self.executor.wait_ready = lambda seconds: None  # type: ignore[attr-defined]
         self.index: set[bytes] = set()
         self.secret = SECRETS[0]
+
+    def prepare(self) -> None:
+        """Change the core or its spec before it loads; for derived machines."""
 
     # ------------------------------------------------------------------ what happens
 
@@ -191,7 +196,11 @@ class CoreMachine(RuleBasedStateMachine):
     def abort_everything(self) -> None:
         for ledger in self.engine.ledgers.values():
             self.engine.abort(ledger)
-        assert self.core.pool.counts().used == 0
+        assert self.core.pool.counts().used == self.fetching()
+
+    def fetching(self) -> int:
+        """Blocks that are held for fetches."""
+        return 0
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 20.0]))
     def wait(self, seconds: float) -> None:
@@ -272,6 +281,9 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.pool.check()
         self.the_names_are_right()
         for event in self.engine.kv_events:
+            if event.tier != "device":
+                self.take_lower(event)
+                continue
             match type(event).__name__:
                 case "BlockStored":
                     self.index |= set(event.hashes)  # type: ignore[union-attr]
@@ -280,6 +292,10 @@ class CoreMachine(RuleBasedStateMachine):
                 case _:
                     self.index.clear()
         self.engine.kv_events.clear()
+
+    def take_lower(self, event: KvEvent) -> None:
+        """An event of a lower tier."""
+        raise AssertionError("there is no lower tier")
 
     def the_names_are_right(self) -> None:
         """Whoever made them, and whatever they were before."""
@@ -304,7 +320,10 @@ class CoreMachine(RuleBasedStateMachine):
         engine, core = self.engine, self.core
         for _ in range(20_000):
             if not core.has_work:
-                break
+                at = core.wake_at()
+                if at is None:
+                    break
+                self.clock.advance(max(0.0, at - self.clock.now()))
             self.one_step()
         else:
             raise AssertionError("the core makes no progress")

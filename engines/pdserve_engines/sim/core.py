@@ -24,6 +24,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pdserve.clock import SystemClock
 from pdserve.engine_core.core import EngineCore
 from pdserve.engine_core.kit import STATS_INTERVAL
 from pdserve.engine_core.kv_transfer.connector import NodeMessage
@@ -37,13 +38,16 @@ from pdserve.messages.engine import (
     Submit,
     SubmitRemote,
 )
+from pdserve_engines.sim.tier_storage import simulated_storage
 
 if TYPE_CHECKING:
     from pdserve.clock import Clock
-    from pdserve.engine_core.executor import StepPlan
+    from pdserve.engine_core.executor import ModelInfo, StepPlan
     from pdserve.engine_core.kv_transfer.connector import ConnectorEvent, KvConnector
+    from pdserve.engine_core.tiers.core_tiers import TierStorage
     from pdserve.ids import Seconds, TokenId
     from pdserve.messages.engine import Command, Event
+    from pdserve.messages.tiers import TierSpec
     from pdserve_engines.sim.executor import SimExecutor
 
 __all__ = ["SimCore"]
@@ -106,6 +110,14 @@ class SimCore(EngineCore):
         """End the flight with the step under way at `now`."""
         if len(flight.ends) > 1:
             del flight.ends[bisect_left(flight.ends, now) + 1 :]
+
+    # ------------------------------------------------------------------ tiers
+
+    def _open_storage(self, spec: TierSpec, info: ModelInfo, secret_id: bytes) -> TierStorage:
+        """With content on a real clock the tiers are real ones; else they are simulated."""
+        if self._sim.options.content and isinstance(self._clock, SystemClock):
+            return super()._open_storage(spec, info, secret_id)
+        return simulated_storage(spec, info, self._sim, self._clock)
 
     # ------------------------------------------------------------------ steps
 

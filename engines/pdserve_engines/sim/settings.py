@@ -62,6 +62,12 @@ class SimOptions:
     steps_at_once: int = 1
     """Most decode steps of an unchanged batch that are computed as one. More than 1 is meant for
     simulated time: tokens then come in bursts."""
+    host_bandwidth: float = 50e9
+    """Bytes per second between the device and host memory, in each direction."""
+    disk_read_bandwidth: float = 6e9
+    """Bytes per second that the simulated disk reads."""
+    disk_write_bandwidth: float = 3e9
+    """Bytes per second that the simulated disk writes."""
     trouble: str = ""
     """Path of a file that injects faults, for tests: whenever it exists, it is removed and the step
     fails (`fail`) or hangs first (`hang SECONDS`)."""

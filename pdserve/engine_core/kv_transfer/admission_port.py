@@ -40,7 +40,7 @@ class RemoteAdmissionPort(Protocol):
         """Return whether `reserve` may make a reservation now."""
         ...
 
-    def reserve(self) -> list[tuple[int, int]]:
+    def reserve(self, now: Seconds) -> list[tuple[int, int]]:
         """Make the reservations that fit; returns each handle with its cached tokens."""
         ...
 

@@ -191,7 +191,7 @@ class KvReceiver:
         it."""
         if self._lacking:
             self._look_for_blocks(now)
-        for handle, cached_tokens in self._scheduler.reserve():
+        for handle, cached_tokens in self._scheduler.reserve(now):
             self._say(Admitted(handle, cached_tokens))
 
     def _look_for_blocks(self, now: Seconds) -> None:

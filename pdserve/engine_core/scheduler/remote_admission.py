@@ -57,7 +57,7 @@ class RemoteAdmission(SchedulerState):
 
     # ------------------------------------------------------------------ reservations
 
-    def reserve(self) -> list[tuple[int, int]]:
+    def reserve(self, now: Seconds) -> list[tuple[int, int]]:
         """Make reservations, in order, for the sequences that fit; returns each handle with the
         number of its tokens that are cached now."""
         made: list[tuple[int, int]] = []
@@ -71,6 +71,10 @@ class RemoteAdmission(SchedulerState):
             assert remote is not None
             remote.admitted = True
             made.append((stem.handle, len(shared) * self._pool.block_size))
+            if self.onboarder is not None:
+                # What comes before the peer is bound is on the device then, and is not sent.
+                hashes = self._reusable_hashes(stem)
+                self.onboarder.begin(hashes, shared, now, self._spare, root=stem.root)
         return made
 
     def _set_aside(self, stem: Sequence, shared: list[int]) -> bool:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 from pdserve.engine_core.executor import ScheduledChunk, StepPlan, StepResult
 from pdserve.engine_core.scheduler.fast_forward import FastForward
 from pdserve.engine_core.scheduler.remote_admission import RemoteAdmission
+from pdserve.engine_core.scheduler.sequence import SequenceStatus
 from pdserve.engine_core.scheduler.submission import (
     Submission,
     end_reason,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from pdserve.engine_core.scheduler.block_hasher import BlockHasher
     from pdserve.engine_core.scheduler.scheduler_state import SchedulerLimits
     from pdserve.engine_core.scheduler.sequence import Sequence
+    from pdserve.engine_core.tiers.onboarder import BlockFetch, Onboarder
     from pdserve.ids import Seconds
     from pdserve.kv.block_pool import BlockPool
 
@@ -110,6 +112,8 @@ class Scheduler(RemoteAdmission, FastForward):
         again at once. Between two steps."""
         self._names = names
         self._pool.unname()
+        if self.onboarder is not None:
+            self.onboarder.rename()
         for submission in self._submissions.values():
             self._name(submission, names)
             for sequence in submission.live:
@@ -161,6 +165,8 @@ class Scheduler(RemoteAdmission, FastForward):
             return ""
         if submission.remote is not None:
             return submission.remote.phase()
+        if any(sequence.status is SequenceStatus.ONBOARDING for sequence in submission.live):
+            return "onboarding"
         if not any(sequence.blocks for sequence in submission.live):
             preempted = any(sequence.preemptions for sequence in submission.live)
             return "preempted" if preempted else "queued"
@@ -171,6 +177,8 @@ class Scheduler(RemoteAdmission, FastForward):
         produced = sum(sequence.num_output for sequence in submission.live)
         if submission.remote is not None:
             return submission.remote.stage()
+        if any(sequence.status is SequenceStatus.ONBOARDING for sequence in submission.live):
+            return "fetching KV of the prompt's beginning"
         if not submission.started:
             return f"waiting in the engine's queue with {len(self.waiting)} sequences"
         if any(sequence.blocks for sequence in submission.live):
@@ -190,12 +198,15 @@ class Scheduler(RemoteAdmission, FastForward):
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for blocks, for a place in the batch or for a reservation."""
-        return len(self.waiting) + len(self.ready) + len(self.reservations.waiting)
+        onboarding = 0 if self.onboarder is None else self.onboarder.num_waiting
+        return len(self.waiting) + len(self.ready) + len(self.reservations.waiting) + onboarding
 
     def uncomputed(self) -> int:
         """Prompt tokens that no step has computed yet, with the output of preempted sequences. It
         is not known before how many of them the prefix cache will supply. O(sequences)."""
         waiting = sum(len(sequence.tokens) for sequence in self.waiting)
+        if self.onboarder is not None:
+            waiting += self.onboarder.uncomputed(self._pool.block_size)
         lacking = (len(sequence.tokens) - sequence.num_computed for sequence in self.running)
         return waiting + sum(count for count in lacking if count > 1)
 
@@ -284,11 +295,38 @@ class Scheduler(RemoteAdmission, FastForward):
         """Start waiting sequences strictly in order: none overtakes one that does not fit."""
         while budget > 0 and len(self.waiting) and len(self.running) < self.limits.max_sequences:
             sequence = self.waiting.first()
-            if self._is_stuck() or not self._place(sequence):
+            if self._is_stuck():
+                break
+            if self.onboarder is not None and self._onboards(sequence, self.onboarder, now):
+                continue
+            if not self._place(sequence):
                 break
             self.waiting.discard(sequence)
             self._start(sequence, now)
             budget -= self._plan_chunk(plan, sequence, budget)
+
+    def _onboards(self, sequence: Sequence, onboarder: Onboarder, now: Seconds) -> bool:
+        """Let a sequence wait for blocks that come from elsewhere, if that is sooner than to
+        compute them. It then is not in the queue."""
+        if not onboarder.may_take(sequence):
+            return False
+        hashes = self._reusable_hashes(sequence)
+        shared = self._pool.match(hashes)
+        if not onboarder.takes(sequence, hashes, shared, now, self._spare):
+            return False
+        self.waiting.discard(sequence)
+        sequence.status = SequenceStatus.ONBOARDING
+        return True
+
+    def onboarded(self, sequence: Sequence, onboarding: BlockFetch, now: Seconds) -> None:
+        """A fetch has ended for which the sequence has waited: it goes on in its old place."""
+        sequence.status = SequenceStatus.WAITING
+        sequence.sources = onboarding.sources(self._pool.block_size)
+        if sequence.request.trace:
+            tokens = sum(source.tokens for source in sequence.sources)
+            sequence.note("onboard", onboarding.began, now, tokens)
+        self._loosened += 1
+        self.waiting.push(sequence)
 
     def _place(self, sequence: Sequence) -> bool:
         """Allocate blocks for all tokens of a sequence: from the prefix cache as far as possible,

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pdserve.engine_core.scheduler.block_hasher import BlockHasher
+    from pdserve.engine_core.tiers.onboarder import Onboarder
     from pdserve.ids import Seconds
     from pdserve.kv.block_pool import BlockPool
 
@@ -131,6 +132,10 @@ class SchedulerState:
         """The sequence whose reservation did not fit, and `_room` at that moment."""
         self._lacks_room = False
         """Whether that reservation waits for blocks: then no later sequence overtakes it."""
+        self.onboarder: Onboarder | None = None
+        """Brings blocks from lower tiers and other workers; None: there are none."""
+        self.left: Callable[[Sequence], None] | None = None
+        """Called for each sequence that gives back its blocks, before it does."""
 
     # ------------------------------------------------------------------ a submission's life
 
@@ -207,6 +212,9 @@ class SchedulerState:
             case SequenceStatus.READY:
                 self.ready.remove(sequence)
                 self._leave(sequence)
+            case SequenceStatus.ONBOARDING:
+                assert self.onboarder is not None
+                self.onboarder.cancel(sequence, self._planning)
             case _:
                 self.waiting.discard(sequence)
                 self._loosened += 1
@@ -250,10 +258,14 @@ class SchedulerState:
 
     def _reusable(self, sequence: Sequence) -> list[int]:
         """The sequence's blocks in the prefix cache; at least one token stays to be computed."""
+        return self._pool.match(self._reusable_hashes(sequence))
+
+    def _reusable_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Hashes of the blocks that the sequence may reuse if they are anywhere."""
         if self._names is None or not self._submissions[sequence.handle].reads_cache:
             return []
         reusable = (len(sequence.tokens) - 1) // self._pool.block_size
-        return self._pool.match(self._names.of(sequence, reusable)[:reusable])
+        return self._names.of(sequence, reusable)[:reusable]
 
     def _set_computed(self, sequence: Sequence, blocks: int) -> None:
         """The first `blocks` blocks are computed and committed."""
@@ -288,6 +300,7 @@ class SchedulerState:
         self._leave(sequence)
         sequence.status = SequenceStatus.WAITING
         self._set_computed(sequence, 0)
+        sequence.fetched = False
         sequence.preemptions += 1
         if sequence.request.trace:
             sequence.preempted_at = self._planning
@@ -338,6 +351,8 @@ class SchedulerState:
 
         A copy's source goes first: it follows the blocks that the sequence shares with it.
         """
+        if self.left is not None:
+            self.left(sequence)
         if sequence.copy_from is not None:
             self._pool.release((sequence.copy_from,))
             sequence.copy_from = None

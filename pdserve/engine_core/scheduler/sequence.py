@@ -15,6 +15,7 @@ from pdserve.messages.request import MAX_WORKER_PHASES, WorkerPhase
 if TYPE_CHECKING:
     from pdserve.ids import Seconds, SequenceKey
     from pdserve.messages.request import GenerateRequest, SamplingParams
+    from pdserve.messages.tiers import CachedSource
 
 
 class SequenceStatus(enum.Enum):
@@ -22,6 +23,9 @@ class SequenceStatus(enum.Enum):
 
     WAITING = "waiting"
     """The sequence is in the queue, without blocks; a preempted sequence returns to this state."""
+    ONBOARDING = "onboarding"
+    """It left the queue for a moment: leading blocks of it come from a lower tier or from another
+    worker. It holds none of them."""
     READY = "ready"
     """A peer has filled its blocks; it waits for a place in the running batch."""
     RUNNING = "running"
@@ -81,6 +85,10 @@ class Sequence:
     """Phases that are not reported yet, of a request that asks for them."""
     preempted_at: Seconds | None = None
     """When it lost its blocks, until it has blocks again."""
+    fetched: bool = False
+    """Whether it was considered for a fetch since it last lost its blocks."""
+    sources: tuple[CachedSource, ...] = ()
+    """Where leading tokens came from that were not on the device."""
 
     def note(self, name: str, start: Seconds, end: Seconds, tokens: int = 0) -> None:
         """Records a phase to be reported; later ones than can be reported are left out."""

@@ -141,4 +141,5 @@ def first_token_stats(sequence: Sequence) -> FirstTokenStats:
         sequence.work,
         sequence.received_tokens,
         phases=sequence.take_phases() if sequence.phases else (),
+        sources=sequence.sources,
     )

@@ -152,7 +152,7 @@ class StagedAdmission:
         stem = self.reservations.first()
         return stem is not None and self._held != (stem, self._room)
 
-    def reserve(self) -> list[tuple[int, int]]:
+    def reserve(self, now: Seconds) -> list[tuple[int, int]]:
         """Make reservations, in order, for the sequences that fit; returns each handle with the
         number of its tokens that are cached now."""
         made: list[tuple[int, int]] = []

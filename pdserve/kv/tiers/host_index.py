@@ -122,6 +122,10 @@ class HostIndex:
         """Seconds since the last use of this block, which is valid."""
         return now - self._by_hash[block_hash].last_use
 
+    def is_shadow(self, block_hash: bytes) -> bool:
+        """Whether the device has this block, which is valid, too."""
+        return self._by_hash[block_hash].shadow
+
     def names(self) -> dict[bytes, bytes]:
         """Every hash that can be found, with its parent's. O(all), for audits."""
         return {name: resident.block.parent for name, resident in self._by_hash.items()}

@@ -50,7 +50,7 @@ _LANES: Final[dict[SourceName, tuple[LaneName, ...]]] = {
 
 
 class PrefillCost(Protocol):
-    """Predicts the time of a prefill; `perf_model.LatencyModel` does."""
+    """Predicts the time of a prefill; `perf_model.latency_model` has one."""
 
     def prefill(self, length: int, cached: int = 0) -> Seconds:
         """Seconds to prefill `length` tokens, of which the first `cached` need no computing."""

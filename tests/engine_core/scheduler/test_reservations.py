@@ -71,18 +71,18 @@ def test_one_always_fits_however_large_and_the_next_waits_in_order():
     some.submit_remote(1, request(40), 0.0)
     some.submit_remote(2, request(4), 0.0)
     some.submit_remote(3, request(4, priority=1), 0.0)
-    assert some.reserve() == [(3, 0)]
+    assert some.reserve(0.0) == [(3, 0)]
     assert not some.may_reserve
     some.abort(3)
-    assert some.reserve() == [(1, 0)]
+    assert some.reserve(0.0) == [(1, 0)]
     some.prefill_here(1)
-    assert some.reserve() == [(2, 0)]
+    assert some.reserve(0.0) == [(2, 0)]
 
 
 def test_local_admission_leaves_room_for_what_was_reserved():
     some = scheduler(blocks=10)
     some.submit_remote(1, request(20), 0.0)
-    assert some.reserve() == [(1, 0)]
+    assert some.reserve(0.0) == [(1, 0)]
     some.submit(2, request(24), 0.0)
     assert not some.schedule(0.0).chunks
     assert not some.has_work
@@ -101,7 +101,7 @@ def test_nobody_overtakes_who_waits_for_blocks():
     plan = some.schedule(0.0)
     assert plan.chunks
     some.submit_remote(2, request(24), 0.0)  # 6 blocks, where 6 are left less one to grow
-    assert some.reserve() == []
+    assert some.reserve(0.0) == []
     some.submit(3, request(4), 0.0)
     assert [chunk.sequence.handle for chunk in some.schedule(0.0).chunks] == [1]
     some.abort(2)
@@ -109,16 +109,16 @@ def test_nobody_overtakes_who_waits_for_blocks():
     some.submit(4, request(24), 0.0)
     assert [chunk.sequence.handle for chunk in some.schedule(0.0).chunks][-1] == 3
     some.submit_remote(5, request(4), 0.0)
-    assert some.reserve() == []
+    assert some.reserve(0.0) == []
     some.abort(4)
-    assert some.reserve() == [(5, 0)]
+    assert some.reserve(0.0) == [(5, 0)]
 
 
 def test_who_waits_for_the_limit_alone_stops_nobody():
     some = scheduler(blocks=20, unfilled=0.1)
     some.submit_remote(1, request(20), 0.0)
     some.submit_remote(2, request(20), 0.0)
-    assert some.reserve() == [(1, 0)]
+    assert some.reserve(0.0) == [(1, 0)]
     some.submit(3, request(8), 0.0)
     assert [chunk.sequence.handle for chunk in some.schedule(0.0).chunks] == [3]
 
@@ -127,7 +127,7 @@ def test_remote_prompts_are_no_work_here_and_count_as_waiting():
     some = scheduler(max_waiting=2)
     some.submit_remote(1, request(20), 0.0)
     assert (some.uncomputed(), some.num_waiting, some.has_work) == (0, 1, False)
-    some.reserve()
+    some.reserve(0.0)
     assert some.num_waiting == 0
     some.submit(2, request(4), 0.0)
     with pytest.raises(Overloaded):
@@ -148,7 +148,7 @@ def test_an_activated_sequence_waits_with_its_blocks_and_runs_first():
     some.schedule(0.0)
     some.submit(2, request(4), 0.0)
     some.submit_remote(3, request(8), 0.0)
-    some.reserve()
+    some.reserve(0.0)
     found = some.bind(3)
     assert found is not None
     (delta,) = some.activate(3, *found, handoff(8), 1.0)
@@ -168,7 +168,7 @@ def test_steps_are_not_foreseen_while_somebody_may_join():
     assert some.steady(5) == 5
     some.submit_remote(2, request(8), 0.0)
     assert some.steady(5) == 0
-    some.reserve()
+    some.reserve(0.0)
     assert some.steady(5) == 5
     found = some.bind(2)
     assert found is not None

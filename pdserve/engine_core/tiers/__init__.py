@@ -1,0 +1,1 @@
+"""Blocks of one engine core that come from lower tiers and from other workers."""

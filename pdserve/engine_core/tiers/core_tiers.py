@@ -1,0 +1,248 @@
+"""The lower tiers of one engine core, composed: arena, disk, cleaner, fetches.
+
+An engine core opens them when its pool is allocated, lets them go on once between two steps
+(`advance`, then `clean` and `follow`), and closes them before its executor frees the pool.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdserve.clock import SystemClock
+from pdserve.errors import ConfigError
+from pdserve.kv.storage import BlockMemory
+from pdserve.kv.tiers.admission import AdmissionMode, DiskAdmission, HostAdmission, WriteBudget
+from pdserve.kv.tiers.cleaner import BlockUse, Cleaner
+from pdserve.kv.tiers.disk.fingerprint import Fingerprint
+from pdserve.kv.tiers.disk.tier import DiskTier
+from pdserve.kv.tiers.eviction import EvictionOrder
+from pdserve.kv.tiers.host_index import HostIndex
+from pdserve.kv.tiers.job_runner import JobRunner, MemoryCopier
+from pdserve.kv.tiers.lower_tiers import LowerTiers
+from pdserve.kv.tiers.thread_io import ThreadTierIo
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.engine_core.executor import Executor, ModelInfo
+    from pdserve.engine_core.scheduler.scheduler import Scheduler
+    from pdserve.engine_core.scheduler.sequence import Sequence as EngineSequence
+    from pdserve.engine_core.tiers.onboarder import Onboarder
+    from pdserve.ids import Bytes, Seconds
+    from pdserve.kv.block_pool import BlockPool
+    from pdserve.kv.tiers.disk.index import DiskIndex
+    from pdserve.kv.tiers.jobs import BlockCopier, TierIo
+    from pdserve.kv.tiers.lanes import LaneEstimate
+    from pdserve.messages.kv_events import KvEvent
+    from pdserve.messages.tiers import LaneLoad, LaneName, TierSpec, TierStats
+
+__all__ = ["CoreTiers", "MakeTierIo", "TierStorage", "frames_of", "open_storage", "threads"]
+
+_log = logging.getLogger(__name__)
+
+MakeTierIo = Callable[["JobRunner", "Bytes", bool], "TierIo"]
+"""Makes what carries out the jobs: from a runner, a block's size, and whether there is a disk."""
+
+STAGING_FRAMES = 64
+"""Frames of the arena if there is a disk tier and no host tier."""
+
+
+@dataclass(slots=True)
+class TierStorage:
+    """What a core's tiers are made of; `close` gives it back."""
+
+    frames: int
+    block_bytes: Bytes
+    io: TierIo
+    disk: DiskIndex | None = None
+    close: Callable[[], None] = lambda: None
+
+
+def threads(runner: JobRunner, block_bytes: Bytes, disk: bool) -> TierIo:
+    """A `MakeTierIo`: threads of this process."""
+    return ThreadTierIo(runner, disk=disk)
+
+
+class CoreTiers:
+    """The tiers below one core's pool. Owned by the engine core, used in its thread."""
+
+    def __init__(
+        self,
+        spec: TierSpec,
+        storage: TierStorage,
+        pool: BlockPool,
+        scheduler: Scheduler,
+        now: Seconds,
+    ) -> None:
+        self._storage = storage
+        self._pool = pool
+        self._scheduler = scheduler
+        self._now = now
+        order = EvictionOrder(turn_bonus=spec.turn_bonus)
+        self.lower = LowerTiers(
+            HostIndex(storage.frames, order=order),
+            HostAdmission(_host_admission(spec), storage.frames),
+            storage.io,
+            storage.disk,
+            None if storage.disk is None else _disk_admission(spec, storage, now),
+            block_bytes=storage.block_bytes,
+            block_size=pool.block_size,
+            generation=pool.generation,
+        )
+        self.cleaner = Cleaner(pool, self.lower)
+        scheduler.left = self._left
+
+    def start(self, wake: Callable[[], None]) -> None:
+        """Begin; `wake` is called from any thread when `advance` has something to take in."""
+        self._storage.io.start(wake)
+
+    # ------------------------------------------------------------------ between steps
+
+    def advance(self, now: Seconds, onboarder: Onboarder) -> None:
+        """Take in what has been copied and read, and end what is late."""
+        self._now = now
+        for done in self.lower.advance(now):
+            onboarder.fetched(done, now)
+
+    def clean(self, soon: int, now: Seconds) -> None:
+        """Store what is evicted soon. `soon`: blocks that the next steps may allocate."""
+        self._now = now
+        self.cleaner.clean(soon, now)
+
+    def follow(self, events: Sequence[KvEvent], now: Seconds) -> list[KvEvent]:
+        """Take note of the device's events; returns those of the lower tiers."""
+        if events:
+            self.lower.follow(events, now)
+            self.cleaner.follow(events)
+        return self.lower.drain_events()
+
+    def _left(self, sequence: EngineSequence) -> None:
+        """A sequence is about to give back its blocks."""
+        hashes = sequence.hashes[: sequence.num_committed]
+        request = sequence.request
+        cached = sequence.cached_tokens // self._pool.block_size
+        use = BlockUse(
+            turns=self.cleaner.turns(hashes, cached),
+            root=sequence.root,
+            pin_until=self._now + request.cache_ttl if request.cache_ttl else 0.0,
+            private=request.cache_scope == "never",
+        )
+        self.cleaner.left(hashes, use, self._now)
+
+    def next_deadline(self) -> Seconds | None:
+        """Time at which `advance` must be called at the latest; None: never."""
+        return self.lower.next_deadline()
+
+    # ------------------------------------------------------------------ reading and ending
+
+    def stats(self, now: Seconds) -> tuple[TierStats, ...]:
+        """A record for each tier."""
+        return self.lower.stats(now)
+
+    def lanes(self) -> tuple[LaneLoad, ...]:
+        """What each lane does now."""
+        return self.lower.lanes()
+
+    def lane_estimates(self) -> dict[LaneName, LaneEstimate]:
+        """What each lane is predicted to do."""
+        return self.lower.lane_estimates()
+
+    def clear(self) -> None:
+        """Forget every block."""
+        self.lower.clear()
+
+    def rename(self) -> None:
+        """The hash secret has changed: no block can be found by its old hash any more."""
+        self.lower.rename()
+
+    def end(self) -> None:
+        """End the threads: nothing is copied after this returns."""
+        self.lower.close()
+
+    def close(self) -> None:
+        """Give the memory back. The files stay."""
+        self._storage.close()
+
+
+def open_storage(
+    spec: TierSpec, info: ModelInfo, executor: Executor, secret_id: bytes, make_io: MakeTierIo
+) -> TierStorage:
+    """Allocate the arena and open the disk. Raises `ConfigError` if one of them is impossible."""
+    region = executor.region() if hasattr(executor, "region") else None
+    if region is None:
+        raise ConfigError("this engine has no KV that tiers could hold: leave out the tiers")
+    block_bytes = region.size // region.blocks
+    frames = frames_of(spec, block_bytes)
+    arena = BlockMemory(frames, (block_bytes,))
+    disk = _open_disk(spec, info, secret_id, block_bytes)
+    view = arena.view()
+    copier: BlockCopier
+    if hasattr(executor, "tier_copier"):
+        copier = executor.tier_copier(arena)
+    elif region.view is not None:
+        copier = MemoryCopier(region.view, view, block_bytes)
+    else:
+        raise ConfigError("this engine cannot copy KV from its device: leave out the tiers")
+    runner = JobRunner(copier, arena, None if disk is None else disk.files)
+    io = make_io(runner, block_bytes, disk is not None)
+
+    def close() -> None:
+        if region.view is not None:
+            region.view.release()
+        if disk is not None:
+            disk.close()
+        view.release()
+        arena.close()
+
+    return TierStorage(frames, block_bytes, io, None if disk is None else disk.index, close)
+
+
+def _host_admission(spec: TierSpec) -> AdmissionMode:
+    """With a disk, the host is also the buffer of what is written, so it takes everything."""
+    return "all" if spec.disk_path and spec.host_admission == "auto" else spec.host_admission
+
+
+def _disk_admission(spec: TierSpec, storage: TierStorage, now: Seconds) -> DiskAdmission:
+    budget = WriteBudget(spec.disk_write_budget or spec.disk_bytes, now)
+    blocks = max(1, spec.disk_bytes // storage.block_bytes)
+    return DiskAdmission(spec.disk_admission, blocks, budget)
+
+
+def frames_of(spec: TierSpec, block_bytes: Bytes) -> int:
+    """Frames of the arena. Raises `ConfigError` if it holds no block."""
+    if not spec.host_bytes:
+        return STAGING_FRAMES
+    frames = spec.host_bytes // block_bytes
+    if not frames:
+        raise ConfigError(
+            f"--host-kv of {spec.host_bytes} bytes holds no block: a block of this model takes "
+            f"{block_bytes} bytes"
+        )
+    return frames
+
+
+def _open_disk(
+    spec: TierSpec, info: ModelInfo, secret_id: bytes, block_bytes: Bytes
+) -> DiskTier | None:
+    if not spec.disk_path:
+        return None
+    layout = info.layout
+    shape = (layout.num_layers, 2, layout.kv_heads, layout.block_size, layout.head_dim)
+    fingerprint = Fingerprint(
+        content=info.compat_hash,
+        secret_id=secret_id,
+        block_bytes=block_bytes,
+        layout="layer,kv,head,token,dim " + "x".join(map(str, shape)),
+        dtype=info.dtype,
+    )
+    return DiskTier.open(
+        Path(spec.disk_path),
+        spec.disk_bytes,
+        fingerprint,
+        clock=SystemClock(),
+        owner=spec.disk_owner,
+    )

@@ -1,0 +1,158 @@
+"""Chooses which blocks of the device pool are copied to lower tiers, ahead of their eviction.
+
+Two kinds of blocks are chosen. Those that are evicted next, when few blocks are free: for them room
+is made on the host. And in the background every block that a sequence has left, while the host has
+frames to spare, so that a worker that ends early loses little. An allocation never waits for a
+copy: what was not copied in time is lost, and counted.
+
+It knows how blocks were used last (`BlockUse`), which the pool does not. Pure; the engine core owns
+it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from pdserve.kv.tiers.block import TierBlock
+from pdserve.kv.tiers.lower_tiers import DeviceBlock
+from pdserve.messages.kv_events import BlockRemoved, PoolCleared
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.ids import Seconds
+    from pdserve.kv.block_pool import BlockPool
+    from pdserve.kv.tiers.lower_tiers import LowerTiers
+    from pdserve.messages.kv_events import KvEvent
+
+__all__ = ["BlockUse", "Cleaner"]
+
+WINDOW: Final = 64
+"""Blocks that are stored ahead of eviction at least."""
+
+AHEAD: Final = 2.5
+"""Steps whose allocations are covered."""
+
+BACKGROUND: Final = 32
+"""Most blocks of one step that are stored without need."""
+
+TAILS: Final = 1 << 16
+"""Ends of conversations that are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockUse:
+    """What the last request that used a block says about it."""
+
+    turns: int = 1
+    root: bytes = b""
+    pin_until: Seconds = 0.0
+    private: bool = False
+    """True: it is never stored below the device."""
+
+
+_UNKNOWN: Final = BlockUse()
+
+
+class Cleaner:
+    """Stores the blocks of one device pool on one set of lower tiers."""
+
+    def __init__(self, pool: BlockPool, tiers: LowerTiers) -> None:
+        self._pool = pool
+        self._tiers = tiers
+        self._uses: dict[bytes, BlockUse] = {}
+        """Of blocks on the device."""
+        self._tails: OrderedDict[bytes, int] = OrderedDict()
+        """Last block of a request -> turns of its conversation up to then."""
+        self._left: deque[bytes] = deque()
+        """Blocks for the background, oldest first."""
+
+    # ------------------------------------------------------------------ use
+
+    def turns(self, hashes: Sequence[bytes], cached: int) -> int:
+        """The number of a request's turn in its conversation, if its first `cached` blocks were
+        found. A prompt that goes on behind the end of an earlier request is the next turn."""
+        for index in range(min(cached, len(hashes)) - 1, -1, -1):
+            before = self._tails.get(hashes[index])
+            if before is not None:
+                return before + 1
+        return 1
+
+    def left(self, hashes: Sequence[bytes], use: BlockUse, now: Seconds) -> None:
+        """A request gives back the blocks with these hashes, a whole chain."""
+        if not hashes:
+            return
+        uses, tiers = self._uses, self._tiers
+        for block_hash in hashes:
+            uses[block_hash] = use
+            tiers.used(block_hash, use.turns, now)
+        self._tails[hashes[-1]] = use.turns
+        self._tails.move_to_end(hashes[-1])
+        if len(self._tails) > TAILS:
+            self._tails.popitem(last=False)
+        if not use.private:
+            self._left.extend(block_hash for block_hash in hashes if tiers.wants(block_hash))
+            while len(self._left) > self._pool.num_blocks:
+                self._left.popleft()
+
+    def follow(self, events: Sequence[KvEvent]) -> None:
+        """Forget how blocks were used that have left the device."""
+        for event in events:
+            if isinstance(event, BlockRemoved):
+                for block_hash in event.hashes:
+                    self._uses.pop(block_hash, None)
+            elif isinstance(event, PoolCleared):
+                self._uses.clear()
+                self._left.clear()
+
+    # ------------------------------------------------------------------ choosing
+
+    def clean(self, soon: int, now: Seconds) -> None:
+        """Begin the copies of this step. `soon`: blocks that a step may allocate."""
+        # More than the host can hold would push out what was stored a moment ago.
+        window = min(max(WINDOW, int(AHEAD * soon)), self._tiers.host.capacity // 2)
+        window -= self._pool.free
+        if window > 0:
+            self._store(self._pool.oldest(window), now)
+        if self._left:
+            self._store_left(now)
+
+    def _store(self, blocks: Sequence[tuple[int, bytes]], now: Seconds) -> None:
+        for _, name in blocks:
+            self._tiers.keep(name, now)
+        wanted = [self._source(block, name) for block, name in blocks if self._wants(name)]
+        if wanted:
+            self._tiers.store(wanted, now)
+
+    def _wants(self, block_hash: bytes) -> bool:
+        return self._tiers.wants(block_hash) and not self._use(block_hash).private
+
+    def _use(self, block_hash: bytes) -> BlockUse:
+        return self._uses.get(block_hash, _UNKNOWN)
+
+    def _source(self, block: int, block_hash: bytes) -> DeviceBlock:
+        pool, use = self._pool, self._use(block_hash)
+        content = TierBlock(
+            block_hash,
+            pool.parent(block),
+            turns=use.turns,
+            tokens=pool.block_size,
+            pin_until=use.pin_until,
+            root=use.root,
+        )
+        return DeviceBlock(block, pool.generation(block), content)
+
+    def _store_left(self, now: Seconds) -> None:
+        """Store blocks without need, while the host has frames to spare."""
+        for _ in range(BACKGROUND):
+            if not self._left:
+                return
+            block_hash = self._left[0]
+            found = self._pool.match((block_hash,))
+            if found and self._wants(block_hash):
+                stored = self._tiers.store([self._source(found[0], block_hash)], now, spare=True)
+                if not stored:
+                    return
+            self._left.popleft()

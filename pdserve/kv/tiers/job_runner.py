@@ -1,0 +1,104 @@
+"""Does what a job of lower tiers says: copies bytes, reads and writes records.
+
+It is called in I/O threads (`thread_io`) or in simulated time (`virtual_io`) and touches no index.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from errno import EIO
+from typing import TYPE_CHECKING, Final
+
+from pdserve.kv.tiers.disk.records import TierReadError, TierWriteError
+from pdserve.kv.tiers.jobs import CopyIn, CopyOut, Fill, JobDone, Maintain, Spill
+from pdserve.transfer.copying import copy_runs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from pdserve.ids import Bytes, Seconds
+    from pdserve.kv.storage import BlockMemory
+    from pdserve.kv.tiers.disk.records import SegmentStore
+    from pdserve.kv.tiers.jobs import BlockCopier, TierJob
+
+__all__ = ["JobRunner", "MemoryCopier"]
+
+_log = logging.getLogger(__name__)
+
+_STREAMING: Final[Bytes] = 64 << 10
+"""Blocks of at least this size are copied around the processor's caches."""
+
+
+class MemoryCopier:
+    """A `BlockCopier` for a device pool in host memory."""
+
+    def __init__(self, device: memoryview, arena: memoryview, block_bytes: Bytes) -> None:
+        self._device = device
+        self._arena = arena
+        self._size = block_bytes
+
+    def copy_out(self, blocks: Sequence[int], frames: Sequence[int]) -> None:
+        self._copy(self._arena, frames, self._device, blocks)
+
+    def copy_in(self, frames: Sequence[int], blocks: Sequence[int]) -> None:
+        self._copy(self._device, blocks, self._arena, frames)
+
+    def _copy(
+        self, target: memoryview, to: Sequence[int], source: memoryview, from_: Sequence[int]
+    ) -> None:
+        size = self._size
+        copy_runs(
+            target,
+            source,
+            _int64(place * size for place in to),
+            _int64(place * size for place in from_),
+            _int64([size] * len(to)),
+            size >= _STREAMING,
+        )
+
+
+class JobRunner:
+    """Carries out jobs, one at a time in each calling thread."""
+
+    def __init__(self, copier: BlockCopier, arena: BlockMemory, files: SegmentStore | None) -> None:
+        """`files` None: there is no disk tier."""
+        self._copier = copier
+        self._arena = arena
+        self.files = files
+
+    def run(self, job: TierJob, began: Seconds, clock: Callable[[], Seconds]) -> JobDone:
+        """Carry out a job. `began`: when it did, on `clock`."""
+        try:
+            self._carry_out(job)
+        except TierReadError as error:
+            return JobDone(job, clock() - began, error.message, error.reason, error.errno)
+        except TierWriteError as error:
+            return JobDone(job, clock() - began, error.message, errno=error.errno)
+        except Exception as error:
+            # The tier must learn of any error: its frames and claims wait for the end of the job.
+            _log.exception("a job of the KV tiers failed")
+            return JobDone(job, clock() - began, f"{type(error).__name__}: {error}", errno=EIO)
+        return JobDone(job, clock() - began)
+
+    def _carry_out(self, job: TierJob) -> None:
+        match job:
+            case CopyOut():
+                self._copier.copy_out(job.blocks, job.frames)
+            case CopyIn():
+                self._copier.copy_in(job.frames, job.blocks)
+            case Fill():
+                self._disk.read(job.place, job.hash, self._arena.view(job.frame))
+            case Spill():
+                self._disk.write(job.batch, [self._arena.view(frame) for frame in job.frames])
+            case Maintain():
+                self._disk.run(job.command)
+
+    @property
+    def _disk(self) -> SegmentStore:
+        assert self.files is not None
+        return self.files
+
+
+def _int64(numbers: Iterable[int]) -> array[int]:
+    return array("q", numbers)

@@ -1,0 +1,163 @@
+"""A core with a host tier: what the device evicts comes back, and only as it was."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from pdserve.blocks.hashing import block_hashes, prompt_root
+from pdserve.clock import ManualClock
+from pdserve.engine_core.core import EngineCore
+from pdserve.kv.tiers.virtual_io import VirtualTierIo
+from pdserve.messages.engine import EngineSpec
+from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.messages.tiers import TierSpec
+from pdserve.testing.inline_engine import InlineEngine
+from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pdserve.ids import Bytes
+    from pdserve.kv.tiers.job_runner import JobRunner
+    from pdserve.testing.output_checker import OutputChecker
+
+BLOCK = 4
+BLOCK_BYTES = BLOCK * 16
+SPEC = EngineSpec(
+    engine=ENGINE,
+    model="",
+    block_size=BLOCK,
+    max_batch_tokens=64,
+    max_sequences=8,
+    hash_secret=b"one",
+    options={"blocks": "16"},
+    tiers=TierSpec(host_bytes=64 * BLOCK_BYTES),
+)
+DISK = TierSpec(host_bytes=20 * BLOCK_BYTES, disk_bytes=4 << 20, disk_owner="w")
+
+
+def flip_payload_bytes(directory: Path) -> None:
+    """Change a byte in the middle of every page of every segment that is no header."""
+    for path in directory.glob("*/seg-*"):
+        data = bytearray(path.read_bytes())
+        for page in range(2 * 4096, len(data) - 4096, 8192):
+            data[page + 17] ^= 0x40
+        path.write_bytes(data)
+
+
+class Bench:
+    """An inline engine whose copies take simulated time."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.clock = ManualClock()
+        core = EngineCore(ScriptedExecutor(), self.clock)
+        core.make_tier_io = self._make_io
+        self.engine = InlineEngine(core, replace(SPEC, **changes))
+        self.core = core
+        assert core._tiers is not None
+        self.lower = core._tiers.lower
+
+    def _make_io(self, runner: JobRunner, block_bytes: Bytes, disk: bool) -> VirtualTierIo:
+        self.io = VirtualTierIo(self.clock, block_bytes, runner)
+        return self.io
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        assert self.core.close() == 0
+
+    def hashes(self, request: GenerateRequest) -> list[bytes]:
+        """Hashes of the prompt's full blocks."""
+        root = prompt_root(b"one", "scripted", request.cache_salt)
+        return [*block_hashes(request.prompt, BLOCK, parent=root, secret=b"one")]
+
+    @staticmethod
+    def sources(found: OutputChecker) -> dict[str, int]:
+        """Cached tokens of the first choice by their source."""
+        started = found.starts[0]
+        assert started is not None
+        return {source.source: source.tokens for source in started.sources}
+
+    def run(self, request: GenerateRequest) -> OutputChecker:
+        """Submit and run to the end, with all copies."""
+        found = self.engine.submit(request)
+        for _ in range(1000):
+            self.engine.step()
+            self.core.pool.check()
+            self.lower.check()
+            self.clock.advance(0.01)
+            if found.done and self.core.wake_at() is None:
+                break
+        assert found.done
+        return found
+
+
+def request(prompt: list[int], **changes: Any) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r",
+        model="m",
+        prompt=prompt,
+        sampling=SamplingParams(max_tokens=3, temperature=0.0),
+        **changes,
+    )
+
+
+def prompt(start: int, blocks: int = 8) -> list[int]:
+    return [10 + (start + i) % 80 for i in range(blocks * BLOCK + 1)]
+
+
+def test_what_was_evicted_comes_back_from_the_host() -> None:
+    bench = Bench()
+    first = request(prompt(0))
+    cold = bench.run(first)
+    for start in (20, 40, 60):
+        bench.run(request(prompt(start)))
+    warm = bench.run(first)
+    assert warm.tokens == cold.tokens == [reference_tokens(first)]
+    (started,) = warm.starts
+    assert started is not None
+    assert started.cached_tokens == 8 * BLOCK
+    assert [(s.source, s.tokens) for s in started.sources] == [("host", 8 * BLOCK)]
+    assert bench.core.close() == 0
+
+
+def test_what_was_evicted_from_the_host_comes_back_from_disk(tmp_path: Path) -> None:
+    bench = Bench(tiers=replace(DISK, disk_path=str(tmp_path)))
+    first = request(prompt(0))
+    cold = bench.run(first)
+    for start in range(10, 80, 7):
+        bench.run(request(prompt(start)))
+    assert bench.lower.host.frame(bench.hashes(first)[0]) is None
+    warm = bench.run(first)
+    assert warm.tokens == cold.tokens
+    assert bench.sources(warm)["disk"] == 8 * BLOCK
+    assert bench.core.close() == 0
+
+
+def test_a_restarted_core_answers_from_disk(tmp_path: Path) -> None:
+    tiers = replace(DISK, disk_path=str(tmp_path))
+    first = request(prompt(0))
+    with Bench(tiers=tiers) as bench:
+        cold = bench.run(first)
+    with Bench(tiers=tiers) as bench:
+        warm = bench.run(first)
+        assert warm.tokens == cold.tokens
+        assert bench.sources(warm) == {"disk": 8 * BLOCK}
+    with Bench(tiers=tiers, hash_secret=b"two") as bench:
+        assert bench.sources(bench.run(first)) == {}
+
+
+def test_a_flipped_byte_on_disk_is_a_miss(tmp_path: Path) -> None:
+    tiers = replace(DISK, disk_path=str(tmp_path))
+    first = request(prompt(0))
+    with Bench(tiers=tiers) as bench:
+        cold = bench.run(first)
+    flip_payload_bytes(tmp_path)
+    with Bench(tiers=tiers) as bench:
+        warm = bench.run(first)
+        assert warm.tokens == cold.tokens
+        assert bench.sources(warm) == {}
+        assert bench.core.stats().tiers[1].failed > 0
