@@ -38,6 +38,7 @@ ASYNCIO = {
     "pdserve/launch/cluster/admin_door.py": "visitors, and the nodes that they are led to",
     "pdserve/launch/cluster/door_network.py": "a Unix socket, under a deadline",
     "pdserve/cli/disagg.py": "a question and some answers, on a loop of its own",
+    "pdserve/cli/tier/command.py": "some questions to workers, on a loop of its own",
     "pdserve/cli/drain.py": "asks again until nodes have gone",
     "pdserve/cli/status.py": "one question to the cluster, on a loop of its own",
     "pdserve/cli/top.py": "the same once a second, and keys in between",

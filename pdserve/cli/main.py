@@ -28,6 +28,7 @@ COMMANDS = {
     "trace": ("pdserve.cli.trace", "where the time of requests went, phase by phase"),
     "disagg": ("pdserve.cli.disagg", "how decode workers choose where prompts are computed"),
     "drain": ("pdserve.cli.drain", "take nodes away without losing a request"),
+    "tier": ("pdserve.cli.tier.command", "what KV tiers hold; check, empty and warm them"),
     "simulate": (
         "pdserve.cli.simulate.command",
         "what a cluster would do with a trace of requests",

@@ -1,0 +1,1 @@
+"""`pdserve tier`: what is in KV tiers, and what operators do with it."""
