@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from random import Random
 
-    from pdserve.kv.tiers.disk.file_ops import FileOps
+    from pdserve.kv.tiers.disk.file_system.file_ops import FileOps
     from pdserve.kv.tiers.disk.records import (
         RecordPlace,
         SegmentCommand,

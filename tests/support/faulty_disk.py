@@ -191,7 +191,10 @@ class FaultyDisk:
         self._safe_names = dict(self._names)
         self._step()
 
-    def done_with(self, fd: int, offset: int, size: int) -> None:
+    def begin_sync(self, fd: int, offset: int, size: int) -> None:
+        assert fd in self._fds
+
+    def done_with(self, fd: int) -> None:
         assert fd in self._fds
 
     def unlink(self, path: Path) -> None:

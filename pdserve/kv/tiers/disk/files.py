@@ -4,8 +4,8 @@ A record is written with its header in one call, and counts only after the call 
 served only if the header is the expected one in every field and the payload matches its checksum.
 Files are made durable once, when they are sealed.
 
-Bytes go through the page cache and leave it after use: writing back begins at once, and reads of
-neighbours profit from read-ahead. The host tier is the cache of what is read again.
+Where the file system can, bytes bypass the page cache: the host tier is the cache of what is read
+again.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from contextlib import contextmanager, suppress
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
-from pdserve.kv.tiers.disk.descriptors import OpenFiles
 from pdserve.kv.tiers.disk.directory import SegmentName, remove_directory
-from pdserve.kv.tiers.disk.file_ops import OsFileOps
+from pdserve.kv.tiers.disk.file_system.descriptors import OpenFiles
+from pdserve.kv.tiers.disk.file_system.file_ops import OsFileOps
 from pdserve.kv.tiers.disk.format import (
     ENTRY_BYTES,
     PAGE,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pdserve.ids import Bytes
-    from pdserve.kv.tiers.disk.file_ops import FileOps
+    from pdserve.kv.tiers.disk.file_system.file_ops import FileOps
     from pdserve.kv.tiers.disk.fingerprint import Fingerprint
     from pdserve.kv.tiers.disk.records import NewRecord, SegmentCommand, WriteBatch
 
@@ -111,7 +111,7 @@ class SegmentFiles:
         self._create(name)
         with self._file(name, write=True) as fd:
             self._ops.write(fd, first.offset, buffers)
-            self._ops.done_with(fd, first.offset, sum(len(buffer) for buffer in buffers))
+            self._ops.begin_sync(fd, first.offset, sum(len(buffer) for buffer in buffers))
 
     def _record(self, record: NewRecord, payload: memoryview) -> list[bytes | memoryview]:
         """Header, payload and padding."""
@@ -171,7 +171,7 @@ class SegmentFiles:
             self._ops.write(fd, command.end, [table, trailer.pack()])
             self._ops.truncate(fd, command.end + len(table) + PAGE)
             self._ops.sync(fd)
-            self._ops.done_with(fd, 0, 0)
+            self._ops.done_with(fd)
         self._open.forget((name, True))
         self._ops.sync_directory(self.path)
 
@@ -251,7 +251,6 @@ def read_record(
     size = place.payload_bytes
     page = bytearray(PAGE)
     done = ops.read(fd, place.offset, [page, into[:size]])
-    ops.done_with(fd, place.offset, record_bytes(size))
     header = RecordHeader.unpack(page)
     if done < PAGE + size or header is None or not _matches(header, place, hash, fingerprint):
         raise TierReadError("format", f"{_where(place)} has another record, or none")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pdserve.ids import Bytes
-    from pdserve.kv.tiers.disk.file_ops import FileOps
+    from pdserve.kv.tiers.disk.file_system.file_ops import FileOps
     from pdserve.kv.tiers.disk.fingerprint import Fingerprint
 
 __all__ = ["find_segment", "find_segments"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pdserve.kv.tiers.disk.directory import SegmentName, read_description, subdirectories
-from pdserve.kv.tiers.disk.file_ops import OsFileOps
+from pdserve.kv.tiers.disk.file_system.file_ops import OsFileOps
 from pdserve.kv.tiers.disk.files import read_error, read_record
 from pdserve.kv.tiers.disk.records import RecordPlace
 from pdserve.kv.tiers.disk.recovery import find_segment
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from pdserve.kv.tiers.disk.file_ops import FileOps
+    from pdserve.kv.tiers.disk.file_system.file_ops import FileOps
     from pdserve.kv.tiers.disk.fingerprint import Fingerprint
     from pdserve.kv.tiers.disk.segment import FoundSegment
 

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import ConfigError
 from pdserve.kv.tiers.disk.directory import find_leftovers, take_directory
-from pdserve.kv.tiers.disk.file_ops import OsFileOps
+from pdserve.kv.tiers.disk.file_system.direct_io import can_bypass
+from pdserve.kv.tiers.disk.file_system.file_ops import OsFileOps
 from pdserve.kv.tiers.disk.files import SegmentFiles
+from pdserve.kv.tiers.disk.format import record_bytes
 from pdserve.kv.tiers.disk.index import DiskIndex, segment_size
 from pdserve.kv.tiers.disk.memory_segments import MemorySegments
 from pdserve.kv.tiers.disk.records import TierWriteError
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from pdserve.clock import Clock
     from pdserve.ids import Bytes, Seconds
     from pdserve.kv.tiers.disk.directory import Leftover, OwnDirectory
-    from pdserve.kv.tiers.disk.file_ops import FileOps
+    from pdserve.kv.tiers.disk.file_system.file_ops import FileOps
     from pdserve.kv.tiers.disk.fingerprint import Fingerprint
     from pdserve.kv.tiers.disk.records import SegmentStore
 
@@ -65,7 +67,7 @@ class _Settings:
     owner: str
     segment_bytes: Bytes
     wall: Callable[[], Seconds]
-    ops: FileOps
+    ops: FileOps | None
 
 
 class DiskTier:
@@ -118,7 +120,7 @@ class DiskTier:
             owner or f"unnamed-{secrets.token_hex(8)}",
             segment_bytes or segment_size(capacity - _SLACK, fingerprint.block_bytes),
             wall,
-            OsFileOps() if ops is None else ops,
+            ops,
         )
         return _open(settings, clock)
 
@@ -161,7 +163,8 @@ class DiskTier:
 
 def _open(settings: _Settings, clock: Clock) -> DiskTier:
     started = clock.now()
-    ops, fingerprint, owner = settings.ops, settings.fingerprint, settings.owner
+    ops = OsFileOps() if settings.ops is None else settings.ops
+    fingerprint, owner = settings.fingerprint, settings.owner
     directory = take_directory(settings.root, owner, fingerprint, settings.wall())
     try:
         found, bad = find_segments(ops, directory.path, directory.directory, fingerprint)
@@ -187,11 +190,16 @@ def _open(settings: _Settings, clock: Clock) -> DiskTier:
         fingerprint,
         directory=directory.directory,
         segment_bytes=settings.segment_bytes,
-        ops=ops,
+        ops=settings.ops or _fastest_ops(directory.path, fingerprint),
     )
     report = _report(index, directory, leftovers, len(bad), clock.now() - started)
     _log.info("disk tier %s: %s", directory.path, report)
     return DiskTier(index, files, report, clock=clock, settings=settings, directory=directory)
+
+
+def _fastest_ops(folder: Path, fingerprint: Fingerprint) -> FileOps:
+    """Operations past the page cache, where the file system can."""
+    return OsFileOps(direct=can_bypass(folder, record_bytes(fingerprint.block_bytes)))
 
 
 def _report(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno as codes
+import mmap
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.kv.tiers.disk.directory import SegmentName
-from pdserve.kv.tiers.disk.file_ops import OsFileOps
+from pdserve.kv.tiers.disk.file_system.file_ops import OsFileOps
 from pdserve.kv.tiers.disk.files import SegmentFiles
 from pdserve.kv.tiers.disk.format import PAGE, RecordHeader, record_bytes
 from pdserve.kv.tiers.disk.records import (
@@ -70,6 +71,29 @@ def test_what_was_written_is_read_back(machine: Machine, tmp_path: Path):
     files = sorted(tmp_path.iterdir())
     assert [file.name for file in files] == [str(SegmentName(1, n)) for n in range(4)]
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_payloads_of_an_arena_come_and_go(tmp_path: Path, direct: bool):
+    """Aligned ones of whole pages, which are not copied, and others."""
+    for size in (4 * PAGE, PAYLOAD):
+        fingerprint = replace(FINGERPRINT, block_bytes=size)
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        machine = Machine.boot(OsFileOps(direct=direct), folder=folder, fingerprint=fingerprint)
+        arena = memoryview(mmap.mmap(-1, 8 * size))
+        frames = [arena[at * size : (at + 1) * size] for at in range(8)]
+        blocks = chain(0, 4)
+        for frame, block in zip(frames, blocks, strict=False):
+            frame[:] = payload_of(block.hash, size)
+        batch = machine.index.append(blocks, size, 0.0)
+        assert batch is not None
+        machine.store.write(batch, frames[:4])
+        machine.index.written(batch, 0.0)
+        for frame, record in zip(frames[4:], batch.records, strict=True):
+            machine.store.read(record.place, record.block.hash, frame)
+            assert frame == payload_of(record.block.hash, size)
+        machine.store.close()
 
 
 def test_an_open_segment_has_its_bytes_from_the_start(machine: Machine, tmp_path: Path):

@@ -1,22 +1,31 @@
 """Performs the file operations of the disk tier: one port, so that tests can put faults in between.
 
-Each method is one or a few system calls, which release the GIL. It knows no format.
+Each method is one or a few system calls, which release the GIL. It knows no format. With `direct`,
+reads and writes bypass the page cache; a file system that refuses one gets them through the cache
+from then on. Through the cache, writing back begins at once, and what was written leaves the cache
+when a segment is sealed: to drop it after each write would wait for other processors.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno as codes
+import fcntl
+import logging
 import os
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+from pdserve.kv.tiers.disk.file_system.direct_io import AlignedMemory, gather, scatter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from pdserve.ids import Bytes
 
 __all__ = ["FileOps", "OsFileOps"]
+
+_log = logging.getLogger(__name__)
 
 FILE_MODE: Final = 0o600
 _ZEROS: Final = bytes(1 << 20)
@@ -25,6 +34,7 @@ _MOST_BUFFERS: Final = 512
 
 _KEEP_SIZE: Final = 1
 _PUNCH_HOLE: Final = 2
+_SYNC_WRITE: Final = 2
 
 
 class FileOps(Protocol):
@@ -66,8 +76,12 @@ class FileOps(Protocol):
         """Make created, renamed and removed names of a directory durable."""
         ...
 
-    def done_with(self, fd: int, offset: Bytes, size: Bytes) -> None:
-        """These bytes are not needed in the page cache any more."""
+    def begin_sync(self, fd: int, offset: Bytes, size: Bytes) -> None:
+        """Begin to write these bytes to the device, without waiting."""
+        ...
+
+    def done_with(self, fd: int) -> None:
+        """The file's bytes are not needed in the page cache any more."""
         ...
 
     def unlink(self, path: Path) -> None: ...
@@ -80,25 +94,50 @@ class FileOps(Protocol):
 class OsFileOps:
     """The operating system's operations."""
 
+    def __init__(self, *, direct: bool = False) -> None:
+        self.direct = direct
+        self._direct: set[int] = set()
+        """Descriptors that bypass the page cache."""
+        self._memory = AlignedMemory()
+
     def create(self, path: Path, size: Bytes) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(path, flags, FILE_MODE)
+        fd = self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             allocate(fd, size)
         except OSError:
-            os.close(fd)
+            self.close(fd)
             os.unlink(path)
             raise
         return fd
 
     def open(self, path: Path, *, write: bool = False) -> int:
-        access = os.O_RDWR if write else os.O_RDONLY
-        return os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return self._open(path, os.O_RDWR if write else os.O_RDONLY)
+
+    def _open(self, path: Path, flags: int) -> int:
+        flags |= os.O_CLOEXEC | os.O_NOFOLLOW
+        if not self.direct:
+            return os.open(path, flags, FILE_MODE)
+        try:
+            fd = os.open(path, flags | os.O_DIRECT, FILE_MODE)
+        except OSError as error:
+            self._refused(error)
+            return os.open(path, flags & ~os.O_EXCL, FILE_MODE)  # it may have been made
+        self._direct.add(fd)
+        return fd
 
     def close(self, fd: int) -> None:
+        self._direct.discard(fd)
         os.close(fd)
 
     def write(self, fd: int, offset: Bytes, buffers: Sequence[bytes | memoryview]) -> None:
+        if fd in self._direct:
+            try:
+                return self._write(fd, offset, gather(buffers, self._memory))
+            except OSError as error:
+                self._stop_bypassing(fd, error)
+        self._write(fd, offset, buffers)
+
+    def _write(self, fd: int, offset: Bytes, buffers: Sequence[bytes | memoryview]) -> None:
         left = [memoryview(buffer) for buffer in buffers if len(buffer)]
         while left:
             done = os.pwritev(fd, left[:_MOST_BUFFERS], offset)
@@ -108,6 +147,11 @@ class OsFileOps:
             left = _after(left, done)
 
     def read(self, fd: int, offset: Bytes, buffers: Sequence[bytearray | memoryview]) -> Bytes:
+        if fd in self._direct:
+            try:
+                return scatter(fd, offset, buffers, self._memory)
+            except OSError as error:
+                self._stop_bypassing(fd, error)
         left = [memoryview(buffer) for buffer in buffers if len(buffer)]
         total = 0
         while left:
@@ -141,14 +185,35 @@ class OsFileOps:
         finally:
             os.close(fd)
 
-    def done_with(self, fd: int, offset: Bytes, size: Bytes) -> None:
-        os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
+    def begin_sync(self, fd: int, offset: Bytes, size: Bytes) -> None:
+        if fd not in self._direct:
+            _begin_sync(fd, offset, size)
+
+    def done_with(self, fd: int) -> None:
+        if fd not in self._direct:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def unlink(self, path: Path) -> None:
         os.unlink(path)
 
     def names(self, path: Path) -> list[str]:
         return os.listdir(path)
+
+    def _stop_bypassing(self, fd: int, error: OSError) -> None:
+        """Go through the page cache from now on, if that is what the system wants. Errors: the same
+        error, if it is another one."""
+        self._refused(error)
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self._direct.discard(fd)
+
+    def _refused(self, error: OSError) -> None:
+        """Note that the page cache cannot be bypassed. Errors: the same one, if it is another."""
+        if error.errno != codes.EINVAL:
+            raise error
+        if self.direct:
+            self.direct = False
+            _log.warning("the disk tier's file system refuses to bypass the page cache; it is used")
 
 
 def allocate(fd: int, size: Bytes) -> None:
@@ -177,15 +242,34 @@ def _after(buffers: list[memoryview], done: Bytes) -> list[memoryview]:
     return []
 
 
+def _function(name: str, *types: type) -> Callable[..., int] | None:
+    """A function of the C library that Python does not have; None where there is none."""
+    try:
+        function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = types
+    function.restype = ctypes.c_int
+    return cast("Callable[..., int]", function)
+
+
+_fallocate = _function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_sync_file_range = _function(
+    "sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
+)
+
+
+def _begin_sync(fd: int, offset: Bytes, size: Bytes) -> None:
+    """Only a hint: where the system cannot, it writes the bytes later."""
+    if _sync_file_range is not None:
+        _sync_file_range(fd, offset, size, _SYNC_WRITE)
+
+
 def _punch(fd: int, offset: Bytes, size: Bytes) -> bool:
     """Give the blocks of a range back; False where the system cannot."""
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        fallocate = libc.fallocate
-    except (OSError, AttributeError):
+    if _fallocate is None:
         return False
-    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    if fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, size) == 0:
+    if _fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, size) == 0:
         return True
     errno = ctypes.get_errno()
     if errno in (codes.EOPNOTSUPP, codes.ENOSYS, codes.EINVAL):

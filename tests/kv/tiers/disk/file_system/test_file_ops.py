@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.kv.tiers.disk import file_ops
-from pdserve.kv.tiers.disk.file_ops import OsFileOps
+from pdserve.kv.tiers.disk.file_system import file_ops
+from pdserve.kv.tiers.disk.file_system.file_ops import OsFileOps
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,7 +89,8 @@ def test_erasing_leaves_zeros(tmp_path: Path, monkeypatch, punches: bool):
     OPS.write(fd, 0, [b"x" * 4 * PAGE])
     OPS.erase(fd, PAGE, 2 * PAGE)
     OPS.sync(fd)
-    OPS.done_with(fd, 0, 0)
+    OPS.begin_sync(fd, 0, PAGE)
+    OPS.done_with(fd)
     content = (tmp_path / "file").read_bytes()
     assert content == b"x" * PAGE + bytes(2 * PAGE) + b"x" * PAGE
     OPS.close(fd)

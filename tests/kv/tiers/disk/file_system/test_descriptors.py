@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.kv.tiers.disk.descriptors import OpenFiles
+from pdserve.kv.tiers.disk.file_system.descriptors import OpenFiles
 
 
 class Opener:

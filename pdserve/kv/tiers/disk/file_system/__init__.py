@@ -1,0 +1,1 @@
+"""Files as the operating system has them: descriptors, reads and writes past the page cache."""
