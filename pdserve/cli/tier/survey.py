@@ -20,7 +20,7 @@ from pdserve.kv.tiers.disk.directory import (
     read_description,
     subdirectories,
 )
-from pdserve.kv.tiers.disk.file_ops import OsFileOps
+from pdserve.kv.tiers.disk.file_system.file_ops import OsFileOps
 from pdserve.kv.tiers.disk.files import read_record
 from pdserve.kv.tiers.disk.records import RecordPlace, TierReadError
 from pdserve.kv.tiers.disk.recovery import find_segment
