@@ -329,6 +329,7 @@ SCENARIOS = {
     "router/test_bookings_work.py": "second file of bookings: work until the first token",
     "router/test_core_queueing.py": "second file of core: requests that wait",
     "router/test_core_tiers.py": "third file of core: prefixes below the device and elsewhere",
+    "router/test_planted_bugs.py": "bugs that the tests of sources and tiers must find",
     "runtime/topics/test_fuzz.py": "a bounded run of the fuzzers",
     "runtime/topics/test_machines.py": "random runs of all topic machines",
     "sim/test_engine_transfer.py": "engines in virtual time hand prompts over",

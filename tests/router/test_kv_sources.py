@@ -136,7 +136,8 @@ def test_what_was_only_sent_there_is_no_source():
     """Its blocks are not computed yet."""
     world = World("a", "b")
     first = world.ask().worker
-    assert world.sources(first) == []
+    world.core.load(life(first), load(8))
+    assert world.sources() == []
     (other,) = world.pools.keys() - {first}
     world.now = 10.0  # what was sent is forgotten
     store(world.pools[first], BLOCKS)
