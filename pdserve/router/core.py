@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import inf, log
 from operator import attrgetter
 from random import Random
@@ -947,7 +947,7 @@ _NO_PLANS: Final[Mapping[NodeId, Onboarding]] = MappingProxyType({})
 def _by_source(plan: Onboarding | None, device: int) -> dict[str, int]:
     """Blocks that a worker would reuse, by where they come from."""
     blocks = BlocksBySource(device) if plan is None else plan.blocks
-    return {source: count for source, count in asdict(blocks).items() if count}
+    return {source: count for source, count in blocks._asdict().items() if count}
 
 
 def _check_time(request: RouteRequest) -> None:

@@ -19,7 +19,7 @@ Pure. `RouterCore` makes the plans for each decision; policies see them in their
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pdserve.router.kv_sources import reachable
 
@@ -42,8 +42,7 @@ _MIN_GAIN: Final[Seconds] = 0.002
 """What each source has to gain, as there."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksBySource:
+class BlocksBySource(NamedTuple):
     """Leading blocks of a prompt by where they are taken from, in this order."""
 
     device: int = 0
@@ -68,12 +67,14 @@ class BlocksBySource:
     def sizes(self, block_bytes: Bytes) -> dict[LaneName, Bytes]:
         """Bytes by lane. What comes from disk goes through the host; what another worker sends is
         written to the device at once."""
-        found: dict[LaneName, Bytes] = {
-            "h2d": (self.host + self.disk) * block_bytes,
-            "disk_read": self.disk * block_bytes,
-            "fetch": self.peer * block_bytes,
-        }
-        return {lane: size for lane, size in found.items() if size}
+        found: dict[LaneName, Bytes] = {}
+        if self.host or self.disk:
+            found["h2d"] = (self.host + self.disk) * block_bytes
+        if self.disk:
+            found["disk_read"] = self.disk * block_bytes
+        if self.peer:
+            found["fetch"] = self.peer * block_bytes
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +84,34 @@ class Onboarding:
     blocks: BlocksBySource
     tokens: int
     """Prompt tokens of `blocks`; never the last one, which is always computed."""
-    sizes: Mapping[LaneName, Bytes]
+    block_bytes: Bytes
     seconds: Seconds
     """Time until all of it is there."""
     first: Seconds
     """Time until its first group of layers is there."""
     compute: Seconds
     """Prefill time of the tokens after it."""
+    delay: Seconds = 0.0
+    """By how much its bytes delay those that wait in the same lanes."""
     peer: NodeId | None = None
     """The other worker, if there is one."""
     groups: int = _GROUPS
 
+    @property
+    def sizes(self) -> dict[LaneName, Bytes]:
+        """Bytes by lane."""
+        return self.blocks.sizes(self.block_bytes)
+
     def ttft(self, wait: Seconds) -> Seconds:
         """Time to first token if the engine is free after `wait`."""
-        compute = self.compute
-        return max(max(wait, self.first) + compute, max(wait, self.seconds) + compute / self.groups)
+        return _finish(wait, self.first, self.seconds, self.compute, self.groups)
+
+
+def _finish(
+    wait: Seconds, first: Seconds, whole: Seconds, compute: Seconds, groups: int = _GROUPS
+) -> Seconds:
+    """The formula of the module docstring."""
+    return max(max(wait, first) + compute, max(wait, whole) + compute / groups)
 
 
 def onboarding_plans(
@@ -115,94 +129,102 @@ def onboarding_plans(
         return {}
     plans = {}
     for worker in workers:
-        if not worker.kv.lanes or not worker.kv.block_bytes:
+        kv = worker.kv
+        if not kv.lanes or not kv.block_bytes:
             continue
         device = overlaps.get(worker.node, 0)
         with_host, with_disk = lower.get(worker.node, (device, device))
         own = BlocksBySource(device, with_host - device, with_disk - with_host)
-        peer = _peer_of(worker, own, holders)
-        plan = _best(request, worker, own, peer, model, now) if peer or own.total > device else None
-        if plan is not None:
-            plans[worker.node] = plan
+        peer = _peer_of(worker, with_disk, holders) if "fetch" in kv.lanes else None
+        if with_disk > device or peer is not None:
+            plan = _soonest(request, worker, own, peer, model, worker.wait(now))
+            if plan is not None:
+                plans[worker.node] = plan
     return plans
 
 
-def _peer_of(
-    worker: WorkerView, own: BlocksBySource, holders: Sequence[KvHolder]
-) -> KvHolder | None:
+def _peer_of(worker: WorkerView, own_blocks: int, holders: Sequence[KvHolder]) -> KvHolder | None:
     """The first holder that has more blocks than the worker and can send them."""
-    if "fetch" not in worker.kv.lanes:
-        return None
     for holder in holders:
-        if holder.blocks <= own.total:
+        if holder.blocks <= own_blocks:
             return None
         if reachable(worker, holder):
             return holder
     return None
 
 
-def _best(
+def _soonest(
     request: RouteRequest,
     worker: WorkerView,
     own: BlocksBySource,
     peer: KvHolder | None,
     model: LatencyModel,
-    now: Seconds,
+    wait: Seconds,
 ) -> Onboarding | None:
-    """The plan with the soonest first token; None: what is on the device is best."""
-    wait, lanes = worker.wait(now), worker.kv.lanes
-    best: Onboarding | None = None
-    least = wait + worker.speed * model.prefill(request.prompt_tokens, _tokens(request, own.device))
+    """The plan with the soonest first token; None: what is on the device is best. Makes no record
+    of the other points, because it runs for each request over all workers."""
+    lanes, speed, length = worker.kv.lanes, worker.speed, request.prompt_tokens
+    size, each = worker.kv.block_bytes, request.block_size
+    most = max(0, length - 1)
+    least = wait + speed * model.prefill(length, min(own.device * each, most))
+    best: tuple[BlocksBySource, int, Seconds, Seconds, Seconds] | None = None
     for blocks in _points(own, peer):
-        plan = _plan(request, worker, blocks, lanes, model, peer)
-        if plan is not None and (cost := plan.ttft(wait) + _MIN_GAIN * blocks.sources) < least:
-            best, least = plan, cost
-    return best
+        times = _times(blocks, lanes, size)
+        if times is None:
+            continue
+        first, whole = times
+        tokens = min(blocks.total * each, most)
+        compute = speed * model.prefill(length, tokens)
+        cost = _finish(wait, first, whole, compute) + _MIN_GAIN * blocks.sources
+        if cost < least:
+            best, least = (blocks, tokens, whole, first, compute), cost
+    if best is None:
+        return None
+    blocks, tokens, whole, first, compute = best
+    source = peer.life.node if peer is not None and blocks.peer else None
+    delay = _delay(blocks, lanes, size)
+    return Onboarding(blocks, tokens, size, whole, first, compute, delay, source)
 
 
 def _points(own: BlocksBySource, peer: KvHolder | None) -> Iterator[BlocksBySource]:
     """Prefixes longer than what is on the device. Another worker's blocks follow the device's, the
     host's or the disk's."""
-    starts = [BlocksBySource(own.device)]
-    if own.host:
-        starts.append(BlocksBySource(own.device, own.host))
-    if own.disk:
-        starts.append(own)
-    yield from starts[1:]
-    if peer is not None:
-        for start in starts:
-            rest = peer.blocks - start.total
-            yield BlocksBySource(start.device, start.host, start.disk, rest)
+    device, host, disk = own.device, own.host, own.disk
+    if host:
+        yield BlocksBySource(device, host)
+    if disk:
+        yield own
+    if peer is None:
+        return
+    yield BlocksBySource(device, 0, 0, peer.blocks - device)
+    if host:
+        yield BlocksBySource(device, host, 0, peer.blocks - device - host)
+    if disk:
+        yield BlocksBySource(device, host, disk, peer.blocks - own.total)
 
 
-def _plan(
-    request: RouteRequest,
-    worker: WorkerView,
-    blocks: BlocksBySource,
-    lanes: Mapping[LaneName, LaneEstimate],
-    model: LatencyModel,
-    peer: KvHolder | None,
-) -> Onboarding | None:
-    """None: the worker has no lane for some of the blocks."""
-    sizes = blocks.sizes(worker.kv.block_bytes)
-    if not sizes.keys() <= lanes.keys():
-        return None
-    tokens = _tokens(request, blocks.total)
-    return Onboarding(
-        blocks,
-        tokens,
-        sizes,
-        max([lanes[lane].seconds(size) for lane, size in sizes.items()]),
-        max(
-            [
-                lanes[lane].seconds(size // _GROUPS if lane == "h2d" else size)
-                for lane, size in sizes.items()
-            ]
-        ),
-        worker.speed * model.prefill(request.prompt_tokens, tokens),
-        peer.life.node if peer is not None and blocks.peer else None,
-    )
+def _times(
+    blocks: BlocksBySource, lanes: Mapping[LaneName, LaneEstimate], block_bytes: Bytes
+) -> tuple[Seconds, Seconds] | None:
+    """When the first group of layers of these blocks is there, and when all; None: the worker has
+    no lane for some of them."""
+    first = whole = 0.0
+    for name, size in blocks.sizes(block_bytes).items():
+        lane = lanes.get(name)
+        if lane is None:
+            return None
+        whole = max(whole, lane.seconds(size))
+        first = max(first, lane.seconds(size // _GROUPS if name == "h2d" else size))
+    return first, whole
 
 
-def _tokens(request: RouteRequest, blocks: int) -> int:
-    return min(blocks * request.block_size, max(0, request.prompt_tokens - 1))
+def _delay(
+    blocks: BlocksBySource, lanes: Mapping[LaneName, LaneEstimate], block_bytes: Bytes
+) -> Seconds:
+    """By how much these blocks delay what waits in their lanes."""
+    total = 0.0
+    for name, size in blocks.sizes(block_bytes).items():
+        lane = lanes[name]
+        if lane.backlog:
+            total += size / lane.bandwidth * lane.backlog / (lane.backlog + size)
+    return total

@@ -144,7 +144,7 @@ def test_the_formula_is_what_two_stages_in_a_row_take(groups: int):
         for group in range(1, groups + 1):
             done = max(done, onboard * group / groups) + compute / groups
         first = onboard / groups
-        made = Onboarding(BlocksBySource(), 0, {}, onboard, first, compute, groups=groups)
+        made = Onboarding(BlocksBySource(), 0, 0, onboard, first, compute, groups=groups)
         assert made.ttft(wait) == pytest.approx(done)
 
 

@@ -18,7 +18,7 @@ from pdserve.messages.tiers import KvSource
 from pdserve.router import kv_sources, onboarding, worker_table
 from pdserve.router.bookings import Bookings, _Account
 from pdserve.router.core import RouterCore
-from pdserve.router.onboarding import BlocksBySource, Onboarding
+from pdserve.router.onboarding import BlocksBySource
 from pdserve.router.policies.base import RoutingState
 from pdserve.router.prefix_index.index import PrefixIndex
 from tests.router import test_bookings_work as bookings
@@ -133,9 +133,13 @@ def a_backlog_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def lanes_work_one_after_the_other(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        onboarding, "max", lambda *of: sum(of[0]) if len(of) == 1 else max(*of), raising=False
-    )
+    def times(blocks: BlocksBySource, lanes: Any, size: int) -> Any:
+        sizes = blocks.sizes(size)
+        if not sizes.keys() <= lanes.keys():
+            return None
+        return (sum(lanes[name].seconds(each) for name, each in sizes.items()),) * 2
+
+    patch.setattr(onboarding, "_times", times)
 
 
 def disk_blocks_skip_the_host(patch: pytest.MonkeyPatch) -> None:
@@ -147,16 +151,16 @@ def disk_blocks_skip_the_host(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_longest_prefix_is_always_taken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Onboarding, "ttft", lambda self, wait: -float(self.tokens))
+    patch.setattr(onboarding, "_finish", lambda wait, first, whole, compute, groups=1: compute)
 
 
 def a_slow_worker_computes_as_fast_as_others(patch: pytest.MonkeyPatch) -> None:
-    whole = onboarding._plan
+    whole = onboarding._soonest
 
-    def plan(asked: Any, worker: Any, *rest: Any) -> Any:
+    def soonest(asked: Any, worker: Any, *rest: Any) -> Any:
         return whole(asked, replace(worker, speed=1.0), *rest)
 
-    patch.setattr(onboarding, "_plan", plan)
+    patch.setattr(onboarding, "_soonest", soonest)
 
 
 def a_plan_is_no_load(patch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,6 @@ if TYPE_CHECKING:
 
     from pdserve.ids import NodeId, Seconds
     from pdserve.messages.routing import RouteRequest
-    from pdserve.router.onboarding import Onboarding
     from pdserve.router.policies.base import RoutingState, Terms, WorkerView
 
 __all__ = ["Ttft"]
@@ -153,9 +152,6 @@ class Ttft:
         add = costs.append
         plans = state.onboarding
         for worker in state.workers:
-            if plans and worker.node in plans:
-                add(sum(self._terms_of(request, state, worker, warm).values()))
-                continue
             speed = worker.speed
             price = cold
             cached = overlaps.get(worker.node, 0) * size
@@ -164,6 +160,9 @@ class Ttft:
                     cached = most_cached
                 price -= cached * (each + pair * cached)
             price *= speed
+            plan = plans.get(worker.node) if plans else None
+            if plan is not None:
+                price = plan.compute
             wait = worker.work
             if wait:
                 passed, most = now - worker.as_of, 0.9 * worker.head
@@ -174,7 +173,7 @@ class Ttft:
             decodes = worker.decodes
             if away is not None and worker.decode:
                 there = far + away.token * (length - cached)
-                if there < wait + price:
+                if there < (wait + price if plan is None else plan.ttft(wait)):
                     room = self._room(request, state, worker)
                     add(max(there, room) + self._streams(request, state, worker, 0.0))
                     continue
@@ -196,6 +195,8 @@ class Ttft:
                     wait = room
             if late:
                 cost += self._late(request, state, worker)
+            if plan is not None:
+                wait = plan.ttft(wait) - price + gamma * plan.delay
             add(wait + cost)
         return costs
 
@@ -249,7 +250,7 @@ class Ttft:
             price = plan.compute
             brought = {
                 "onboard": max(0.0, plan.ttft(wait) - wait - price),
-                "lanes": self.gamma * _delay(plan, worker),
+                "lanes": self.gamma * plan.delay,
             }
         waiting = worker.prefills + state.held / len(state.workers)
         return {
@@ -369,15 +370,6 @@ def _warmest(request: RouteRequest, state: RoutingState) -> Seconds:
     plans = state.onboarding
     speeds = {worker.node: worker.speed for worker in state.workers if worker.node in plans}
     return min([warm, *(plans[node].compute / speed for node, speed in speeds.items())])
-
-
-def _delay(plan: Onboarding, worker: WorkerView) -> Seconds:
-    """By how much the plan's bytes delay those that wait in the same lanes."""
-    lanes, total = worker.kv.lanes, 0.0
-    for name, size in plan.sizes.items():
-        lane = lanes[name]
-        total += size / lane.bandwidth * lane.backlog / (lane.backlog + size)
-    return total
 
 
 def _counted(request: RouteRequest, state: RoutingState) -> tuple[list[float], list[float]]:
