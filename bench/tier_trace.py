@@ -2,45 +2,42 @@
 
     python bench/tier_trace.py --trace FILE [--write bench/results/tier_trace.md]
 
-Requests are atomic: each is served at once, in the order of the file, from the look-up to the
-release of its blocks, so that only decisions count. They go through the `BlockPool` and the
-`HostIndex` of a worker; a prompt's last block counts as a full one, as in the published rates.
-`AtomicTiers` is one worker; other measurements use it to compare real time with atomic requests.
+Requests take no time (`bench/atomic_tiers.py`), so only decisions count: which blocks a tier takes
+in, which ones it gives up, which worker a prompt goes to.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import sys
-from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from random import Random
+from typing import TYPE_CHECKING, Final
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from bench.atomic_tiers import (
+    BLOCK,
+    PAYLOAD,
+    AtomicCluster,
+    AtomicTiers,
+    Prompt,
+    belady_hits,
+    by_prefix,
+    read,
+    replay,
+)
 from bench.machine import facts
-from pdserve.kv.block_pool import BlockPool
-from pdserve.kv.tiers.admission import HostAdmission
-from pdserve.kv.tiers.block import TierBlock
+from pdserve.kv.tiers.admission import DiskAdmission, HostAdmission, WriteBudget
+from pdserve.kv.tiers.disk.format import record_bytes
 from pdserve.kv.tiers.eviction import EvictionOrder
-from pdserve.kv.tiers.host_index import HostIndex
-from pdserve.kv.tiers.turns import TurnTracker
-from pdserve.sim.workloads.mooncake import BLOCK, MooncakeTrace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-__all__ = [
-    "LRU_HITS",
-    "TURN_RATES",
-    "AtomicTiers",
-    "Prompt",
-    "belady_hits",
-    "read",
-    "replay",
-    "with_turns",
-]
+    from bench.atomic_tiers import Route
+
+__all__ = ["LRU_HITS", "TURN_RATES"]
 
 LRU_HITS: Final = {
     976: 12_830,
@@ -55,8 +52,6 @@ LRU_HITS: Final = {
     97_656: 104_870,
 }
 """Blocks of one tier -> blocks of the trace that an LRU list finds, if leaves are older."""
-
-PLAIN: Final = EvictionOrder(turn_bonus=0.0)
 
 TURN_RATES: Final = {
     976: 0.0689,
@@ -77,202 +72,13 @@ PAIRS: Final = ((1, 4), (2, 4), (2, 10), (4, 4), (4, 10), (6, 20), (4, 2))
 """Sizes of device and host memory that are compared, in units of 976 or 977 blocks: 500,000
 tokens."""
 
-Placement = Literal["exclusive", "mirror"]
-"""Host memory has what left the device, or a copy of everything that is stored on the device."""
+DISKS: Final = {10: 0.292, 20: 0.317, 40: 0.353}
+"""Size of the disk behind 1 M tokens of device and 5 M of host memory, in the same units -> part
+of the blocks that are found if the disk is an LRU list of all that host memory gives up."""
 
-
-class Prompt(NamedTuple):
-    """A request: when it came, its blocks, and the turn that its conversation is at."""
-
-    at: float
-    names: tuple[bytes, ...]
-    turns: int = 1
-
-
-class AtomicTiers:
-    """Device and host memory of one worker, for requests that take no time."""
-
-    def __init__(
-        self,
-        device: int,
-        host: int,
-        *,
-        order: EvictionOrder = PLAIN,
-        placement: Placement = "exclusive",
-        admission: HostAdmission | None = None,
-    ) -> None:
-        """Sizes are in blocks; 0: no such tier. Without `admission`, host memory takes all. It
-        concerns exclusive placement alone."""
-        self.pool = BlockPool(device, BLOCK) if device else None
-        self.host = HostIndex(host, order=order) if host else None
-        self.written = 0
-        """Blocks that were copied to host memory."""
-        self._placement = placement
-        self._admission = admission
-        self._turns: dict[bytes, int] = {}
-        self._uses: Counter[bytes] = Counter()
-
-    def found(self, names: Sequence[bytes]) -> int:
-        """Number of leading blocks that some tier has."""
-        device = len(self.pool.match(names)) if self.pool is not None else 0
-        return device + self._host_run(names[device:])
-
-    def serve(self, prompt: Prompt) -> int:
-        """Serves a request; returns the number of its leading blocks that were found."""
-        hits = self.found(prompt.names)
-        if self._fits(prompt):
-            for name in prompt.names:
-                self._uses[name] += 1
-                self._turns[name] = max(prompt.turns, self._turns.get(name, 1))
-            if self.pool is not None:
-                self._use_device(self.pool, prompt, hits)
-            if self.host is not None and (self.pool is None or self._placement == "mirror"):
-                self._use_host(self.host, prompt)
-        if self.host is not None:
-            self.host.drain_events()
-        return hits
-
-    def check(self) -> None:
-        """Raises AssertionError unless both tiers are sound."""
-        if self.pool is not None:
-            self.pool.check()
-        if self.host is not None:
-            self.host.check()
-            assert self.host.counts().claimed == self.host.counts().filling == 0
-
-    def _fits(self, prompt: Prompt) -> bool:
-        """A prompt that is longer than the tier that computes it is not cached."""
-        room = (
-            self.pool.num_blocks
-            if self.pool
-            else self.host.capacity
-            if self.host is not None
-            else 0
-        )
-        return len(prompt.names) <= room
-
-    def _host_run(self, names: Iterable[bytes]) -> int:
-        count = 0
-        for name in names:
-            if self.host is None or name not in self.host:
-                break
-            count += 1
-        return count
-
-    def _use_device(self, pool: BlockPool, prompt: Prompt, hits: int) -> None:
-        """Brings host blocks up and what has to leave down, computes the rest, releases all."""
-        names = prompt.names
-        shared = pool.match(names)
-        pool.acquire(shared)
-        if self._placement == "exclusive":
-            self._take_up(names[len(shared) :])
-        missing = len(names) - len(shared)
-        leaving = pool.oldest(max(0, missing - pool.counts().free))
-        if self._placement == "exclusive":
-            for block, name in leaving:
-                self._put_down(TierBlock(name, pool.parent(block), self._turns[name]), prompt.at)
-        fresh = pool.reserve(missing)
-        assert fresh is not None
-        parent = names[len(shared) - 1] if shared else b""
-        blocks = shared + pool.commit_run(fresh, names[len(shared) :], parent)
-        pool.release(blocks)
-        pool.drain_events()
-        for _, name in leaving:
-            # A block that is computed again is a new one: its uses count from there.
-            del self._uses[name]
-
-    def _take_up(self, names: Iterable[bytes]) -> None:
-        """The device gets these blocks, from host memory or by computing them."""
-        if self.host is not None:
-            for name in names:
-                self.host.drop(name)
-
-    def _put_down(self, block: TierBlock, at: float) -> None:
-        """A block leaves the device."""
-        host, admission = self.host, self._admission
-        if host is None:
-            return
-        if admission and not admission.admits(block, at, reused=self._uses[block.hash] > 1):
-            return
-        self._store(host, block, at)
-
-    def _use_host(self, host: HostIndex, prompt: Prompt) -> None:
-        """Host memory stores the whole prompt, the tail first."""
-        present = [frame for name in prompt.names if (frame := host.frame(name)) is not None]
-        for frame in present:
-            host.claim(frame)
-        for index in range(len(prompt.names) - 1, -1, -1):
-            name = prompt.names[index]
-            if name in host:
-                host.touch(name, prompt.at, prompt.turns)
-            else:
-                parent = prompt.names[index - 1] if index else b""
-                self._store(host, TierBlock(name, parent, prompt.turns), prompt.at)
-        for frame in present:
-            host.release(frame)
-
-    def _store(self, host: HostIndex, block: TierBlock, at: float) -> None:
-        if not host.free:
-            for name in host.victims(1, at):
-                if self._admission:
-                    self._admission.evicted(name, host.age(name, at), at)
-                host.evict(name)
-        frame = host.reserve()
-        if frame is not None:
-            self.written += host.commit(frame, block, at)
-
-
-def replay(prompts: Iterable[Prompt], tiers: AtomicTiers) -> list[int]:
-    """Serves all requests; returns the hits of each, in blocks."""
-    hits = [tiers.serve(prompt) for prompt in prompts]
-    tiers.check()
-    return hits
-
-
-def with_turns(requests: Iterable[tuple[float, Sequence[int]]]) -> Iterator[Prompt]:
-    """Prompts of these times and block ids. An id stands for its block and all blocks before it.
-
-    The last id is a block that is not full, which the next turn of a conversation does not repeat.
-    """
-    tracker = TurnTracker()
-    for at, contents in requests:
-        names = tuple(content.to_bytes(16, "little") for content in contents)
-        yield Prompt(at, names, tracker.turn(names[:-1]))
-
-
-def read(path: Path) -> list[Prompt]:
-    """The requests of a trace, with their turns."""
-    trace = MooncakeTrace(path)
-    return list(with_turns((one.at, [name for name, _ in one.pieces]) for one in trace))
-
-
-def belady_hits(prompts: Sequence[Prompt], blocks: int) -> int:
-    """Hits of a cache that knows the future: it keeps the blocks that are used again first, and
-    need not store a block at all. No cache of as many blocks has more."""
-    uses = [name for prompt in prompts for name in prompt.names]
-    upcoming = _next_uses(uses)
-    cached: dict[bytes, int] = {}
-    latest: list[tuple[int, bytes]] = []
-    hits = 0
-    for now, name in enumerate(uses):
-        hits += name in cached
-        cached[name] = upcoming[now]
-        heapq.heappush(latest, (-upcoming[now], name))
-        while len(cached) > blocks:
-            negated, victim = heapq.heappop(latest)
-            if cached.get(victim) == -negated:
-                del cached[victim]
-    return hits
-
-
-def _next_uses(uses: Sequence[bytes]) -> list[int]:
-    """For each use, the number of the next one of the same name; past the end if there is none."""
-    following: dict[bytes, int] = {}
-    upcoming = [0] * len(uses)
-    for now in range(len(uses) - 1, -1, -1):
-        upcoming[now] = following.get(uses[now], len(uses) + now)
-        following[uses[now]] = now
-    return upcoming
+RANDOM: Final = (0.082, 0.189)
+"""Part of the blocks that 8 workers of 1.25 M tokens find if prompts go anywhere: at that worker,
+and at another one."""
 
 
 # ---------------------------------------------------------------- the page
@@ -286,7 +92,12 @@ def main() -> int:
     options = parser.parse_args()
     prompts = read(options.trace)
     wrong: list[str] = []
-    text = _page([_one_tier(prompts, blocks, wrong) for blocks in LRU_HITS], _pairs(prompts, wrong))
+    text = _page(
+        [_one_tier(prompts, blocks, wrong) for blocks in LRU_HITS],
+        _pairs(prompts, wrong),
+        [_three_tiers(prompts, size) for size in DISKS],
+        _clusters(prompts, wrong),
+    )
     print(text)
     print(*wrong, sep="\n", file=sys.stderr)
     if options.write:
@@ -328,6 +139,64 @@ def _pairs(prompts: Sequence[Prompt], wrong: list[str]) -> list[tuple[str, ...]]
     return rows
 
 
+def _three_tiers(prompts: Sequence[Prompt], halves: int) -> tuple[str, ...]:
+    """A row: a disk behind device and host memory."""
+    total = sum(len(prompt.names) for prompt in prompts)
+    device, host, disk = _blocks(2), _blocks(10), _blocks(halves)
+    size = disk * record_bytes(PAYLOAD)
+    plenty, day = WriteBudget(10**9 * size, 0.0), WriteBudget(size, 0.0)
+    arms = [
+        AtomicTiers(device, host, disk),
+        AtomicTiers(device, host, disk, disk_admission=DiskAdmission("reused", disk, plenty)),
+        AtomicTiers(device, host, disk, disk_admission=DiskAdmission("auto", disk, day)),
+    ]
+    cells = (f"{sum(replay(prompts, arm)) / total:.2%} / {arm.spilled / total:.2f}" for arm in arms)
+    return (f"{disk:,}", f"{DISKS[halves]:.1%}", *cells)
+
+
+def _clusters(prompts: Sequence[Prompt], wrong: list[str]) -> list[tuple[str, ...]]:
+    """Rows: 8 workers, each route, alone and with a pool."""
+    device, small, host = 1_250_000 // BLOCK, _blocks(1), _blocks(5)
+    workers: dict[str, Callable[[], AtomicTiers]] = {
+        f"{device:,}": lambda: AtomicTiers(device, 0),
+        f"{small:,} + {host:,}, mirror": lambda: _arms(small, host)["mirror"],
+        f"{small:,} + {host:,}, auto": lambda: _arms(small, host)["auto"],
+    }
+    rows = []
+    for size, worker in workers.items():
+        for name, bound in (("anywhere", 0.0), ("by prefix, 1.0", 1.0), ("by prefix, 1.1", 1.1)):
+            cells = []
+            for pool in (False, True):
+                route = by_prefix(bound) if bound else _anywhere()
+                local, fetched = _found(prompts, worker, route, pool=pool)
+                cells.append(f"{local:.1%} + {fetched:.1%}" if pool else f"{local:.1%}")
+            error = max(abs(local - RANDOM[0]), abs(fetched - RANDOM[1]))
+            if size == f"{device:,}" and name == "anywhere" and error > 0.005:
+                wrong.append(f"8 workers: {local:.1%} + {fetched:.1%} if prompts go anywhere")
+            rows.append((size, name, *cells))
+    return rows
+
+
+def _found(
+    prompts: Sequence[Prompt], worker: Callable[[], AtomicTiers], route: Route, *, pool: bool
+) -> tuple[float, float]:
+    """Parts of the blocks that 8 workers find: at the prompt's worker, and at another one."""
+    cluster = AtomicCluster([worker() for _ in range(8)], route, pool=pool)
+    for prompt in prompts:
+        cluster.serve(prompt)
+    total = sum(len(prompt.names) for prompt in prompts)
+    return cluster.local / total, cluster.fetched / total
+
+
+def _anywhere() -> Route:
+    random = Random(1)
+
+    def choose(prompt: Prompt, found: Sequence[int], load: Sequence[int]) -> int:
+        return random.randrange(len(load))
+
+    return choose
+
+
 def _blocks(halves: int) -> int:
     return halves * 500_000 // BLOCK
 
@@ -343,11 +212,18 @@ def _arms(device: int, host: int) -> dict[str, AtomicTiers]:
     }
 
 
-def _page(one: Iterable[tuple[str, ...]], two: Iterable[tuple[str, ...]]) -> str:
+def _page(
+    one: Iterable[tuple[str, ...]],
+    two: Iterable[tuple[str, ...]],
+    three: Iterable[tuple[str, ...]],
+    clusters: Iterable[tuple[str, ...]],
+) -> str:
     one_head = (
         *("blocks", "BlockPool", "HostIndex", "known LRU"),
         *("LRU", "with turn bonus", "knowing the future"),
     )
+    three_head = ("disk blocks", "LRU list", "everything", "reused", "auto, a disk a day")
+    cluster_head = ("blocks of each worker", "route", "alone", "with a pool")
     two_head = ("device + host blocks", "mirror", "exclusive", "turn bonus", "auto", "reused")
     return "\n".join(
         [
@@ -372,6 +248,20 @@ def _page(one: Iterable[tuple[str, ...]], two: Iterable[tuple[str, ...]]) -> str
             "that order of eviction; `auto` and `reused` are what host memory takes in.",
             "",
             *_table(two_head, two),
+            "",
+            "A disk behind 1,953 + 9,765 blocks, fed by what host memory gives up: part of the",
+            "blocks found by all tiers / blocks written to disk for each block of the trace. The",
+            "disk gives up whole segments, so it is not an LRU list, which is beside it. With",
+            "`auto` it may write its own size in a day; the trace is an hour in which the reused",
+            "blocks alone are more than that, so the budget decides.",
+            "",
+            *_table(three_head, three),
+            "",
+            "Eight workers: part of the blocks found at the prompt's worker + fetched from another",
+            "one. `by prefix` chooses the worker with most of the prompt, among those that have",
+            "served at most so many times the mean.",
+            "",
+            *_table(cluster_head, clusters),
             "",
         ]
     )

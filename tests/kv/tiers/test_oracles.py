@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.tier_trace import (
-    LRU_HITS,
-    TURN_RATES,
+from bench.atomic_tiers import (
+    AtomicCluster,
     AtomicTiers,
     Prompt,
     belady_hits,
+    by_prefix,
     read,
     replay,
     with_turns,
 )
+from bench.tier_trace import LRU_HITS, TURN_RATES
 from pdserve.kv.tiers.admission import HostAdmission
 from pdserve.kv.tiers.eviction import EvictionOrder
 from tests.support.seeds import is_long
@@ -120,6 +121,39 @@ def test_no_order_and_no_admission_beats_one_that_knows_the_future(prompts, bloc
     best = belady_hits(prompts, blocks)
     for tiers in arms:
         assert sum(replay(prompts, tiers)) <= best
+
+
+def test_a_disk_adds_hits_and_writes_each_block_once(prompts) -> None:
+    without = sum(replay(prompts, AtomicTiers(40, 60)))
+    tiers = AtomicTiers(40, 60, 10_000)
+    assert without < sum(replay(prompts, tiers)) == sum(lru_list(prompts, 10**6))
+    assert tiers.disk is not None
+    assert tiers.spilled == len(tiers.disk)
+    small = AtomicTiers(40, 60, 100)
+    assert without < sum(replay(prompts, small)) <= belady_hits(prompts, 200)
+
+
+def test_a_pool_finds_at_others_what_the_route_missed(prompts) -> None:
+    """Workers that keep everything find together what one of them would."""
+    found = {}
+    for pool in (False, True):
+        workers = [AtomicTiers(10_000, 0) for _ in range(3)]
+        cluster = AtomicCluster(
+            workers, lambda prompt, found, load: load.index(min(load)), pool=pool
+        )
+        for prompt in prompts:
+            cluster.serve(prompt)
+        found[pool] = (cluster.local, cluster.fetched)
+    assert found[False][1] == 0
+    assert found[False][0] == found[True][0]
+    assert sum(found[True]) == sum(lru_list(prompts, 10**6)) > found[False][0]
+
+
+def test_the_route_by_prefix_stays_within_its_bound() -> None:
+    route, prompt = by_prefix(1.5), Prompt(0.0, (b"",))
+    assert route(prompt, [1, 5, 5], [0, 0, 0]) == 1
+    assert route(prompt, [1, 5, 5], [10, 12, 11]) == 2, "equal prefixes: the least served"
+    assert route(prompt, [1, 5, 0], [0, 18, 0]) == 0
 
 
 def test_one_that_knows_the_future_is_the_best_there_is(seed: int) -> None:
