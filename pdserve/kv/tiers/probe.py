@@ -267,12 +267,12 @@ class _Measurement:
             os.close(fd)
 
     def _passes(self, fd: int, *, cached: bool) -> tuple[IoRates, ...]:
-        kinds = [*((size, 1) for size in SIZES), (1 << 20, _THREADS)]
-        return tuple(
-            self._pass(fd, size, threads, cached)
-            for size, threads in kinds
-            if self._clock() < self._deadline
-        )
+        """At least one pass, further ones while there is time."""
+        rates: list[IoRates] = []
+        for size, threads in [*((size, 1) for size in SIZES), (1 << 20, _THREADS)]:
+            if not rates or self._clock() < self._deadline:
+                rates.append(self._pass(fd, size, threads, cached))
+        return tuple(rates)
 
     def _pass(self, fd: int, size: Bytes, threads: int, cached: bool) -> IoRates:
         started = self._clock()

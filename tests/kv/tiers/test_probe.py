@@ -62,7 +62,7 @@ def test_a_disk_is_measured_and_nothing_is_left(tmp_path: Path):
     assert not found.trouble or "slow" in found.trouble
     assert found.cached[0].size == SIZES[0]
     assert all(rates.read > 0 and rates.write > 0 for rates in (*found.cached, *found.bypassed))
-    assert found.bypassed or found.direct or "slow" in found.trouble
+    assert bool(found.bypassed) is not bool(found.direct)
     assert found.best_read >= found.cached[0].read
 
 
@@ -79,7 +79,7 @@ def test_a_pass_ends_with_its_time(tmp_path: Path, monkeypatch):
     ticks = itertools.count()
     found = measure_disk(tmp_path, budget=4.0, clock=lambda: float(next(ticks)))
     assert "slow" in found.trouble
-    assert len(written) <= 4
+    assert len(written) <= 6
     assert list(tmp_path.iterdir()) == []
 
 

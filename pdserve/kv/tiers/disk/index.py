@@ -13,20 +13,13 @@ It knows neither files nor payloads. The engine core owns it.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import ConfigError
 from pdserve.kv.tiers.block import TierBlock
-from pdserve.kv.tiers.disk.format import (
-    ENTRY_BYTES,
-    PAGE,
-    RecordEntry,
-    pack_entries,
-    record_bytes,
-    table_bytes,
-)
+from pdserve.kv.tiers.change_log import ChangeLog
+from pdserve.kv.tiers.disk.format import PAGE, RecordEntry, record_bytes, table_bytes
 from pdserve.kv.tiers.disk.records import (
     EraseRecords,
     MoveRecords,
@@ -36,9 +29,9 @@ from pdserve.kv.tiers.disk.records import (
     UnlinkSegment,
     WriteBatch,
 )
-from pdserve.kv.tiers.disk.segment import Segment, SegmentState, records_that_fit
+from pdserve.kv.tiers.disk.segment import Segment, SegmentState
+from pdserve.kv.tiers.disk.segment_log import SegmentLog
 from pdserve.kv.tiers.disk.trouble import CORRUPT, DiskTrouble, is_full
-from pdserve.messages.kv_events import BlockRemoved, BlockStored, KvEvent, PoolCleared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,6 +39,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Bytes, Seconds
     from pdserve.kv.tiers.disk.records import ReadFault, RecordPlace, SegmentCommand
     from pdserve.kv.tiers.disk.segment import FoundSegment
+    from pdserve.messages.kv_events import KvEvent
 
 __all__ = ["DiskCounts", "DiskIndex", "segment_size"]
 
@@ -59,10 +53,7 @@ _MOVE_BYTES: Final[Bytes] = 8 << 20
 """Bytes copied by one `MoveRecords`: after an error they are lost together."""
 _BAD_READS: Final = 2
 """Failed reads after which a whole segment goes."""
-_UNLINK_AGAIN: Final[Seconds] = 30.0
-"""Pause before a removal that failed is tried again."""
 _NO_ROOT: Final = bytes(16)
-_CLOSED: Final = frozenset({SegmentState.FULL, SegmentState.SEALED})
 
 
 def segment_size(capacity: Bytes, payload: Bytes) -> Bytes:
@@ -136,32 +127,25 @@ class DiskIndex:
         self.capacity = capacity
         self.segment_bytes = segment_bytes
         self.epoch = epoch
-        self._segments: dict[int, Segment] = {}
-        self._clock: deque[int] = deque()
-        """Numbers of the segments, next victim first."""
-        self._open: Segment | None = None
+        self.trouble = DiskTrouble()
+        self._log = SegmentLog(
+            capacity,
+            segment_bytes,
+            epoch=epoch,
+            next_segment=next_segment,
+            leftovers=leftovers,
+        )
         self._where: dict[bytes, tuple[Segment, int]] = {}
         """Segment and offset of every valid block."""
         self._writing: dict[bytes, int] = {}
         """Number of the batch that is under way with a block."""
         self._batches: dict[int, WriteBatch] = {}
+        """Batches under way, of new blocks and of copies."""
+        self._next_batch = 0
         self._unwanted: dict[bytes, bool] = {}
         """Blocks that were dropped while their batch is under way; True: erase them, too."""
-        self._moves: dict[int, MoveRecords] = {}
         self._pins: dict[bytes, Seconds] = {}
-        self._leftovers = dict(leftovers)
-        self._removing: set[str] = set()
-        self._commands: list[SegmentCommand] = []
-        self._attention: dict[int, Seconds] = {}
-        """Segments that may need a command, and from when on."""
-        self._events: list[KvEvent] = []
-        self._next_segment = next_segment
-        self._next_seq = 1
-        self._next_batch = 0
-        self.trouble = DiskTrouble()
-        self._allocated: Bytes = sum(self._leftovers.values())
-        self._going: Bytes = 0
-        """Those of them whose removal was decided."""
+        self._changes = ChangeLog("disk")
         self._valid_bytes: Bytes = 0
         self._claims = 0
         self._stored = self._evicted = self._dropped = self._failed_reads = 0
@@ -200,8 +184,8 @@ class DiskIndex:
         mean = self._valid_bytes / len(self._where) if self._where else 0
         return DiskCounts(
             capacity=self.capacity,
-            allocated=self._allocated,
-            segments=len(self._segments),
+            allocated=self._log.allocated,
+            segments=len(self._log),
             blocks=len(self._where),
             block_slots=int(self.capacity / mean) if mean else 0,
             valid_bytes=self._valid_bytes,
@@ -219,29 +203,24 @@ class DiskIndex:
 
     def drain_events(self) -> list[KvEvent]:
         """What changed since the last call, in order."""
-        events, self._events = self._events, []
-        return events
+        return self._changes.drain()
 
     @property
     def idle(self) -> bool:
         """True if no batch or command is under way, and nobody reads."""
-        return all(segment.quiet for segment in self._segments.values()) and not self._removing
+        return self._log.idle
 
     # ------------------------------------------------------------------ readers
 
     def claim(self, place: RecordPlace) -> None:
         """Keep the record's segment until `release`. The place is fresh from `place`."""
-        self._segments[place.segment].claims += 1
+        self._log.claim(place)
         self._claims += 1
 
     def release(self, place: RecordPlace) -> None:
-        """Give a claim back."""
-        segment = self._segments[place.segment]
-        if not segment.claims:
-            raise ValueError(f"segment {place.segment} has no claim")
-        segment.claims -= 1
+        """Give a claim back. Errors: ValueError if there is none."""
+        self._log.release(place)
         self._claims -= 1
-        self._attend(segment)
 
     def touch(self, hash: bytes, now: Seconds, pin_until: Seconds = 0.0) -> None:
         """A block was used; one that is not here is ignored."""
@@ -262,13 +241,13 @@ class DiskIndex:
         if self.place(hash) != place:
             return
         self._failed_reads += 1
-        segment = self._segments[place.segment]
+        segment = self._log[place.segment]
         segment.faults += 1
         self.drop(hash)
         if reason != "absent":
             self.trouble.failed(errno or CORRUPT, now)
         if reason == "absent" or segment.faults >= _BAD_READS:
-            self._retire(segment)
+            self._lose(segment)
 
     # ------------------------------------------------------------------ writing
 
@@ -287,7 +266,8 @@ class DiskIndex:
         if not self.trouble.may_write(now) or not self._make_room(len(blocks), payload_bytes, now):
             return None
         records = tuple(
-            NewRecord(self._rooted(block), self._reserve(payload_bytes, now)) for block in blocks
+            NewRecord(self._rooted(block), self._log.reserve(payload_bytes, now))
+            for block in blocks
         )
         batch = self._start(records)
         for block in blocks:
@@ -302,8 +282,8 @@ class DiskIndex:
         stored = [record for record in batch.records if self._take_in(record)]
         self._stored += len(stored)
         self._written_bytes += sum(record_bytes(r.place.payload_bytes) for r in batch.records)
-        self._note_stored([record.block for record in stored])
         for record in stored:
+            self._changes.stored(record.block)
             if record.block.pin_until > now:
                 self._pins[record.block.hash] = record.block.pin_until
 
@@ -313,9 +293,9 @@ class DiskIndex:
         self.trouble.failed(errno, now)
         for record in batch.records:
             if self._unwanted.pop(record.block.hash, False):
-                self._erase(record.place)
-        self._close_segments(batch)
-        if is_full(errno) and not self._remove_leftover():
+                self._log.erase(record.place)
+        self._close(batch)
+        if is_full(errno) and not self._log.remove_leftover():
             self._evict_one(now)
 
     # ------------------------------------------------------------------ dropping
@@ -334,7 +314,7 @@ class DiskIndex:
         self._forget([hash])
         self._dropped += 1
         if erase:
-            self._erase(place)
+            self._log.erase(place)
         return True
 
     def drop_where(self, unwanted: Callable[[TierBlock], bool], *, erase: bool = True) -> int:
@@ -357,138 +337,71 @@ class DiskIndex:
     def drop_unreachable(self) -> int:
         """Remove all leftovers now, such as when a tenant's blocks must be gone from every
         directory: under another secret they cannot be told apart. Returns how many."""
-        count = len(self._leftovers) - len(self._removing)
-        while self._remove_leftover():
-            pass
+        count = 0
+        while self._log.remove_leftover():
+            count += 1
         return count
 
     def clear(self) -> None:
         """Drop everything, such as after the model's weights changed."""
-        self._events.append(PoolCleared("disk"))
+        self._changes.cleared()
         for hash in self._writing:
             self._unwanted[hash] = True
         self._dropped += len(self._where)
         self._where.clear()
         self._pins.clear()
         self._valid_bytes = 0
-        for segment in list(self._segments.values()):
+        for segment in self._log:
             segment.entries.clear()
-            self._retire(segment)
+            self._log.retire(segment)
 
     # ------------------------------------------------------------------ commands
 
     def commands(self, now: Seconds) -> list[SegmentCommand]:
         """Work for threads: each command once. The result goes to `finished`."""
-        due = [number for number, since in self._attention.items() if since <= now]
-        for number in due:
-            del self._attention[number]
-            segment = self._segments.get(number)
-            if segment is not None:
-                self._command(segment)
-        commands, self._commands = self._commands, []
-        return commands
+        return self._log.commands(now)
 
     def finished(self, command: SegmentCommand, now: Seconds, errno: int = 0) -> None:
         """A command ended; `errno` is 0 if it succeeded."""
         if errno and not isinstance(command, RemoveDirectory):
             self.trouble.failed(errno, now)
+        lost: Segment | None = None
         match command:
             case SealSegment():
-                self._sealed(command, errno)
+                lost = self._log.sealed(command, errno)
             case EraseRecords():
-                self._erased(command, errno)
+                lost = self._log.erased(command, errno)
             case MoveRecords():
                 self._moved(command, errno, now)
             case UnlinkSegment():
-                self._unlinked(self._segments[command.segment], errno, now)
+                self._log.unlinked(command, errno, now)
             case RemoveDirectory():
-                self._removed(command.name)
-
-    def _removed(self, name: str) -> None:
-        """A leftover is gone. One that cannot be removed belongs to a worker again, or has files of
-        the operator's: in both cases this tier does not answer for it."""
-        self._removing.discard(name)
-        size = self._leftovers.pop(name)
-        self._going -= size
-        self._allocated -= size
+                self._log.leftover_removed(command.name)
+        if lost is not None:
+            self._lose(lost)
 
     def seal_open(self) -> None:
         """Seal the open segment, before an orderly end."""
-        if self._open is not None:
-            self._fill_up(self._open)
+        self._log.fill_up_open()
 
     # ------------------------------------------------------------------ room
 
     def _make_room(self, count: int, payload: Bytes, now: Seconds) -> bool:
-        """Whether so many records fit, after what can be made free at once."""
-        here = self._open
-        room = records_that_fit(here.size, here.end, here.placed, payload) if here else 0
-        if count <= room:
-            return True
-        each = records_that_fit(self.segment_bytes, PAGE, 0, payload)
-        most = self.capacity // self.segment_bytes - 1
-        if not each or count > each * most:
-            raise ValueError(f"{count} records of {payload} bytes never fit into this disk tier")
-        needed = -(-(count - room) // each)
-        free = (self.capacity - self._allocated) // self.segment_bytes
-        if free >= needed:
-            return True
-        self._evict_ahead(now, needed)
-        return False
-
-    def _reserve(self, payload: Bytes, now: Seconds) -> RecordPlace:
-        """A place in the open segment, or in a new one. There is room."""
-        place = self._reserve_here(payload)
-        if place is None:
-            self._open_next(now)
-            place = self._reserve_here(payload)
-        assert place is not None
-        return place
-
-    def _reserve_here(self, payload: Bytes) -> RecordPlace | None:
-        """A place in the open segment; None without one, or if it is full."""
-        if self._open is None:
-            return None
-        place = self._open.reserve(payload, self._next_seq)
-        self._next_seq += place is not None
-        return place
-
-    def _open_next(self, now: Seconds) -> None:
-        if self._open is not None:
-            self._fill_up(self._open)
-        number = self._next_segment
-        self._next_segment += 1
-        segment = Segment(number, self.epoch, self._next_seq, self.segment_bytes, now)
-        self._segments[number] = self._open = segment
-        self._clock.append(number)
-        self._allocated += segment.size
-
-    def _fill_up(self, segment: Segment) -> None:
-        """The segment takes nothing more."""
-        if segment is self._open:
-            self._open = None
-        if segment.state is SegmentState.OPEN:
-            segment.state = SegmentState.FULL
-        self._attend(segment)
+        """Whether so many records fit now; if not, begin to make room."""
+        missing = self._log.missing(count, payload)
+        if missing:
+            self._evict_ahead(now, missing)
+        return not missing
 
     def _evict_ahead(self, now: Seconds, segments: int = 1) -> None:
         """Begin removals until so many segments will be free."""
-        while self._allocated - self._going + segments * self.segment_bytes > self.capacity:
-            if not self._remove_leftover() and not self._evict_one(now):
+        while self._log.short_of(segments):
+            if not self._log.remove_leftover() and not self._evict_one(now):
                 return
-
-    def _remove_leftover(self) -> bool:
-        name = next((name for name in self._leftovers if name not in self._removing), None)
-        if name is None:
-            return False
-        self._removing.add(name)
-        self._going += self._leftovers[name]
-        self._commands.append(RemoveDirectory(name))
-        return True
 
     def _evict_one(self, now: Seconds) -> bool:
         """Begin to remove the next victim; False if there is none."""
-        victim = self._victim()
+        victim = self._log.victim()
         if victim is None:
             return False
         kept = self._keep(victim, now)
@@ -497,22 +410,8 @@ class DiskIndex:
         self._evicted += len(gone)
         if victim.born is not None:
             self._retention = now - victim.born
-        self._begin_retiring(victim)
+        self._log.retire(victim)
         return True
-
-    def _victim(self) -> Segment | None:
-        """The first sealed segment of the clock that was not used much."""
-        first: Segment | None = None
-        for _ in range(len(self._clock)):
-            segment = self._segments[self._clock[0]]
-            self._clock.rotate(-1)
-            if segment.state is not SegmentState.SEALED:
-                continue
-            if not segment.worn:
-                return segment
-            segment.forgive()
-            first = first or segment
-        return first
 
     def _keep(self, victim: Segment, now: Seconds) -> set[bytes]:
         """Begin to copy the victim's best records to the open segment; their hashes."""
@@ -520,7 +419,7 @@ class DiskIndex:
         run: list[tuple[NewRecord, RecordPlace]] = []
         kept: set[bytes] = set()
         for entry in victim.best(pinned):
-            place = self._reserve_here(entry.payload_bytes)
+            place = self._log.reserve_here(entry.payload_bytes)
             if place is None:
                 break
             run.append((NewRecord(self._block(entry), place), victim.place(entry)))
@@ -542,9 +441,8 @@ class DiskIndex:
             return
         batch = self._start(tuple(record for record, _ in run))
         move = MoveRecords(batch, tuple(source for _, source in run))
-        self._moves[batch.number] = move
         victim.moving += 1
-        self._commands.append(move)
+        self._log.command(move)
 
     # ------------------------------------------------------------------ results
 
@@ -552,8 +450,7 @@ class DiskIndex:
         batch = WriteBatch(self._next_batch, records)
         self._next_batch += 1
         self._batches[batch.number] = batch
-        for number in batch.segments:
-            self._segments[number].writing += 1
+        self._log.begin(batch)
         return batch
 
     def _end(self, batch: WriteBatch) -> None:
@@ -562,21 +459,18 @@ class DiskIndex:
         for record in batch.records:
             if self._writing.get(record.block.hash) == batch.number:
                 del self._writing[record.block.hash]
-        for number in batch.segments:
-            segment = self._segments[number]
-            segment.writing -= 1
-            self._attend(segment)
+        self._log.end(batch)
 
     def _take_in(self, record: NewRecord) -> bool:
         """Make a written record valid; False if it was dropped meanwhile, or its segment was."""
         block, place = record.block, record.place
-        segment = self._segments[place.segment]
+        segment = self._log[place.segment]
         erase = self._unwanted.pop(block.hash, None)
         if segment.state is SegmentState.RETIRING:
             return False
         if erase is not None:
             if erase:
-                self._erase(place)
+                self._log.erase(place)
             return False
         entry = RecordEntry(
             block.hash,
@@ -598,54 +492,27 @@ class DiskIndex:
         parent = None if block.root else self.block(block.parent)
         return block if parent is None else replace(block, root=parent.root)
 
-    def _close_segments(self, batch: WriteBatch) -> None:
+    def _close(self, batch: WriteBatch) -> None:
+        """The segments of a failed batch take nothing more."""
         for number in batch.segments:
-            segment = self._segments[number]
-            self._fill_up(segment)
-            if not segment.entries and not segment.writing:
-                self._retire(segment)
-
-    def _sealed(self, command: SealSegment, errno: int) -> None:
-        segment = self._segments[command.segment]
-        segment.busy = False
-        if errno:
-            self._retire(segment)  # a second attempt to make it durable may lie
-        elif segment.state is SegmentState.FULL:
-            segment.state = SegmentState.SEALED
-            self._shrink(segment, command)
-        self._attend(segment)
-
-    def _shrink(self, segment: Segment, command: SealSegment) -> None:
-        size = command.end + table_bytes(len(command.table) // ENTRY_BYTES)
-        self._allocated -= segment.size - size
-        segment.size = size
-
-    def _erased(self, command: EraseRecords, errno: int) -> None:
-        segment = self._segments[command.segment]
-        segment.busy = False
-        if errno:
-            self._retire(segment)  # the payloads must go: with the whole file, if not alone
-        elif command.seal is not None and segment.state is SegmentState.SEALED:
-            self._shrink(segment, command.seal)
-        self._attend(segment)
+            self._log.fill_up(self._log[number])
 
     def _moved(self, move: MoveRecords, errno: int, now: Seconds) -> None:
-        del self._moves[move.batch.number]
         self._end(move.batch)
         for record, source in zip(move.batch.records, move.sources, strict=True):
             if errno:
-                self._lose(record.block.hash, source)
+                self._not_moved(record.block.hash, source)
             else:
                 self._rename(record, source)
         if errno:
-            self._close_segments(move.batch)
+            self._close(move.batch)
         else:
             self.trouble.wrote(now)
-        victim = self._segments[move.sources[0].segment]
+        victim = self._log[move.sources[0].segment]
         victim.moving -= 1
-        self._attend(victim)
+        self._log.attend(victim)
 
-    def _lose(self, hash: bytes, source: RecordPlace) -> None:
+    def _not_moved(self, hash: bytes, source: RecordPlace) -> None:
         if self.place(hash) == source:
             self._forget([hash])
             self._evicted += 1
@@ -654,7 +521,7 @@ class DiskIndex:
         """A record was copied: from now on it is at its new place, if it is still wanted."""
         hash = record.block.hash
         if self.place(hash) != source:
-            self._erase(record.place)
+            self._log.erase(record.place)
             return
         segment, offset = self._where.pop(hash)
         self._valid_bytes -= record_bytes(source.payload_bytes)
@@ -663,69 +530,16 @@ class DiskIndex:
             self._moved_bytes += record_bytes(source.payload_bytes)
         else:
             self._pins.pop(hash, None)
-            self._events.append(BlockRemoved([hash], "disk"))
+            self._changes.removed(hash)
 
-    def _unlinked(self, segment: Segment, errno: int, now: Seconds) -> None:
-        segment.busy = False
-        if errno:
-            self._attention[segment.number] = now + _UNLINK_AGAIN
-            return
-        del self._segments[segment.number]
-        self._clock.remove(segment.number)
-        self._allocated -= segment.size
-        self._going -= segment.size
+    # ------------------------------------------------------------------ blocks
 
-    # ------------------------------------------------------------------ segments
-
-    def _attend(self, segment: Segment) -> None:
-        self._attention[segment.number] = 0.0
-
-    def _command(self, segment: Segment) -> None:
-        """The next command for a segment, if it may have one now."""
-        if segment.busy:
-            return
-        if segment.state in _CLOSED and not (segment.writing or segment.entries):
-            self._retire(segment)
-        if segment.state is SegmentState.RETIRING:
-            if segment.quiet:
-                self._issue(segment, UnlinkSegment(segment.number, segment.epoch))
-        elif segment.state is SegmentState.FULL:
-            if not segment.writing:
-                self._issue(segment, self._seal(segment))
-        elif segment.erasing:
-            places, segment.erasing = tuple(segment.erasing), []
-            sealed = segment.state is SegmentState.SEALED
-            seal = self._seal(segment) if sealed else None
-            self._issue(segment, EraseRecords(segment.number, segment.epoch, places, seal))
-
-    def _issue(self, segment: Segment, command: SegmentCommand) -> None:
-        segment.busy = True
-        self._commands.append(command)
-
-    def _seal(self, segment: Segment) -> SealSegment:
-        table = pack_entries(segment.entries.values(), segment.first_seq)
-        return SealSegment(segment.number, segment.epoch, segment.first_seq, segment.end, table)
-
-    def _erase(self, place: RecordPlace) -> None:
-        segment = self._segments.get(place.segment)
-        if segment is not None:
-            segment.erasing.append(place)
-            self._attend(segment)
-
-    def _retire(self, segment: Segment) -> None:
-        """Drop what the segment has and remove it."""
+    def _lose(self, segment: Segment) -> None:
+        """Drop what a segment has, and remove it."""
         names = [entry.key for entry in segment.entries.values()]
         self._forget(names)
         self._dropped += len(names)
-        self._begin_retiring(segment)
-
-    def _begin_retiring(self, segment: Segment) -> None:
-        if segment is self._open:
-            self._open = None
-        if segment.state is not SegmentState.RETIRING:
-            segment.state = SegmentState.RETIRING
-            self._going += segment.size
-        self._attend(segment)
+        self._log.retire(segment)
 
     def _forget(self, names: list[bytes]) -> None:
         """Take blocks out of the index."""
@@ -735,10 +549,8 @@ class DiskIndex:
             segment.uses.pop(offset, None)
             self._pins.pop(name, None)
             self._valid_bytes -= record_bytes(entry.payload_bytes)
-        if names:
-            self._events.append(BlockRemoved(names, "disk"))
-
-    # ------------------------------------------------------------------ blocks
+            self._changes.removed(name)
+            self._log.attend(segment)
 
     def _known(self, hash: bytes) -> TierBlock:
         segment, offset = self._where[hash]
@@ -749,48 +561,28 @@ class DiskIndex:
         pin = self._pins.get(entry.key, 0.0)
         return TierBlock(entry.key, entry.parent, entry.turns, entry.tokens, pin, root)
 
-    def _note_stored(self, blocks: Iterable[TierBlock]) -> None:
-        """Emit an event for each run of a chain."""
-        run: list[bytes] = []
-        parent = b""
-        for block in blocks:
-            if run and block.parent == run[-1]:
-                run.append(block.hash)
-                continue
-            if run:
-                self._events.append(BlockStored(run, parent, "disk"))
-            run, parent = [block.hash], block.parent
-        if run:
-            self._events.append(BlockStored(run, parent, "disk"))
-
     # ------------------------------------------------------------------ an earlier life
 
     def _recover(self, found: Iterable[FoundSegment]) -> None:
         for old in sorted(found, key=lambda segment: segment.number):
-            state = SegmentState.SEALED if old.sealed else SegmentState.FULL
-            segment = Segment(old.number, old.epoch, old.first_seq, old.size, None, state, old.end)
-            self._segments[old.number] = segment
-            self._clock.append(old.number)
-            self._allocated += old.size
-            self._next_segment = max(self._next_segment, old.number + 1)
+            segment = self._log.adopt(old)
             for entry in old.entries:
                 self._adopt(segment, entry)
-            self._attend(segment)
-        self._note_stored(chain_order(self._known(hash) for hash in self._where))
+        for block in chain_order(self._known(hash) for hash in self._where):
+            self._changes.stored(block)
         self._evict_ahead(0.0)
 
     def _adopt(self, segment: Segment, entry: RecordEntry) -> None:
         """Take in a record of an earlier life. Of two copies, one that is durable counts, else the
         later one; the other one is erased, so that it cannot come back after a drop."""
-        self._next_seq = max(self._next_seq, entry.seq + 1)
         twin = self._where.get(entry.key)
         if twin is not None:
             kept = twin[0].entries[twin[1]]
             if (_durable(twin[0]), kept.seq) > (_durable(segment), entry.seq):
-                self._erase(segment.place(entry))
+                self._log.erase(segment.place(entry))
                 return
             del twin[0].entries[twin[1]]
-            self._erase(twin[0].place(kept))
+            self._log.erase(twin[0].place(kept))
             self._valid_bytes -= record_bytes(kept.payload_bytes)
         segment.entries[entry.offset] = entry
         self._where[entry.key] = (segment, entry.offset)
@@ -800,30 +592,14 @@ class DiskIndex:
 
     def check(self) -> None:
         """Errors: AssertionError if the books do not add up."""
-        sizes = sum(segment.size for segment in self._segments.values())
-        assert self._allocated == sizes + sum(self._leftovers.values())
-        assert self._allocated <= self.capacity or self._going, "more than the capacity"
+        self._log.check(self._batches.values())
         for hash, (segment, offset) in self._where.items():
-            assert self._segments.get(segment.number) is segment, "a block of a removed segment"
+            assert self._log[segment.number] is segment, "a block of a removed segment"
             assert segment.entries[offset].key == hash
-        entries = [e for s in self._segments.values() for e in s.entries.values()]
+        entries = [entry for segment in self._log for entry in segment.entries.values()]
         assert len(entries) == len(self._where)
         assert self._valid_bytes == sum(record_bytes(e.payload_bytes) for e in entries)
-        assert self._claims == sum(segment.claims for segment in self._segments.values())
-        for segment in self._segments.values():
-            self._check(segment)
-
-    def _check(self, segment: Segment) -> None:
-        assert (segment.state is SegmentState.OPEN) == (segment is self._open)
-        assert segment.end <= segment.size
-        spans = sorted(
-            [e.offset, e.offset + record_bytes(e.payload_bytes)] for e in segment.entries.values()
-        )
-        ends = [PAGE, *(end for _, end in spans)]
-        assert all(start >= end for (start, _), end in zip(spans, ends, strict=False)), "overlap"
-        assert not spans or spans[-1][1] <= segment.end
-        batches = [b for b in self._batches.values() if segment.number in b.segments]
-        assert segment.writing == len(batches)
+        assert self._claims == sum(segment.claims for segment in self._log)
 
 
 def _durable(segment: Segment) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.kv.tiers.block import TierBlock
-from pdserve.kv.tiers.disk.format import record_bytes
+from pdserve.kv.tiers.disk.format import PAGE, RecordEntry, record_bytes
 from pdserve.kv.tiers.disk.index import DiskIndex, chain_order, segment_size
 from pdserve.kv.tiers.disk.memory_segments import MemorySegments
 from pdserve.kv.tiers.disk.records import (
@@ -20,6 +20,7 @@ from pdserve.kv.tiers.disk.records import (
     SealSegment,
     UnlinkSegment,
 )
+from pdserve.kv.tiers.disk.segment import FoundSegment
 from pdserve.messages.kv_events import BlockRemoved, BlockStored, PoolCleared
 from tests.support.disk_tiers import PAYLOAD, Machine, chain, name, segment_of
 from tests.support.faulty_disk import FaultyDisk
@@ -452,6 +453,32 @@ def test_chains_are_announced_from_their_beginning():
     for block in blocks:
         if block.parent in order:
             assert order.index(block.parent) == order.index(block.hash) - 1
+
+
+@pytest.mark.parametrize("sealed", [(True, False), (False, True), (True, True), (False, False)])
+def test_of_two_copies_the_durable_one_counts_else_the_later(sealed: tuple[bool, bool]):
+    """The later one may have a whole header and a torn payload."""
+    size = segment_of(4)
+    found = [
+        FoundSegment(
+            number,
+            1,
+            seq,
+            size,
+            PAGE + record_bytes(PAYLOAD),
+            is_sealed,
+            (RecordEntry(name(0, 0), b"r" * 16, b"r" * 16, PAGE, PAYLOAD, 16, seq),),
+        )
+        for number, seq, is_sealed in zip((0, 1), (5, 9), sealed, strict=True)
+    ]
+    index = DiskIndex(4 * size, size, epoch=2, found=found)
+    index.check()
+    place = index.place(name(0, 0))
+    assert place is not None
+    assert place.segment == (0 if sealed == (True, False) else 1)
+    # The other one goes, with its segment: it has nothing else.
+    unlinked = [c for c in index.commands(0.0) if isinstance(c, UnlinkSegment)]
+    assert [command.segment for command in unlinked] == [1 - place.segment]
 
 
 # ---------------------------------------------------------------- together
