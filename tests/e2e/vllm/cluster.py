@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+CACHE = ROOT / ".venv-vllm" / "cache"
+"""For what vLLM finds out about a class of models, in a process that takes 9 seconds. In each new
+home folder it would do so again."""
 BLOCK = 32
 """vLLM's attention on CPUs takes multiples of it."""
 ENGINE = (
@@ -41,7 +44,7 @@ def require_vllm() -> None:
         return
     if os.environ.get("PDSERVE_REQUIRE_VLLM", "") not in ("", "0"):
         pytest.fail(f"PDSERVE_REQUIRE_VLLM is set, and there is no {PYTHON}", pytrace=False)
-    pytest.skip("needs the environment of `make vllm`")
+    pytest.skip("needs the environment of `make vllm`", allow_module_level=True)
 
 
 class VllmCluster(Cluster):
@@ -58,7 +61,7 @@ class VllmCluster(Cluster):
         return self
 
     def make(self, role: str, name: str, *flags: str, **environ: str) -> Node:
-        node = super().make(role, name, *flags, **environ)
+        node = super().make(role, name, *flags, **({"VLLM_CACHE_ROOT": str(CACHE)} | environ))
         node._command[0] = str(PYTHON)
         # vLLM and its libraries write lines of their own, and a killed engine is an error.
         node.expected_errors = role == "worker"
