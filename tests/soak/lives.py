@@ -129,7 +129,8 @@ def counted(
     settings: dict[str, NodeSettings], seed: int, *, traced: bool = True
 ) -> Iterator[Lives]:
     """A world of these hosts, whose logs are short, and who remember few that are gone. `traced`:
-    it is known who asked for each byte, which takes its time."""
+    it is known who asked for each byte, which takes its time. What the run has frozen is looked
+    at, too."""
     short = TopicsConfig(log=LogConfig(ring_events=32))
     with (
         patch("pdserve.router.node.Topics", partial(Topics, config=short)),
@@ -141,12 +142,15 @@ def counted(
     ):
         if traced:
             tracemalloc.start()
+        gc.unfreeze()
         lives = Lives(settings, seed)
         try:
             yield lives
         finally:
             tracemalloc.stop()
             lives.world.close()
+            gc.collect()
+            gc.freeze()
 
 
 def _note_nothing(executor: object, sequences: object) -> None:

@@ -105,16 +105,18 @@ def _until_a_problem(loop: ReplayLoop, work: Coroutine[Any, Any, ReplayResult]) 
 @contextlib.contextmanager
 def _collecting_rarely() -> Iterator[None]:
     """Runs the garbage collector rarely. Prompts are long lists without cycles, and it would scan
-    them again and again."""
-    before = gc.get_threshold()
+    them again and again. What a caller has frozen stays so."""
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()
-    gc.freeze()
+    if not frozen:
+        gc.freeze()
     gc.set_threshold(100_000, 50, 100)
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 def _close(loop: ReplayLoop) -> None:
