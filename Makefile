@@ -61,9 +61,8 @@ vllm:
 
 test-vllm: vllm
 	@$(SAY) "pytest with vLLM, seed $(PDSERVE_TEST_SEED)"
-	@PDSERVE_REQUIRE_VLLM=1 .venv-vllm/bin/python -m pytest -q -m vllm \
-	  --hypothesis-seed=$(PDSERVE_TEST_SEED) $(PYTEST) tests/engines/vllm tests/e2e/vllm tests/contracts \
-	  tests/observe/test_vllm_names.py
+	@PDSERVE_REQUIRE_VLLM=1 .venv-vllm/bin/python .ci/pytest.py vllm -q -m vllm \
+	  --hypothesis-seed=$(PDSERVE_TEST_SEED) $(PYTEST)
 
 test-long: $(VENV)/.deps-dev $(BUILT)
 	@$(SAY) "pytest, every long suite, seed $(PDSERVE_TEST_SEED)"

@@ -1,9 +1,11 @@
 """Run the test-suite: first what may run beside other tests, on several cores, then what must not.
 
     python .ci/pytest.py [pytest's arguments]
+    python .ci/pytest.py vllm [pytest's arguments]
 
 Tests marked `alone` measure time, or fill the machine by themselves. Both parts run whatever comes
-of the first, unless that was told to stop (-x).
+of the first, unless that was told to stop (-x). With `vllm` it runs the tests of the real vLLM, in
+two processes at the same time: an engine that is loaded once serves all tests of a process.
 
 A few tests that failed run once more, one after the other, on what is then an idle machine. If all
 of them pass, the run is green and its last lines name them as flaky: a shared machine that stands
@@ -28,6 +30,14 @@ MOST_AGAIN = 3
 FAILED, NONE_CHOSEN = 1, 5
 """pytest's exit statuses when tests failed, and when the arguments leave no test over."""
 STOP = {"-x", "--exitfirst", "--maxfail=1"}
+CLUSTERS = ("tests/e2e/vllm",)
+ENGINES = (
+    "tests/engines/vllm",
+    "tests/contracts",
+    "tests/observe/test_vllm_names.py",
+)
+"""Where the tests with vLLM are: of nodes, and of engines in the tests' own process. Each half
+keeps its engines until its end, and by itself leaves much of two cores idle."""
 
 
 def cores() -> int:
@@ -36,18 +46,21 @@ def cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+def command(*arguments: str) -> list[str]:
+    """pytest in a process of its own."""
+    return [sys.executable, "-m", "pytest", *arguments]
+
+
 def part(name: str, *arguments: str) -> int:
     """Run one part; `tests/support/parts.py` leaves out the other's tests."""
-    command = [sys.executable, "-m", "pytest", *arguments]
-    return subprocess.run(command, env=os.environ | {"PDSERVE_TEST_PART": name}).returncode
+    environ = os.environ | {"PDSERVE_TEST_PART": name}
+    return subprocess.run(command(*arguments), env=environ).returncode
 
 
 def failed_tests(cache: Path) -> list[str]:
-    """What pytest's cache says of both parts: ids of tests that failed."""
-    try:
-        return sorted(json.loads((cache / "v/cache/lastfailed").read_text()))
-    except FileNotFoundError:
-        return []
+    """What pytest's caches below this folder say: ids of tests that failed."""
+    files = cache.rglob("v/cache/lastfailed")
+    return sorted(each for file in files for each in json.loads(file.read_text()))
 
 
 def run_again(failed: list[str], arguments: list[str]) -> int:
@@ -69,12 +82,32 @@ def files_alone(arguments: list[str]) -> list[str]:
     return [str(each) for each in files if "pytest.mark.alone" in each.read_text()]
 
 
-def run_parts(arguments: list[str]) -> list[int]:
-    """The statuses of the parts that failed, in their order; [NONE_CHOSEN] if nothing ran."""
+def run_parts(arguments: list[str], cache: str) -> list[int]:
+    """The statuses of both parts."""
+    arguments = [*arguments, "-o", f"cache_dir={cache}"]
     together = ("-n", str(min(2 * cores(), MOST)), "--dist", "loadfile", "--no-loadscope-reorder")
     statuses = [part("together", *together, *arguments)]
     if statuses[0] in (0, NONE_CHOSEN) or not STOP & set(arguments):
         statuses.append(part("alone", *arguments, *files_alone(arguments)))
+    return statuses
+
+
+def run_halves(arguments: list[str], cache: str) -> list[int]:
+    """The statuses of both halves with vLLM. What the second says comes after the first's end."""
+
+    def half(number: int, paths: tuple[str, ...]) -> list[str]:
+        return command(*arguments, "-o", f"cache_dir={cache}/{number}", *paths)
+
+    with tempfile.TemporaryFile("w+") as said:
+        with subprocess.Popen(half(2, ENGINES), stdout=said, stderr=subprocess.STDOUT) as second:
+            first = subprocess.run(half(1, CLUSTERS)).returncode
+        said.seek(0)
+        print(said.read(), end="", flush=True)
+    return [first, second.returncode]
+
+
+def verdict_of(statuses: list[int]) -> list[int]:
+    """The statuses that failed, in their order; [NONE_CHOSEN] if nothing ran."""
     if set(statuses) == {NONE_CHOSEN}:
         return [NONE_CHOSEN]
     return [status for status in statuses if status not in (0, NONE_CHOSEN)]
@@ -82,8 +115,11 @@ def run_parts(arguments: list[str]) -> list[int]:
 
 def main(arguments: list[str]) -> int:
     """The exit status."""
+    runner = run_parts
+    if arguments[:1] == ["vllm"]:
+        runner, arguments = run_halves, arguments[1:]
     with tempfile.TemporaryDirectory(prefix="pdserve-pytest-") as cache:
-        statuses = run_parts([*arguments, "-o", f"cache_dir={cache}"])
+        statuses = verdict_of(runner(arguments, cache))
         failed = failed_tests(Path(cache))
     if set(statuses) == {FAILED} and 0 < len(failed) <= MOST_AGAIN and not STOP & set(arguments):
         return run_again(failed, arguments)

@@ -59,3 +59,41 @@ def test_only_files_with_such_tests_are_collected_for_the_second_part():
     assert "tests/frontend/test_hostile.py" in found
     assert len(found) < 10
     assert script().files_alone(["-q", "tests/support"]) == []
+
+
+HALF = """
+import pathlib, time
+
+HERE = pathlib.Path(__file__).parent
+
+def test_it():
+    (HERE / "{name}").touch()
+    end = time.monotonic() + 20
+    while not (HERE / "{other}").exists():
+        assert time.monotonic() < end, "the other half does not run"
+        time.sleep(0.01)
+    tries = HERE / "tries of {name}"
+    tries.write_text(tries.read_text() + "x" if tries.exists() else "x")
+    assert len(tries.read_text()) > {failures}
+"""
+
+
+@pytest.mark.parametrize(
+    ("failures", "status", "said"),
+    [((0, 0), 0, ""), ((0, 1), 0, "flaky"), ((1, 1), 0, "flaky"), ((2, 1), 1, "failed twice")],
+)
+def test_halves_with_vllm_run_at_the_same_time_and_what_failed_runs_once_more(
+    pytester: pytest.Pytester, monkeypatch, capfd, failures, status, said
+):
+    module = script()
+    names = ("clusters", "engines")
+    for name, other, count in zip(names, reversed(names), failures, strict=True):
+        text = HALF.format(name=name, other=other, failures=count)
+        (pytester.path / f"test_{name}.py").write_text(text)
+    monkeypatch.setattr(module, "CLUSTERS", ("test_clusters.py",))
+    monkeypatch.setattr(module, "ENGINES", ("test_engines.py",))
+    assert module.main(["vllm", "-q"]) == status
+    printed = capfd.readouterr().out
+    assert said in printed
+    assert printed.count("1 passed") >= 2 - sum(map(bool, failures))
+    assert ("once more" in printed) == bool(said)
