@@ -134,9 +134,10 @@ $(VENV)/.deps-serve: $(VENV)/.tools pyproject.toml constraints.txt
 	@$(PIP) install -c constraints.txt $$($(BIN)/python .ci/requirements.py torch)
 	@touch $@
 
+# Byte code comes with the first import: most of these files are never imported.
 $(VENV)/.deps-dev: $(VENV)/.deps-serve pyproject.toml constraints.txt
 	@$(SAY) "installing the development tools"
-	@$(PIP) install -c constraints.txt $$($(BIN)/python .ci/requirements.py dev)
+	@$(PIP) install --no-compile -c constraints.txt $$($(BIN)/python .ci/requirements.py dev)
 	@touch $@
 
 # A compiler that fails makes the back end fall back to the pure twins (pyproject.toml); a machine
