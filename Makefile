@@ -30,7 +30,7 @@ BUILT := $(VENV)/.built$(if $(PDSERVE_PURE),-pure)
 SERVE_FLAGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL))
 
 # The slice of the long suites that a run takes follows the commit, so that a failure can be repeated
-# from its commit alone. Each long test has one chance in seven; `make test-long` runs all of them.
+# from its commit alone. Most long tests have one chance in ten; `make test-long` runs all of them.
 export PDSERVE_TEST_SEED ?= $(or $(shell git rev-parse --short=8 HEAD 2>/dev/null),0)
 
 # Tests start some thousand processes; each would compile every module anew.

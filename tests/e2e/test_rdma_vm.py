@@ -99,6 +99,7 @@ def test_in_one_machine(machine: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long(one_in=3)
 @pytest.mark.timeout(BUDGET + 180)
 def test_between_two_machines(machine: str) -> None:
     output = run(machine, "tests/rdma/test_two_hosts.py", hosts=2)

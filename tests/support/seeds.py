@@ -14,8 +14,8 @@ import pytest
 
 from tests.support import parts
 
-SLICES = 7
-"""`make test` runs one in SLICES of the tests marked `long`."""
+SLICES = 10
+"""`make test` runs one in SLICES of the tests marked `long`, unless their mark says otherwise."""
 
 
 def run_seed() -> str:
@@ -33,19 +33,20 @@ def number_for(*names: str) -> int:
     return int.from_bytes(blake2b("\0".join(names).encode(), digest_size=8).digest(), "little")
 
 
-def in_slice(nodeid: str, seed: str) -> bool:
-    """Whether a run with this seed takes this long test; each seed takes about 1 in SLICES."""
-    return (number_for(nodeid) + number_for(seed)) % SLICES == 0
+def in_slice(nodeid: str, seed: str, one_in: int = SLICES) -> bool:
+    """Whether a run with this seed takes this long test; each seed takes about 1 in `one_in`."""
+    return (number_for(nodeid) + number_for(seed)) % one_in == 0
 
 
 def is_in_slice(item: pytest.Item, seed: str) -> bool:
     """Whether a run with this seed takes this test. `long(whole_file=True)` marks files whose
-    set-up costs more than their tests: all of their tests are taken, or none."""
+    set-up costs more than their tests: all of their tests are taken, or none. `long(one_in=3)`
+    has a turn more often than the others."""
     marker = item.get_closest_marker("long")
     if marker is None:
         return True
     name = item.nodeid.partition("::")[0] if marker.kwargs.get("whole_file") else item.nodeid
-    return in_slice(name, seed)
+    return in_slice(name, seed, marker.kwargs.get("one_in", SLICES))
 
 
 @pytest.fixture

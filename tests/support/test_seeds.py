@@ -66,6 +66,14 @@ def test_slices_cover_every_long_test() -> None:
         assert 0 < share < 0.5
 
 
+@pytest.mark.parametrize(("mark", "share"), [("long", 1 / SLICES), ("long(one_in=3)", 1 / 3)])
+def test_a_mark_may_ask_for_more_turns(pytester: pytest.Pytester, mark: str, share: float) -> None:
+    module = pytester.getmodulecol(f"import pytest\n@pytest.mark.{mark}\ndef test(): pass")
+    (item,) = pytester.genitems([module])
+    turns = sum(is_in_slice(item, str(seed)) for seed in range(600))
+    assert abs(turns / 600 - share) < 0.05
+
+
 @pytest.mark.parametrize(("mark", "shares"), [("long(whole_file=True)", {0, 40}), ("long", None)])
 def test_a_file_may_be_taken_or_left_as_a_whole(
     pytester: pytest.Pytester, mark: str, shares: set[int] | None

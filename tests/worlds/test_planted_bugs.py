@@ -178,6 +178,7 @@ def worlds_until_caught(name: str) -> int:
 
 
 SLOWEST = {
+    "a router refuses at a quarter of its bound",
     "refutation not spoken",
     "booking never expires",
     "suspicion is a quarter as long",
@@ -185,13 +186,14 @@ SLOWEST = {
     "own death not heard",
     "card not told in a later life",
 }
-"""Several times what others take: their turn comes with some commits only."""
+"""Several times what others take: their turn comes with fewer commits."""
 
 
 def parameters() -> list[ParameterSet]:
-    """Parameters of every bug that shows without handoffs."""
+    """Parameters of every bug that shows without handoffs; each commit takes a third of them."""
+    often, rarely = pytest.mark.long(one_in=3), pytest.mark.long
     names = sorted(BUGS.keys() - HANDOFF_BUGS.keys() - MIGRATION_BUGS.keys())
-    return [pytest.param(n, marks=[pytest.mark.long] if n in SLOWEST else []) for n in names]
+    return [pytest.param(n, marks=rarely if n in SLOWEST else often) for n in names]
 
 
 @pytest.mark.timeout(240)
@@ -204,10 +206,10 @@ PARTS = 3
 
 
 def some_of_handoffs(seed: int, part: int, *, long: bool) -> list[str]:
-    """Two for each part, others with every commit; all in long mode."""
+    """One for each part, another with every commit; all in long mode."""
     names = list(HANDOFF_BUGS)
     mine = names[part::PARTS]
-    return mine if long else [mine[(seed + i) % len(mine)] for i in range(2)]
+    return mine if long else [mine[seed % len(mine)]]
 
 
 @pytest.mark.timeout(300)
@@ -225,9 +227,9 @@ def test_worlds_of_handoffs_without_a_bug_pass(seed: int, part: int, long: bool)
 
 
 def some_of_migrations(seed: int, part: int, *, long: bool) -> list[str]:
-    """Two bugs for each part, others with every commit; all in long mode."""
+    """One bug for each part, another with every commit; all in long mode."""
     mine = list(MIGRATION_BUGS)[part::PARTS]
-    return mine if long else [mine[(seed + i) % len(mine)] for i in range(2)]
+    return mine if long else [mine[seed % len(mine)]]
 
 
 @pytest.mark.timeout(600)
