@@ -78,7 +78,7 @@ class VllmCluster(Cluster):
         """Start a router, two workers and a frontend, and wait until they can work."""
         self.router()
         for name in ("left", "right"):
-            self.with_vllm(name, "--stall-timeout", "4s")
+            self.with_vllm(name, "--stall-timeout", "8s")
         self.front = self.frontend()
         self.wait_whole()
 
