@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-    from pdserve.cli.tier.survey import Verdict, WorkerPart
+    from pdserve.cli.tier.survey import BlockCheck, WorkerPart
 
 __all__ = ["run"]
 
@@ -190,10 +190,10 @@ def _verify(parsed: argparse.Namespace) -> int:
     return exit_codes.FAILED if any(one.bad for one in verdicts.values()) else exit_codes.OK
 
 
-def _progress(part: WorkerPart) -> Callable[[Verdict], None]:
+def _progress(part: WorkerPart) -> Callable[[BlockCheck], None]:
     """Shows how much was read, where somebody watches."""
 
-    def told(verdict: Verdict) -> None:
+    def told(verdict: BlockCheck) -> None:
         done = (
             f"\r{part.name}: {approximate_size(verdict.read)} of {approximate_size(part.payload)}"
         )
@@ -202,7 +202,7 @@ def _progress(part: WorkerPart) -> Callable[[Verdict], None]:
     return told if sys.stderr is not None and sys.stderr.isatty() else lambda verdict: None
 
 
-def _judged(part: WorkerPart, verdict: Verdict) -> str:
+def _judged(part: WorkerPart, verdict: BlockCheck) -> str:
     if part.fingerprint is None:
         return "of another release, not read"
     text = f"{verdict.whole} blocks are whole ({approximate_size(verdict.read)}"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pdserve.kv.tiers.disk.records import ReadFault
     from pdserve.kv.tiers.disk.segment import FoundSegment
 
-__all__ = ["Verdict", "WorkerPart", "read_parts", "verify_part"]
+__all__ = ["BlockCheck", "WorkerPart", "read_parts", "verify_part"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class WorkerPart:
 
 
 @dataclass(slots=True)
-class Verdict:
+class BlockCheck:
     """What reading every block of a part has shown."""
 
     whole: int = 0
@@ -139,10 +139,12 @@ def _segments(
                 yield name, found
 
 
-def verify_part(path: Path, told: Callable[[Verdict], None] = lambda verdict: None) -> Verdict:
+def verify_part(
+    path: Path, told: Callable[[BlockCheck], None] = lambda verdict: None
+) -> BlockCheck:
     """Read every block of a subdirectory and compare it with its checksum. `told` is called after
     each segment."""
-    verdict, began = Verdict(), time.monotonic()
+    verdict, began = BlockCheck(), time.monotonic()
     description = read_description(path)
     fingerprint = None if description is None else description.of
     if description is None or fingerprint is None:
@@ -159,7 +161,7 @@ def verify_part(path: Path, told: Callable[[Verdict], None] = lambda verdict: No
 
 
 def _verify_segment(
-    file: Path, segment: FoundSegment, fingerprint: Fingerprint, verdict: Verdict
+    file: Path, segment: FoundSegment, fingerprint: Fingerprint, verdict: BlockCheck
 ) -> None:
     ops = OsFileOps()
     fd = ops.open(file)

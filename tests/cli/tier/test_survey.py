@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.cli.tier.survey import Verdict, WorkerPart, read_parts, verify_part
+from pdserve.cli.tier.survey import BlockCheck, WorkerPart, read_parts, verify_part
 from pdserve.errors import ConfigError
 from pdserve.kv.tiers.disk.format import PAGE, record_bytes
 from tests.kv.tiers.disk.test_tier import open_tier, own
@@ -66,7 +66,7 @@ def test_a_part_of_another_release_is_listed_and_not_read(tmp_path: Path) -> Non
     (part / "TIER").write_text('{"format": 99}')
     (found,) = read_parts(tmp_path)
     assert found == WorkerPart(part.name, disk=found.disk)
-    assert verify_part(part) == Verdict()
+    assert verify_part(part) == BlockCheck()
 
 
 def test_what_is_no_directory_is_said(tmp_path: Path) -> None:
