@@ -24,7 +24,6 @@ import msgspec
 
 from pdserve.blocks.hashing import hash_secret_id
 from pdserve.engine_core.kit import STATS_INTERVAL, kv_transfer_unsupported
-from pdserve.engine_core.kv_drops import drop_kv
 from pdserve.engine_core.kv_fetch.fetches import KvFetches
 from pdserve.engine_core.kv_fetch.ports import refusal_of
 from pdserve.engine_core.kv_transfer.connector import NodeMessage, PartDelivered
@@ -37,6 +36,7 @@ from pdserve.engine_core.scheduler.prefill_budget import PrefillBudget
 from pdserve.engine_core.scheduler.scheduler import Scheduler
 from pdserve.engine_core.scheduler.scheduler_state import SchedulerLimits
 from pdserve.engine_core.tiers.core_tiers import CoreTiers, open_storage, threads
+from pdserve.engine_core.tiers.drops import drop_kv
 from pdserve.engine_core.tiers.fetch_planner import FetchPlanner
 from pdserve.engine_core.tiers.onboarder import Onboarder
 from pdserve.engine_core.tiers.prefill_cost import StepCost
@@ -378,7 +378,7 @@ class EngineCore:
             self._events.append(InboundControlReply(command.number, None, kind, error.message))
 
     def _drop_kv(self, command: DropKv) -> None:
-        lower, now = None, self._clock.now()
+        lower, now = self._tiers, self._clock.now()
         self._events.append(drop_kv(command, self.pool, self._names, self._loras, lower, now))
         self._changed = True
 

@@ -12,6 +12,7 @@ from bisect import insort
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pdserve.blocks.hashing import salt_owner
 from pdserve.engine_core.kit import RequestDeadlines, check_request
 from pdserve.engine_core.scheduler.queues import WaitingQueue
 from pdserve.engine_core.scheduler.reservations import BlockReservations
@@ -186,6 +187,10 @@ class SchedulerState:
         self._submissions[submission.handle] = submission
         self._unstarted += 1
         return stem
+
+    def owner_mark(self, cache_salt: str) -> bytes:
+        """A name for all blocks of the owner of a cache salt; empty without a prefix cache."""
+        return b"" if self._names is None else self._names.owner_mark(salt_owner(cache_salt))
 
     def _name(self, submission: Submission, names: BlockHasher) -> None:
         """Start the hash chains of a submission's choices."""

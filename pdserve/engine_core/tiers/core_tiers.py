@@ -26,7 +26,7 @@ from pdserve.kv.tiers.lower_tiers import LowerTiers
 from pdserve.kv.tiers.thread_io import ThreadTierIo
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from pdserve.engine_core.executor import Executor, ModelInfo
     from pdserve.engine_core.scheduler.scheduler import Scheduler
@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from pdserve.engine_core.tiers.onboarder import Onboarder
     from pdserve.ids import Bytes, Seconds
     from pdserve.kv.block_pool import BlockPool
+    from pdserve.kv.tiers.block import TierBlock
     from pdserve.kv.tiers.disk.index import DiskIndex
     from pdserve.kv.tiers.jobs import BlockCopier, TierIo
     from pdserve.kv.tiers.lanes import LaneEstimate
-    from pdserve.messages.kv_events import KvEvent
+    from pdserve.messages.kv_events import KvEvent, Tier
     from pdserve.messages.tiers import LaneLoad, LaneName, TierSpec, TierStats
 
 __all__ = ["CoreTiers", "MakeTierIo", "TierStorage", "frames_of", "open_storage", "threads"]
@@ -81,7 +82,7 @@ class CoreTiers:
         self._storage = storage
         self._pool = pool
         self._scheduler = scheduler
-        self._now = now
+        self._now = self._since = now
         order = EvictionOrder(turn_bonus=spec.turn_bonus)
         self.lower = LowerTiers(
             HostIndex(storage.frames, order=order),
@@ -127,7 +128,7 @@ class CoreTiers:
         cached = sequence.cached_tokens // self._pool.block_size
         use = BlockUse(
             turns=self.cleaner.turns(hashes, cached),
-            root=sequence.root,
+            root=self._scheduler.owner_mark(request.cache_salt),
             pin_until=self._now + request.cache_ttl if request.cache_ttl else 0.0,
             private=request.cache_scope == "never",
         )
@@ -154,6 +155,16 @@ class CoreTiers:
     def clear(self) -> None:
         """Forget every block."""
         self.lower.clear()
+
+    def blocks(self) -> Iterable[TierBlock]:
+        """Every block on every tier below the device. O(all)."""
+        return self.lower.blocks()
+
+    def drop(
+        self, hashes: Collection[bytes] | None, older: Seconds, now: Seconds
+    ) -> dict[Tier, int]:
+        """Forget these blocks, or all; with `older`, only old ones."""
+        return self.lower.drop(hashes, older, now, self._since)
 
     def rename(self) -> None:
         """The hash secret has changed: no block can be found by its old hash any more."""

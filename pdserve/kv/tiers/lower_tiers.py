@@ -36,7 +36,7 @@ from pdserve.messages.kv_events import BlockRemoved, BlockStored, KvEvent, PoolC
 from pdserve.messages.tiers import LaneLoad, TierStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from pdserve.ids import Bytes, Seconds
     from pdserve.kv.tiers.admission import DiskAdmission, HostAdmission
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from pdserve.kv.tiers.host_index import HostIndex
     from pdserve.kv.tiers.jobs import TierIo, TierJob
     from pdserve.kv.tiers.lanes import LaneEstimate
+    from pdserve.messages.kv_events import Tier
     from pdserve.messages.tiers import LaneName, SourceName
 
 __all__ = ["DeviceBlock", "FetchDone", "LowerTiers"]
@@ -101,6 +102,8 @@ class _Filling:
     readers: int = 0
     """Fetches that copy from the frame or will."""
     valid: bool = False
+    unwanted: bool = False
+    """An operator has dropped the block: it goes when nobody reads it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -498,7 +501,8 @@ class LowerTiers:
             return None
         assert self.disk is not None
         self.disk.claim(place)
-        filling = self._filling[block_hash] = _Filling(frame, TierBlock(block_hash, parent))
+        content = self.disk.block(block_hash) or TierBlock(block_hash, parent)
+        filling = self._filling[block_hash] = _Filling(frame, content)
         self._submit(Fill(block_hash, place, frame), now)
         return filling
 
@@ -532,7 +536,9 @@ class LowerTiers:
     def _keep(self, block_hash: bytes, filling: _Filling, now: Seconds) -> None:
         """Nobody copies from the frame any more: it is an ordinary one from now on."""
         del self._filling[block_hash]
-        if self.host.commit(filling.frame, filling.content, now):
+        if filling.unwanted:
+            self.host.abandon(filling.frame)
+        elif self.host.commit(filling.frame, filling.content, now):
             self._counts["host"].stored += 1
 
     def _go_on(self, fetch: _Fetch, now: Seconds) -> None:
@@ -681,6 +687,46 @@ class LowerTiers:
         self.host.clear()
         if self.disk is not None:
             self.disk.clear()
+
+    def blocks(self) -> Iterator[TierBlock]:
+        """Every block on host and disk, once for each; also those that are read from disk now.
+        O(all)."""
+        yield from filter(None, map(self.host.block, self.host.names()))
+        yield from (filling.content for filling in self._filling.values())
+        if self.disk is not None:
+            yield from filter(None, map(self.disk.block, self.disk.hashes()))
+
+    def drop(
+        self, hashes: Collection[bytes] | None, older: Seconds, now: Seconds, since: Seconds
+    ) -> dict[Tier, int]:
+        """Forget these blocks, or all, and overwrite them on disk; returns their numbers by tier.
+        With `older`, only what nothing has used for so long on the host, and what was written so
+        long ago on disk; `since` is when this life of the core began, to which blocks of earlier
+        ones count. O(all).
+
+        Copies from the device that are under way end by themselves: the caller has dropped the
+        device's blocks before.
+        """
+
+        def wanted(block_hash: bytes, age: Seconds) -> bool:
+            return (hashes is None or block_hash in hashes) and age >= older
+
+        host = [name for name in self.host.names() if wanted(name, self.host.age(name, now))]
+        for name in host:
+            self._unspilled.pop(name, None)
+            self.host.drop(name)
+        for name, filling in self._filling.items():
+            filling.unwanted |= wanted(name, 0.0)
+        gone: dict[Tier, int] = {"host": len(host)}
+        disk = self.disk
+        if disk is not None:
+
+            def written(block: TierBlock) -> Seconds:
+                born = disk.born(block.hash)
+                return since if born is None else born
+
+            gone["disk"] = disk.drop_where(lambda block: wanted(block.hash, now - written(block)))
+        return gone
 
     def rename(self) -> None:
         """The hash secret has changed: blocks on the host have names that nobody knows."""

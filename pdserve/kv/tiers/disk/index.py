@@ -175,6 +175,12 @@ class DiskIndex:
         found = self._where.get(hash)
         return None if found is None else self._block(found[0].entries[found[1]])
 
+    def born(self, hash: bytes) -> Seconds | None:
+        """When the segment of a block was opened; None: in an earlier life, or the block is not
+        here."""
+        found = self._where.get(hash)
+        return None if found is None else found[0].born
+
     def hashes(self) -> list[bytes]:
         """Every valid block. O(all), for audits and commands of an operator."""
         return list(self._where)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
+from pdserve.engine_core.tiers.ownership import owned
 from pdserve.kv.tiers.block import TierBlock
-from pdserve.kv.tiers.ownership import owned
 
 MARK = b"mark"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from pdserve.engine_core.tiers.ownership import owned
 from pdserve.kv.tiers.block import TierBlock
-from pdserve.kv.tiers.ownership import owned
 from pdserve.messages.engine import KvDropped
 
 if TYPE_CHECKING:

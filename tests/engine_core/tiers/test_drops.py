@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.engine_core.kv_drops import drop_kv
+from msgspec.structs import replace
+
 from pdserve.engine_core.scheduler.block_hasher import BlockHasher
+from pdserve.engine_core.tiers.drops import drop_kv
 from pdserve.kv.block_pool import BlockPool
 from pdserve.kv.tiers.block import TierBlock
 from pdserve.messages.engine import DropKv, KvDropped
@@ -13,9 +15,12 @@ from pdserve.messages.kv_events import BlockRemoved, PoolCleared
 from pdserve.testing.inline_engine import InlineEngine
 from pdserve.testing.scripted import ScriptedExecutor
 from tests.engine_core.test_core import SPEC, request
+from tests.engine_core.test_tiers import DISK, Bench, prompt
+from tests.engine_core.test_tiers import request as asked
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
+    from pathlib import Path
 
     from pdserve.ids import Seconds
     from pdserve.messages.kv_events import Tier
@@ -123,3 +128,93 @@ def test_a_core_answers_and_computes_anew() -> None:
         engine.run()
     assert ledger.finishes[0] is not None
     assert ledger.finishes[0].cached_tokens == 0
+
+
+# ---------------------------------------------------------------------- with tiers
+
+TENANT = "tenant:t\0a salt of its own"
+
+
+def filled(folder: Path) -> Bench:
+    """A core whose host and disk have blocks of a tenant and of others."""
+    bench = Bench(tiers=replace(DISK, disk_path=str(folder)))
+    bench.run(asked(prompt(0, 4), cache_salt=TENANT))
+    for start in (20, 30, 40, 50, 60, 70):
+        bench.run(asked(prompt(start, 4), cache_salt=TENANT if start == 40 else "salt:u"))
+    bench.clock.advance(60.0)
+    bench.engine.step()
+    bench.run(asked(prompt(20, 4), cache_salt="salt:u"))
+    assert bench.lower.disk is not None
+    assert len(bench.lower.disk) > 8
+    return bench
+
+
+def told(bench: Bench, command: DropKv) -> KvDropped:
+    bench.core.handle(command)
+    (event,) = [one for one in bench.core.step() if isinstance(one, KvDropped)]
+    for _ in range(50):
+        bench.clock.advance(1.0)
+        bench.engine.step()
+    bench.lower.check()
+    return event
+
+
+def payloads(folder: Path) -> bytes:
+    return b"".join(file.read_bytes() for file in sorted(folder.glob("*/seg-*")))
+
+
+def test_a_tenants_blocks_leave_every_tier_and_the_disk_itself(tmp_path: Path) -> None:
+    with filled(tmp_path) as bench:
+        assert bench.lower.disk is not None
+        mine = {
+            h for start in (0, 40) for h in bench.hashes(asked(prompt(start, 4), cache_salt=TENANT))
+        }
+        assert len([h for h in mine if h in bench.lower.disk]) >= 4
+        assert any(h in payloads(tmp_path) for h in mine)
+        others = {block.hash for block in bench.lower.blocks()} - mine
+        gone = told(bench, DropKv(1, owners=("tenant:t",)))
+        assert gone.blocks["host"] + gone.blocks["disk"] >= 8
+        assert {block.hash for block in bench.lower.blocks()} == others
+        assert not any(h in bench.core.pool.names() for h in mine)
+        assert not any(h in payloads(tmp_path) for h in mine), "headers are overwritten, too"
+        again = bench.run(asked(prompt(0, 4), cache_salt=TENANT))
+        assert again.finishes[0] is not None
+        assert again.finishes[0].cached_tokens == 0
+        warm = bench.run(asked(prompt(20, 4), cache_salt="salt:u"))
+        assert warm.finishes[0] is not None
+        assert warm.finishes[0].cached_tokens == 16
+
+
+def test_everything_goes(tmp_path: Path) -> None:
+    with filled(tmp_path) as bench:
+        gone = told(bench, DropKv(1))
+        assert min(gone.blocks.values()) > 0
+        assert list(bench.lower.blocks()) == []
+        assert bench.core.pool.counts().cached == 0
+
+
+def test_what_was_used_lately_stays(tmp_path: Path) -> None:
+    with filled(tmp_path) as bench:
+        before = len(list(bench.lower.blocks()))
+        assert told(bench, DropKv(1, older=3600.0)).blocks == {"host": 0, "disk": 0}
+        assert len(list(bench.lower.blocks())) == before
+        bench.clock.advance(3600.0)
+        gone = told(bench, DropKv(2, older=3600.0)).blocks
+        assert gone["disk"] > 8
+        assert bench.core.pool.counts().cached > 0
+
+
+def test_a_block_that_is_read_while_it_is_dropped_is_not_kept(tmp_path: Path) -> None:
+    with filled(tmp_path) as bench:
+        lower, pool, now = bench.lower, bench.core.pool, bench.clock.now()
+        assert lower.disk is not None
+        named = bench.hashes(asked(prompt(0, 4), cache_salt=TENANT))
+        alone = [h for h in named if h in lower.disk and h not in lower.host][:1]
+        blocks = pool.reserve(1)
+        assert blocks is not None
+        lower.fetch(99, alone, lower.parent(alone[0]) or b"", blocks, now, now + 60.0)
+        assert list(lower._filling) == alone
+        assert told(bench, DropKv(1, owners=("tenant:t",))).blocks["disk"] > 0
+        assert not lower._filling
+        assert not any(block.hash in named for block in lower.blocks())
+        pool.release(blocks)
