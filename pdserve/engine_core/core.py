@@ -37,6 +37,7 @@ from pdserve.engine_core.scheduler.scheduler import Scheduler
 from pdserve.engine_core.scheduler.scheduler_state import SchedulerLimits
 from pdserve.engine_core.tiers.core_tiers import CoreTiers, open_storage, threads
 from pdserve.engine_core.tiers.drops import drop_kv
+from pdserve.engine_core.tiers.fetch_lane import FetchLane
 from pdserve.engine_core.tiers.fetch_planner import FetchPlanner
 from pdserve.engine_core.tiers.onboarder import Onboarder
 from pdserve.engine_core.tiers.prefill_cost import StepCost
@@ -111,7 +112,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.kv.tiers.lanes import LaneEstimate
     from pdserve.messages.request import SamplingParams, TokenDelta
-    from pdserve.messages.tiers import LaneName
+    from pdserve.messages.tiers import LaneLoad, LaneName
     from pdserve.transfer.base import Region
 
 __all__ = ["EngineCore"]
@@ -159,6 +160,7 @@ class EngineCore:
         """Whether the connector has events."""
         self._tiers: CoreTiers | None = None
         self._onboarder: Onboarder | None = None
+        self._fetch_lane: FetchLane | None = None
         self._step_cost = StepCost()
         self._copied = False
         """Whether the lower tiers have something to take in."""
@@ -233,6 +235,8 @@ class EngineCore:
         lower = None if self._tiers is None else self._tiers.lower
         self._onboarder = Onboarder(self.pool, lower, planner, self._on_onboarded)
         self._onboarder.puller = self._puller
+        if self._puller is not None and settings.fetch != "never":
+            self._onboarder.lane = self._fetch_lane = FetchLane(info.layout.block_bytes)
         if lower is not None and self._fetches is not None:
             self._fetches.server.stage = Stager(self.pool, lower, self._onboarder)
         self.scheduler.onboarder = self._onboarder
@@ -242,7 +246,12 @@ class EngineCore:
         return open_storage(spec, info, self._executor, secret_id, self.make_tier_io)
 
     def _lane_estimates(self) -> Mapping[LaneName, LaneEstimate]:
-        return {} if self._tiers is None else self._tiers.lane_estimates()
+        known = {} if self._tiers is None else self._tiers.lane_estimates()
+        return known if self._fetch_lane is None else known | {"fetch": self._fetch_lane.estimate()}
+
+    def _lanes(self) -> tuple[LaneLoad, ...]:
+        known = () if self._tiers is None else self._tiers.lanes()
+        return known if self._fetch_lane is None else (*known, self._fetch_lane.load())
 
     def _on_onboarded(self, sequence: EngineSequence, onboarding: BlockFetch) -> None:
         self.scheduler.onboarded(sequence, onboarding, self._clock.now())
@@ -703,7 +712,7 @@ class EngineCore:
             kv_tokens=sum(sequence.num_computed for sequence in scheduler.running),
             itl=self._itl,
             tiers=() if self._tiers is None else self._tiers.stats(self._clock.now()),
-            lanes=() if self._tiers is None else self._tiers.lanes(),
+            lanes=self._lanes(),
         )
         return stats if self._incoming is None else self._with_transfers(stats, self._incoming)
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from pdserve.engine_core.kv_fetch.puller import KvPuller
     from pdserve.engine_core.scheduler.sequence import Sequence as EngineSequence
+    from pdserve.engine_core.tiers.fetch_lane import FetchLane
     from pdserve.ids import Seconds
     from pdserve.kv.block_pool import BlockPool
     from pdserve.kv.tiers.lower_tiers import LowerTiers
@@ -145,6 +146,8 @@ class Onboarder:
         sequence back to its queue."""
         self.puller: KvPuller | None = None
         """Fetches from other workers; None: this core cannot."""
+        self.lane: FetchLane | None = None
+        """Learns how fast those are."""
         self.now: Seconds = 0.0
         """The present time; its owner keeps it."""
         self.in_flight = 0
@@ -297,6 +300,8 @@ class Onboarder:
             assert self.puller is not None
             assert plan.source is not None
             onboarding.unfenced = True
+            if self.lane is not None:
+                self.lane.begin(onboarding.number, plan.peer, now)
             self.puller.pull(
                 onboarding.number,
                 plan.source,
@@ -325,10 +330,14 @@ class Onboarder:
         if onboarding.plan.peer and onboarding.pulled is None:
             assert self.puller is not None
             onboarding.pulled = 0
+            if self.lane is not None:
+                self.lane.end(onboarding.number, 0, "cancelled", now)
             self.puller.cancel(onboarding.number, now)
 
     def on_pulled(self, number: int, blocks_ok: int, error: str) -> None:
         """A fetch from a peer has ended; its first `blocks_ok` blocks are verified."""
+        if self.lane is not None:
+            self.lane.end(number, blocks_ok, error, self.now)
         onboarding = self._onboardings.get(number)
         if onboarding is None:
             return
