@@ -37,6 +37,7 @@ from pdserve.wire.codec import decoder, encode
 from pdserve.worker import agent as module
 from pdserve.worker.agent import WorkerAgent
 from pdserve.worker.config import WorkerConfig
+from pdserve.worker.kv_fetch.push import PUSH_TIMEOUT
 from tests.frontend.dispatch.test_model_discovery import model
 from tests.net.world import virtually
 from tests.runtime.cluster import cluster
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from pdserve.messages.card import ModelCard
     from pdserve.messages.kv_events import KvEvent
     from pdserve.messages.request import GenerateRequest
+    from pdserve.messages.tiers import KvFetchMode
     from pdserve.runtime.registry import Member
     from tests.runtime.cluster import Cluster
 
@@ -423,6 +425,28 @@ async def test_draining_is_told_at_once_and_waits_for_what_runs() -> None:
         )
         assert await draining
         assert w.batches[-1].deltas[-1].finish == finish
+
+
+@virtually
+async def test_a_drained_worker_offers_its_blocks_within_the_time() -> None:
+    pushes: list[float] = []
+
+    class Pusher:
+        async def push(self, timeout: float) -> int:
+            pushes.append(timeout)
+            return 0
+
+    modes: tuple[KvFetchMode, ...] = ("auto", "never")
+    async with world() as w:
+        pusher: Any = Pusher()
+        w.member._pusher = pusher
+        w.service.ready(model())
+        for mode in modes:
+            w.service.config = WorkerConfig(kv_fetch=mode)
+            assert await w.member.drain(5.0)
+            assert await w.member.drain(100.0)
+            assert await w.member.drain(0.0)
+        assert pushes == [pytest.approx(5.0, abs=0.1), PUSH_TIMEOUT]
 
 
 @virtually
