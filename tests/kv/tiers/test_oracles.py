@@ -1,7 +1,8 @@
-"""Atomic requests through the real pool and host index, against caches of a few lines.
+"""Atomic requests through the real pool and tiers, against caches of a few lines.
 
-A generated trace always; in long runs Mooncake's conversation trace, too, from the folder that
-PDSERVE_TRACES names.
+The pool and the host index with a few lines between them are an LRU list hit for hit; with the
+core's cleaner, jobs and fetches between them, nearly. A generated trace always; in long runs
+Mooncake's conversation trace, too, from the folder that PDSERVE_TRACES names.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.atomic_tiers import (
+    BLOCK,
+    PLAIN,
     AtomicCluster,
     AtomicTiers,
     Prompt,
@@ -25,12 +28,20 @@ from bench.atomic_tiers import (
     with_turns,
 )
 from bench.tier_trace import LRU_HITS, TURN_RATES
+from pdserve.clock import ManualClock
+from pdserve.kv.block_pool import BlockPool
 from pdserve.kv.tiers.admission import HostAdmission
+from pdserve.kv.tiers.cleaner import AHEAD, WINDOW, BlockUse, Cleaner
 from pdserve.kv.tiers.eviction import EvictionOrder
+from pdserve.kv.tiers.host_index import HostIndex
+from pdserve.kv.tiers.lower_tiers import LowerTiers
+from pdserve.kv.tiers.virtual_io import DEFAULT_RATES, LaneRate, VirtualTierIo
 from tests.support.seeds import is_long
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from pdserve.kv.tiers.lower_tiers import FetchDone
 
 TURNS = EvictionOrder()
 
@@ -188,6 +199,103 @@ def test_a_bonus_for_turns_helps_where_conversations_go_on(seed: int) -> None:
     assert bonus > 1.2 * plain
 
 
+# ---------------------------------------------------------------- cleaner, jobs and fetches
+
+
+class AtomicCore:
+    """A device pool with the cleaner and the lower tiers of an engine core, whose jobs end at once.
+
+    What is evicted was copied before, and what is found below the device comes by a fetch.
+    """
+
+    def __init__(self, device: int, host: int, order: EvictionOrder = PLAIN) -> None:
+        self._clock = ManualClock()
+        self.pool = BlockPool(device, BLOCK)
+        rates = dict.fromkeys(DEFAULT_RATES, LaneRate(1e18))
+        self._io = VirtualTierIo(self._clock, 1, rates=rates)
+        self.lower = LowerTiers(
+            HostIndex(host, order=order),
+            HostAdmission("all", host),
+            self._io,
+            block_bytes=1,
+            block_size=BLOCK,
+            generation=self.pool.generation,
+        )
+        self._cleaner = Cleaner(self.pool, self.lower)
+        self._fetches = 0
+
+    def serve(self, prompt: Prompt) -> int:
+        """Serves a request; returns the blocks that were on the device or came to it."""
+        self._wait_until(prompt.at)
+        names, pool, now = prompt.names, self.pool, self._clock.now()
+        shared = pool.match(names)
+        pool.acquire(shared)
+        missing = len(names) - len(shared)
+        self._cleaner.clean(int(missing / AHEAD) + 1, now)
+        self._settle()
+        fresh = pool.reserve(missing)
+        assert fresh is not None
+        self._follow()
+        parent = names[len(shared) - 1] if shared else b""
+        found = len(shared) + self._fetch(names[len(shared) :], parent, fresh)
+        pool.commit_run(fresh, names[len(shared) :], parent)
+        self._follow()
+        self._cleaner.left(names, BlockUse(prompt.turns), now)
+        pool.release(shared + fresh)
+        self._follow()
+        return found
+
+    def _fetch(self, names: Sequence[bytes], parent: bytes, blocks: Sequence[int]) -> int:
+        count, now = len(self.lower.run(names)), self._clock.now()
+        if not count:
+            return 0
+        self._fetches += 1
+        self.lower.fetch(self._fetches, names[:count], parent, blocks[:count], now, now + 60.0)
+        (done,) = self._settle()
+        assert done.blocks == count, done.reason
+        return count
+
+    def _settle(self) -> list[FetchDone]:
+        """All jobs end."""
+        done = self.lower.advance(self._clock.now())
+        while (due := self._io.next_due()) is not None:
+            self._wait_until(due)
+            done += self.lower.advance(self._clock.now())
+        return done
+
+    def _wait_until(self, at: float) -> None:
+        self._clock.advance(max(0.0, at - self._clock.now()))
+
+    def _follow(self) -> None:
+        events = self.pool.drain_events()
+        self.lower.follow(events, self._clock.now())
+        self._cleaner.follow(events)
+        self.lower.drain_events()
+
+
+def through_core(prompts: Sequence[Prompt], core: AtomicCore) -> int:
+    hits = 0
+    for number, prompt in enumerate(prompts):
+        hits += core.serve(prompt)
+        if number % 100 == 0:
+            core.lower.check()
+            core.pool.check()
+    assert core.lower.host.counts().claimed == core.lower.host.counts().filling == 0
+    return hits
+
+
+def test_the_cores_tiers_are_nearly_one_lru_list_of_the_sum(seed: int) -> None:
+    """They lack the blocks that are copied ahead of eviction and those that a fetch reads: for a
+    moment, these are on both tiers."""
+    prompts = conversations(Random(seed), 8000 if is_long() else 800)
+    device, host = 180, 180
+    both = WINDOW + max(len(prompt.names) for prompt in prompts)
+    hits = through_core(prompts, AtomicCore(device, host))
+    assert sum(lru_list(prompts, device + host - both)) <= hits
+    assert hits <= belady_hits(prompts, device + host)
+    assert hits > sum(lru_list(prompts, max(device, host))), "a copy on both adds nothing"
+
+
 # ---------------------------------------------------------------- Mooncake's conversation trace
 
 
@@ -213,3 +321,13 @@ def test_the_turn_bonus_finds_the_known_part(mooncake, blocks: int) -> None:
     hits = sum(replay(mooncake, AtomicTiers(0, blocks, order=TURNS)))
     assert hits / total >= TURN_RATES[blocks] - 0.003
     assert hits <= belady_hits(mooncake, blocks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [PLAIN, TURNS], ids=["lru", "turns"])
+@pytest.mark.parametrize(("device", "host"), [(976, 3906), (1953, 9765)])
+def test_the_cores_tiers_find_nearly_as_much(mooncake, device, host, order) -> None:
+    total = sum(len(prompt.names) for prompt in mooncake)
+    wanted = sum(replay(mooncake, AtomicTiers(device, host, order=order)))
+    hits = through_core(mooncake, AtomicCore(device, host, order))
+    assert hits / total >= wanted / total - 0.01
