@@ -23,6 +23,7 @@ import fcntl
 import os
 import re
 import secrets
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -54,6 +55,8 @@ FORMAT: Final = 1
 IDLE: Final[Seconds] = 600.0
 """Time without a change after which a subdirectory of another owner is a leftover."""
 
+_TRIES: Final = 3
+_MOMENT: Final[Seconds] = 0.02
 _FULL: Final = (codes.ENOSPC, codes.EDQUOT)
 _DESCRIPTION: Final = "TIER"
 _LOCK: Final = "LOCK"
@@ -174,7 +177,7 @@ def _candidates(root: Path, owner: str, fingerprint: Fingerprint) -> list[Path]:
 
 
 def _take(path: Path, owner: str, fingerprint: Fingerprint, wall: Seconds) -> OwnDirectory | None:
-    lock = _lock(path)
+    lock = _lock_soon(path)
     if lock is None:
         return None
     try:
@@ -218,6 +221,16 @@ def _make(root: Path, owner: str, fingerprint: Fingerprint, wall: Seconds) -> Ow
         os.close(lock)
         raise
     return OwnDirectory(path, lock, directory, 1, "")
+
+
+def _lock_soon(path: Path) -> int | None:
+    """`_lock`, and again: others lock a directory for a moment to see whether it is in use."""
+    for _ in range(_TRIES):
+        lock = _lock(path)
+        if lock is not None:
+            return lock
+        time.sleep(_MOMENT)
+    return _lock(path)
 
 
 def _lock(path: Path) -> int | None:

@@ -228,9 +228,20 @@ def pack_entries(entries: Iterable[RecordEntry], first_seq: int) -> bytes:
 
 
 def unpack_entries(table: bytes, first_seq: int) -> Iterator[RecordEntry]:
-    """The rows of a table."""
+    """The rows of a table. Names that several rows have are one object: a tier can have millions of
+    rows."""
+    names: dict[bytes, bytes] = {}
     for key, parent, root, page, payload, tokens, seq, turns, _ in _ENTRY.iter_unpack(table):
-        yield RecordEntry(key, parent, root, page * PAGE, payload, tokens, seq + first_seq, turns)
+        yield RecordEntry(
+            names.setdefault(key, key),
+            names.setdefault(parent, parent),
+            names.setdefault(root, root),
+            page * PAGE,
+            payload,
+            tokens,
+            seq + first_seq,
+            turns,
+        )
 
 
 @dataclass(frozen=True, slots=True)

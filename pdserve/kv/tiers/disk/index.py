@@ -374,7 +374,7 @@ class DiskIndex:
         lost: Segment | None = None
         match command:
             case SealSegment():
-                lost = self._log.sealed(command, errno)
+                lost = self._log.sealed(command, errno, now)
             case EraseRecords():
                 lost = self._log.erased(command, errno)
             case MoveRecords():

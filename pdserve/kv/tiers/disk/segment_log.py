@@ -23,6 +23,7 @@ from pdserve.kv.tiers.disk.records import (
     UnlinkSegment,
 )
 from pdserve.kv.tiers.disk.segment import Segment, SegmentState, records_that_fit
+from pdserve.kv.tiers.disk.trouble import is_barred
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SegmentLog"]
 
-_UNLINK_AGAIN: Final[Seconds] = 30.0
-"""Pause before a removal that failed is tried again."""
+_AGAIN: Final[Seconds] = 30.0
+"""Pause before a command that failed is tried again."""
 _CLOSED: Final = frozenset({SegmentState.FULL, SegmentState.SEALED})
 
 
@@ -269,10 +270,13 @@ class SegmentLog:
         segment.busy = True
         self._commands.append(command)
 
-    def sealed(self, command: SealSegment, errno: int) -> Segment | None:
-        """Seal ended. Returns the segment if it is lost: a second attempt to make it durable may
-        lie."""
+    def sealed(self, command: SealSegment, errno: int, now: Seconds) -> Segment | None:
+        """Sealing ended. Returns the segment if it is lost: a second attempt to make it durable may
+        lie. Where nothing can be written, it can still be read, and is sealed later."""
         segment = self._end_command(command.segment)
+        if is_barred(errno):
+            self._attention[segment.number] = now + _AGAIN
+            return None
         if errno:
             return segment
         if segment.state is SegmentState.FULL:
@@ -294,7 +298,7 @@ class SegmentLog:
         """A removal ended."""
         segment = self._end_command(command.segment)
         if errno:
-            self._attention[segment.number] = now + _UNLINK_AGAIN
+            self._attention[segment.number] = now + _AGAIN
             return
         del self._segments[segment.number]
         self._clock.remove(segment.number)

@@ -38,6 +38,11 @@ def is_full(errno: int) -> bool:
     return errno in _FULL
 
 
+def is_barred(errno: int) -> bool:
+    """True if the error says that writing is not possible now, and nothing of the data."""
+    return errno in _BARRED
+
+
 class DiskTrouble:
     """The recent errors of one directory."""
 

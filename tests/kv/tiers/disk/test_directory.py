@@ -6,6 +6,7 @@ import errno as codes
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -82,6 +83,15 @@ def test_what_is_locked_is_not_taken(tmp_path: Path):
     first.unlock()
     assert not is_locked(first.path)
     second.unlock()
+
+
+def test_a_lock_of_a_moment_is_waited_for(tmp_path: Path, monkeypatch):
+    """Another process looks whether the directory is in use."""
+    first = take_directory(tmp_path, "a", FINGERPRINT, 1.0)
+    monkeypatch.setattr(time, "sleep", lambda seconds: first.unlock())
+    again = take_directory(tmp_path, "a", FINGERPRINT, 2.0)
+    again.unlock()
+    assert again.path == first.path
 
 
 def test_another_fingerprint_gets_another_subdirectory(tmp_path: Path):
@@ -198,6 +208,7 @@ def test_nothing_else_is_ever_removed(tmp_path: Path, name: str):
 
 HOLDER = """
 import sys
+import time
 from pathlib import Path
 from pdserve.kv.tiers.disk.directory import take_directory
 from tests.support.disk_tiers import FINGERPRINT

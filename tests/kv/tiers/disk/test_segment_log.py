@@ -75,7 +75,7 @@ def test_a_full_segment_is_sealed_when_its_writers_are_done():
     segments.end(batch)
     (seal,) = segments.commands(0.0)
     assert isinstance(seal, SealSegment)
-    assert segments.sealed(seal, 0) is None
+    assert segments.sealed(seal, 0, 0.0) is None
     assert segments[7].state is SegmentState.SEALED
     assert segments.allocated == segments[7].size == segment_of(1)
     assert segments.idle
@@ -88,15 +88,26 @@ def test_a_seal_or_an_erasure_that_failed_costs_the_segment():
     segments.fill_up_open()
     (seal,) = segments.commands(0.0)
     assert isinstance(seal, SealSegment)
-    assert segments.sealed(seal, codes.EIO) is segments[7]
+    assert segments.sealed(seal, codes.EIO, 0.0) is segments[7]
     (again,) = segments.commands(0.0)
-    assert segments.sealed(seal, 0) is None
+    assert segments.sealed(seal, 0, 0.0) is None
     assert again == seal
     del segments[7].entries[place.offset]
     segments.erase(place)
     (erase,) = segments.commands(0.0)
     assert isinstance(erase, EraseRecords)
     assert segments.erased(erase, codes.EIO) is segments[7]
+
+
+def test_where_nothing_can_be_written_a_segment_is_sealed_later():
+    segments = log()
+    put(segments, 0)
+    segments.fill_up_open()
+    (seal,) = segments.commands(0.0)
+    assert isinstance(seal, SealSegment)
+    assert segments.sealed(seal, codes.EROFS, 5.0) is None
+    assert segments.commands(34.0) == []
+    assert segments.commands(35.0) == [seal]
 
 
 def test_a_segment_without_blocks_is_removed():
@@ -139,7 +150,7 @@ def test_only_sealed_segments_are_victims():
     assert segments.victim() is None
     for command in segments.commands(0.0):
         assert isinstance(command, SealSegment)
-        segments.sealed(command, 0)
+        segments.sealed(command, 0, 0.0)
     first, second = segments[7], segments[8]
     for offset in list(first.entries)[:2]:
         first.use(offset)

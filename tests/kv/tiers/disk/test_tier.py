@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,10 +17,14 @@ import pytest
 from pdserve.clock import ManualClock
 from pdserve.errors import ConfigError
 from pdserve.kv.tiers.disk.directory import disk_usage, subdirectories
+from pdserve.kv.tiers.disk.file_system.file_ops import OsFileOps
 from pdserve.kv.tiers.disk.tier import DiskTier
 from tests.support.disk_tiers import FINGERPRINT, PAYLOAD, Machine, chain, name, segment_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pdserve.kv.tiers.disk.file_system.file_ops import FileOps
     from pdserve.kv.tiers.disk.fingerprint import Fingerprint
 
 SLACK = 64 << 10
@@ -27,7 +32,11 @@ CAPACITY = 5 * segment_of(8) + SLACK
 
 
 def open_tier(
-    root: Path, owner: str = "a", fingerprint: Fingerprint = FINGERPRINT, capacity: int = CAPACITY
+    root: Path,
+    owner: str = "a",
+    fingerprint: Fingerprint = FINGERPRINT,
+    capacity: int = CAPACITY,
+    ops: FileOps | None = None,
 ) -> tuple[DiskTier, Machine]:
     tier = DiskTier.open(
         root,
@@ -36,6 +45,7 @@ def open_tier(
         clock=ManualClock(),
         owner=owner,
         segment_bytes=segment_of(8),
+        ops=ops,
     )
     machine = Machine(tier.index, tier.files)
     machine.look()
@@ -172,14 +182,21 @@ def test_a_directory_that_is_deleted_is_noticed_and_not_made_again(tmp_path: Pat
     tier.close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
-def test_a_disk_that_is_full(tmp_path: Path):
-    """A file system smaller than the capacity: the tier keeps what fits, and says what is wrong."""
-    size = 3 * segment_of(8)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(tmp_path)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
+@contextmanager
+def mounted(path: Path, size: int) -> Iterator[None]:
+    """A file system in memory, of this size."""
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("this process may not mount")
     try:
+        yield
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_disk_that_is_full(tmp_path: Path):
+    """A file system smaller than the capacity: the tier keeps what fits, and says what is wrong."""
+    with mounted(tmp_path, 3 * segment_of(8)):
         tier, machine = open_tier(tmp_path)
         refused = 0
         for number in range(60):
@@ -194,8 +211,60 @@ def test_a_disk_that_is_full(tmp_path: Path):
         assert set(tier.index.counts().errors) == {codes.ENOSPC}
         assert len(machine.served()) == len(machine.known) >= 8
         tier.close()
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
+        # The next start finds the disk full, too, and its blocks.
+        again, machine = open_tier(tmp_path)
+        assert len(machine.served()) >= 8
+        again.close()
+
+
+class SometimesReadOnly(OsFileOps):
+    """A file system that the kernel makes read-only after an error."""
+
+    read_only = False
+
+    def _check(self) -> None:
+        if self.read_only:
+            raise OSError(codes.EROFS, os.strerror(codes.EROFS))
+
+    def create(self, path: Path, size: int) -> int:
+        self._check()
+        return super().create(path, size)
+
+    def open(self, path: Path, *, write: bool = False) -> int:
+        if write:
+            self._check()
+        return super().open(path, write=write)
+
+    def write(self, fd: int, offset: int, buffers: Sequence[bytes | memoryview]) -> None:
+        self._check()
+        super().write(fd, offset, buffers)
+
+    def unlink(self, path: Path) -> None:
+        self._check()
+        super().unlink(path)
+
+
+def test_a_disk_that_becomes_read_only(tmp_path: Path):
+    ops = SometimesReadOnly()
+    tier, machine = open_tier(tmp_path, ops=ops)
+    machine.store_all(chain(0, 9))
+    ops.read_only = True
+    batch = machine.append(chain(1, 2))
+    assert batch is not None
+    assert not machine.write(batch)
+    assert "Read-only file system" in tier.index.trouble.text(0.0)
+    machine.collect()
+    (seal,) = machine.commands
+    assert not machine.perform(seal)
+    assert machine.append(chain(1, 2)) is None
+    machine.settle()
+    assert len(machine.served()) == 9
+    ops.read_only = False
+    machine.now = 31.0
+    machine.store_all(chain(1, 2))
+    assert tier.index.trouble.text(31.0) == ""
+    assert len(machine.served()) == 11
+    tier.close()
 
 
 # ---------------------------------------------------------------- processes
@@ -204,6 +273,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from pdserve.clock import SystemClock
+from pdserve.kv.tiers.disk.file_system.file_ops import OsFileOps
 from pdserve.kv.tiers.disk.tier import DiskTier
 from tests.support.disk_tiers import FINGERPRINT, Machine, chain, segment_of
 tier = DiskTier.open(Path(sys.argv[1]), int(sys.argv[2]), FINGERPRINT, clock=SystemClock(),
