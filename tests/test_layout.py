@@ -315,6 +315,7 @@ SCENARIOS = {
     "gossip/test_fuzz.py": "a bounded run of the fuzzers",
     "gossip/test_world.py": "many members in virtual time",
     "kv/tiers/test_oracles.py": "placement and eviction over whole traces",
+    "kv/tiers/test_planted_bugs.py": "bugs that the other tests must see",
     "kv/tiers/disk/test_planted_bugs.py": "bugs that the other tests must see",
     "launch/roles/test_roles.py": "the roles of one process together",
     "launch/test_docs.py": "docs/configuration.md and docs/operations.md",

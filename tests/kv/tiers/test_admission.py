@@ -94,6 +94,14 @@ def test_bytes_that_were_not_written_come_back() -> None:
     assert budget.share(0.0) == 1.0
 
 
+def test_no_time_is_earned_twice() -> None:
+    budget = WriteBudget(1000, now=0.0)
+    budget.take(1000, DAY)
+    for now in (DAY, DAY / 2, 1.25 * DAY, DAY, 1.25 * DAY):
+        share = budget.share(now)
+    assert share == pytest.approx(0.25)
+
+
 def test_the_credit_is_never_negative_and_no_more_is_spent_than_was_earned(seed: int) -> None:
     random, now, spent = Random(seed), 0.0, 0
     budget = WriteBudget(10_000, now)

@@ -146,6 +146,17 @@ def test_a_pin_holds_until_its_time_and_pins_are_bounded() -> None:
     assert index.victims(9, 20.0) == [b"\1", b"\2", b"\3", b"\4", b"\5"]
 
 
+def test_a_use_leaves_a_pinned_block_where_it_is() -> None:
+    index = index_of(10)
+    frame = store(index, block(1), 0.0)
+    assert index.pin(b"\1", 10.0)
+    index.touch(b"\1", 1.0)
+    index.shadow(b"\1", on=True)
+    index.claim(frame)
+    index.release(frame)
+    assert index.victims(1, 1.0) == []
+
+
 def test_a_block_may_come_pinned() -> None:
     index = index_of(4)
     store(index, block(1, pin_until=9.0), 0.0)
