@@ -446,7 +446,7 @@ class EngineCore:
         if self._fetches is not None:
             self._fetches.renamed(self._clock.now())
         if self._tiers is not None:
-            self._tiers.rename()
+            self._tiers.rename(self._names.id)
         self._changed = True
 
     def _reject(self, handle: int, error: PdserveError) -> None:

@@ -101,6 +101,10 @@ class BlockPool:
             found.append(block)
         return found
 
+    def __contains__(self, block_hash: object) -> bool:
+        """Whether a block with this hash can be matched."""
+        return block_hash in self._by_hash
+
     def names(self) -> dict[bytes, bytes]:
         """Every hash that can be matched, with its parent's. O(all), for audits."""
         return {name: self._parent[block] for name, block in self._by_hash.items()}

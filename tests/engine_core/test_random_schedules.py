@@ -320,7 +320,7 @@ class CoreMachine(RuleBasedStateMachine):
         engine, core = self.engine, self.core
         for _ in range(20_000):
             if not core.has_work:
-                at = core.wake_at()
+                at = self.next_wake()
                 if at is None:
                     break
                 self.clock.advance(max(0.0, at - self.clock.now()))
@@ -338,6 +338,10 @@ class CoreMachine(RuleBasedStateMachine):
         assert engine.close() == 0
         self.visited["preempted"] += core.scheduler.counters.preemptions
         self.visited["cached"] += core.scheduler.counters.cached_tokens
+
+    def next_wake(self) -> float | None:
+        """When the core has something to do next; None: never."""
+        return self.core.wake_at()
 
     def check_ending(self, ledger: OutputChecker) -> None:
         assert ledger.done, "a submission was forgotten"

@@ -98,14 +98,12 @@ class TieredMachine(CoreMachine):
         io = VirtualTierIo(self.clock, BLOCK_BYTES, runner, rates)
         io.fault = self.fault
 
-        def close() -> None:
+        def free() -> None:
             view.release()
             device.release()
             arena.close()
 
-        return TierStorage(
-            self.frames, BLOCK_BYTES, io, None if disk is None else disk.index, close
-        )
+        return TierStorage(self.frames, BLOCK_BYTES, io, disk, runner, free)
 
     def fault(self, job: TierJob) -> tuple[str, ReadFault, int] | None:
         self.visited[type(job).__name__] += 1
@@ -155,6 +153,12 @@ class TieredMachine(CoreMachine):
     def the_tiers_are_whole(self) -> None:
         assert self.core._tiers is not None
         self.core._tiers.lower.check()
+
+    def next_wake(self) -> float | None:
+        """What waits for a disk that takes nothing may wait for ever."""
+        assert self.core._tiers is not None
+        at, due = self.core.wake_at(), self.core._tiers.lower._io.next_due()
+        return at if due is not None or not self.core._tiers.lower._no_room else None
 
     def run_to_the_end(self) -> None:
         tiers = self.core._tiers

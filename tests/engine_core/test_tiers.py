@@ -10,7 +10,7 @@ from pdserve.blocks.hashing import block_hashes, prompt_root
 from pdserve.clock import ManualClock
 from pdserve.engine_core.core import EngineCore
 from pdserve.kv.tiers.virtual_io import VirtualTierIo
-from pdserve.messages.engine import EngineSpec
+from pdserve.messages.engine import EngineSpec, SetHashSecret
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.messages.tiers import TierSpec
 from pdserve.testing.inline_engine import InlineEngine
@@ -161,3 +161,20 @@ def test_a_flipped_byte_on_disk_is_a_miss(tmp_path: Path) -> None:
         assert warm.tokens == cold.tokens
         assert bench.sources(warm) == {}
         assert bench.core.stats().tiers[1].failed > 0
+
+
+def test_under_another_secret_the_disk_holds_other_blocks_and_keeps_the_old(
+    tmp_path: Path,
+) -> None:
+    tiers = replace(DISK, disk_path=str(tmp_path))
+    first = request(prompt(0))
+    with Bench(tiers=tiers) as bench:
+        cold = bench.run(first)
+        bench.core.handle(SetHashSecret(hash_secret=b"two"))
+        again = bench.run(first)
+        assert bench.sources(again) == {}
+        assert again.tokens == cold.tokens
+        bench.run(request(prompt(40)))
+    for secret in (b"one", b"two"):
+        with Bench(tiers=tiers, hash_secret=secret) as bench:
+            assert bench.sources(bench.run(first)) == {"disk": 8 * BLOCK}

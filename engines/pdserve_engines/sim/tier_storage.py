@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.engine_core.tiers.core_tiers import TierStorage, frames_of
 from pdserve.kv.storage import BlockMemory
+from pdserve.kv.tiers.disk.tier import DiskTier
 from pdserve.kv.tiers.job_runner import JobRunner, MemoryCopier
 from pdserve.kv.tiers.virtual_io import LaneRate, VirtualTierIo
 
@@ -32,23 +33,28 @@ def simulated_storage(
     block_bytes = info.layout.block_bytes
     frames = frames_of(spec, block_bytes)
     rates = _rates(executor.options)
+    disk = None
+    if spec.disk_path:
+        disk = DiskTier.in_memory(spec.disk_bytes, block_bytes, clock=clock)
     if not executor.options.content:
-        return TierStorage(frames, block_bytes, VirtualTierIo(clock, block_bytes, None, rates))
+        io = VirtualTierIo(clock, block_bytes, None, rates)
+        return TierStorage(frames, block_bytes, io, disk)
     region = executor.region()
     view = region.view
     assert view is not None
     size = region.size // region.blocks
     arena = BlockMemory(frames, (size,))
     frames_view = arena.view()
-    runner = JobRunner(MemoryCopier(view, frames_view, size), arena, None)
+    files = None if disk is None else disk.files
+    runner = JobRunner(MemoryCopier(view, frames_view, size), arena, files)
 
-    def close() -> None:
+    def free() -> None:
         view.release()
         frames_view.release()
         arena.close()
 
     io = VirtualTierIo(clock, block_bytes, runner, rates)
-    return TierStorage(frames, block_bytes, io, None, close)
+    return TierStorage(frames, block_bytes, io, disk, runner, free)
 
 
 def _rates(options: SimOptions) -> Mapping[LaneName, LaneRate]:

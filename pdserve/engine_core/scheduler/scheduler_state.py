@@ -138,6 +138,11 @@ class SchedulerState:
         self.left: Callable[[Sequence], None] | None = None
         """Called for each sequence that gives back its blocks, before it does."""
 
+    @property
+    def names(self) -> BlockHasher | None:
+        """What hashes the blocks; None: nothing does."""
+        return self._names
+
     # ------------------------------------------------------------------ a submission's life
 
     def _build(self, handle: int, request: GenerateRequest, now: Seconds) -> list[Sequence]:

@@ -24,6 +24,7 @@ from pdserve.kv.tiers.host_index import HostIndex
 from pdserve.kv.tiers.job_runner import JobRunner, MemoryCopier
 from pdserve.kv.tiers.lower_tiers import LowerTiers
 from pdserve.kv.tiers.thread_io import ThreadTierIo
+from pdserve.kv.tiers.turns import TurnTracker
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -59,8 +60,27 @@ class TierStorage:
     frames: int
     block_bytes: Bytes
     io: TierIo
-    disk: DiskIndex | None = None
-    close: Callable[[], None] = lambda: None
+    disk: DiskTier | None = None
+    runner: JobRunner | None = None
+    """What carries out the jobs; None: nothing does, in a simulation without content."""
+    free: Callable[[], None] = lambda: None
+    """Gives the memory back."""
+
+    def close(self) -> None:
+        """Close the disk and give the memory back."""
+        if self.disk is not None:
+            self.disk.close()
+        self.free()
+
+    def reopen(self, secret_id: bytes) -> DiskIndex | None:
+        """Open the disk under another hash secret. Errors: `ConfigError`; then there is no disk."""
+        tier, self.disk = self.disk, None
+        if tier is None:
+            return None
+        self.disk = tier.renamed(secret_id)
+        if self.runner is not None:
+            self.runner.files = self.disk.files
+        return self.disk.index
 
 
 def threads(runner: JobRunner, block_bytes: Bytes, disk: bool) -> TierIo:
@@ -83,16 +103,20 @@ class CoreTiers:
         self._pool = pool
         self._scheduler = scheduler
         self._now = self._since = now
+        self._secret: bytes | None = None
+        """Id of the hash secret under which the disk has to be opened anew."""
+        self._events: list[KvEvent] = []
+        self._turns = TurnTracker()
         order = EvictionOrder(turn_bonus=spec.turn_bonus)
         self.lower = LowerTiers(
             HostIndex(storage.frames, order=order),
             HostAdmission(_host_admission(spec), storage.frames),
             storage.io,
-            storage.disk,
+            None if storage.disk is None else storage.disk.index,
             None if storage.disk is None else _disk_admission(spec, storage, now),
             block_bytes=storage.block_bytes,
             block_size=pool.block_size,
-            generation=pool.generation,
+            device=pool,
         )
         self.cleaner = Cleaner(pool, self.lower)
         scheduler.left = self._left
@@ -108,6 +132,19 @@ class CoreTiers:
         self._now = now
         for done in self.lower.advance(now):
             onboarder.fetched(done, now)
+        if self._secret is not None and self.lower.disk_idle:
+            self._reopen(self._secret)
+
+    def _reopen(self, secret_id: bytes) -> None:
+        """Open the disk under another hash secret. This may take as long as at the start, but a
+        cluster agrees on its secret once."""
+        self._secret = None
+        try:
+            index, trouble = self._storage.reopen(secret_id), ""
+        except ConfigError as error:
+            index, trouble = None, error.message
+            _log.warning("there is no disk tier any more: %s", error.message)
+        self._events += self.lower.reopen_disk(index, trouble)
 
     def clean(self, soon: int, now: Seconds) -> None:
         """Store what is evicted soon. `soon`: blocks that the next steps may allocate."""
@@ -119,15 +156,19 @@ class CoreTiers:
         if events:
             self.lower.follow(events, now)
             self.cleaner.follow(events)
-        return self.lower.drain_events()
+        told, self._events = self._events, []
+        return told + self.lower.drain_events()
 
     def _left(self, sequence: EngineSequence) -> None:
         """A sequence is about to give back its blocks."""
+        names = self._scheduler.names
         hashes = sequence.hashes[: sequence.num_committed]
+        if names is None or not hashes:
+            return
         request = sequence.request
-        cached = sequence.cached_tokens // self._pool.block_size
+        prompt = hashes[: sequence.prompt_len // self._pool.block_size]
         use = BlockUse(
-            turns=self.cleaner.turns(hashes, cached),
+            turns=self._turns.turn(prompt),
             root=self._scheduler.owner_mark(request.cache_salt),
             pin_until=self._now + request.cache_ttl if request.cache_ttl else 0.0,
             private=request.cache_scope == "never",
@@ -166,9 +207,11 @@ class CoreTiers:
         """Forget these blocks, or all; with `older`, only old ones."""
         return self.lower.drop(hashes, older, now, self._since)
 
-    def rename(self) -> None:
+    def rename(self, secret_id: bytes) -> None:
         """The hash secret has changed: no block can be found by its old hash any more."""
         self.lower.rename()
+        if self.lower.disk is not None:
+            self._secret = secret_id
 
     def end(self) -> None:
         """End the threads: nothing is copied after this returns."""
@@ -201,15 +244,13 @@ def open_storage(
     runner = JobRunner(copier, arena, None if disk is None else disk.files)
     io = make_io(runner, block_bytes, disk is not None)
 
-    def close() -> None:
+    def free() -> None:
         if region.view is not None:
             region.view.release()
-        if disk is not None:
-            disk.close()
         view.release()
         arena.close()
 
-    return TierStorage(frames, block_bytes, io, None if disk is None else disk.index, close)
+    return TierStorage(frames, block_bytes, io, disk, runner, free)
 
 
 def _host_admission(spec: TierSpec) -> AdmissionMode:

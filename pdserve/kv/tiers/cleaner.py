@@ -11,7 +11,7 @@ it.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -38,9 +38,6 @@ AHEAD: Final = 2.5
 BACKGROUND: Final = 32
 """Most blocks of one step that are stored without need."""
 
-TAILS: Final = 1 << 16
-"""Ends of conversations that are remembered."""
-
 
 @dataclass(frozen=True, slots=True)
 class BlockUse:
@@ -64,34 +61,20 @@ class Cleaner:
         self._tiers = tiers
         self._uses: dict[bytes, BlockUse] = {}
         """Of blocks on the device."""
-        self._tails: OrderedDict[bytes, int] = OrderedDict()
-        """Last block of a request -> turns of its conversation up to then."""
         self._left: deque[bytes] = deque()
         """Blocks for the background, oldest first."""
 
     # ------------------------------------------------------------------ use
-
-    def turns(self, hashes: Sequence[bytes], cached: int) -> int:
-        """The number of a request's turn in its conversation, if its first `cached` blocks were
-        found. A prompt that goes on behind the end of an earlier request is the next turn."""
-        for index in range(min(cached, len(hashes)) - 1, -1, -1):
-            before = self._tails.get(hashes[index])
-            if before is not None:
-                return before + 1
-        return 1
 
     def left(self, hashes: Sequence[bytes], use: BlockUse, now: Seconds) -> None:
         """A request gives back the blocks with these hashes, a whole chain."""
         if not hashes:
             return
         uses, tiers = self._uses, self._tiers
-        for block_hash in hashes:
+        # A chain is touched from its tail, so that a leaf is evicted before its parent.
+        for block_hash in reversed(hashes):
             uses[block_hash] = use
             tiers.used(block_hash, use.turns, now)
-        self._tails[hashes[-1]] = use.turns
-        self._tails.move_to_end(hashes[-1])
-        if len(self._tails) > TAILS:
-            self._tails.popitem(last=False)
         if not use.private:
             self._left.extend(block_hash for block_hash in hashes if tiers.wants(block_hash))
             while len(self._left) > self._pool.num_blocks:

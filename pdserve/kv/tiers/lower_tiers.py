@@ -25,7 +25,7 @@ import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from errno import EIO
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from pdserve.kv.tiers.block import TierBlock
 from pdserve.kv.tiers.disk.format import PAGE
@@ -36,7 +36,7 @@ from pdserve.messages.kv_events import BlockRemoved, BlockStored, KvEvent, PoolC
 from pdserve.messages.tiers import LaneLoad, TierStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Collection, Container, Iterator, Sequence
 
     from pdserve.ids import Bytes, Seconds
     from pdserve.kv.tiers.admission import DiskAdmission, HostAdmission
@@ -60,13 +60,29 @@ SPILL_BYTES: Final[Bytes] = 8 << 20
 SPILL_AFTER: Final[Seconds] = 0.5
 """Seconds after which fewer bytes are written too."""
 
+SPILL_AGAIN: Final[Seconds] = 15.0
+"""Pause after the disk had no room or was not to be written to."""
+
 SPILLS: Final = 2
 """Most writes under way: one that the disk does, one that waits."""
 
 _NO_FRAME: Final = -1
+_DISK_JOBS: Final = (Fill, Spill, Maintain)
 
 OUT_SHARE: Final = 0.25
 """Most of the arena, as a share, that copies from the device fill at once."""
+
+
+class DevicePool(Protocol):
+    """The device pool, as far as the tiers below look at it; `BlockPool` is one."""
+
+    def __contains__(self, block_hash: object) -> bool:
+        """Whether the device has a block with this hash."""
+        ...
+
+    def generation(self, block: int) -> int:
+        """As `BlockPool.generation`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +175,15 @@ class LowerTiers:
         *,
         block_bytes: Bytes,
         block_size: int,
-        generation: Callable[[int], int],
+        device: DevicePool,
     ) -> None:
-        """`generation` is that of a device block now (`BlockPool.generation`)."""
+        """`device` is the pool above."""
         self.host = host
         self.disk = disk
+        self.disk_paused = False
+        """While True nothing is looked up on disk, read or written."""
+        self.disk_trouble = ""
+        """Why there is no disk tier any more, in words for the operator."""
         self.trouble = ""
         """Why the host tier works in part, in words for the operator."""
         self._io = io
@@ -171,7 +191,7 @@ class LowerTiers:
         self._disk_admission = disk_admission
         self._block_bytes = block_bytes
         self._block_size = block_size
-        self._generation = generation
+        self._device = device
         self._events: list[KvEvent] = []
         self._refused: set[bytes] = set()
         """Device blocks that admission has refused; each is asked about once for each use."""
@@ -183,9 +203,11 @@ class LowerTiers:
         self._unspilled: OrderedDict[bytes, None] = OrderedDict()
         """Hashes on the host that may have to be written to disk, oldest first."""
         self._spills = 0
+        self._no_room = False
+        """Whether the disk had no room when it was last asked."""
         self._spill_at: Seconds | None = None
         """When the oldest of `_unspilled` is written even if few bytes wait."""
-        self._maintaining = 0
+        self._disk_jobs = 0
         self._counts: dict[str, _Counts] = {"host": _Counts(), "disk": _Counts()}
         names: tuple[LaneName, ...] = ("d2h", "h2d", "disk_read", "disk_write")
         self._lanes = {name: Lane(name) for name in names}
@@ -194,7 +216,7 @@ class LowerTiers:
 
     def has(self, block_hash: bytes) -> bool:
         """Return whether a block is on the host or on disk. Takes no claim."""
-        return block_hash in self.host or (self.disk is not None and block_hash in self.disk)
+        return block_hash in self.host or block_hash in self._on_disk()
 
     def parent(self, block_hash: bytes) -> bytes | None:
         """Hash before that of a block on the host or on disk; None if it is not there."""
@@ -207,15 +229,24 @@ class LowerTiers:
         """Where the blocks `hashes[start:]` are, up to the first that is nowhere. No claim is
         taken."""
         found: list[SourceName] = []
-        disk = self.disk
+        disk = self._on_disk()
         for index in range(start, len(hashes)):
             if hashes[index] in self.host:
                 found.append("host")
-            elif disk is not None and hashes[index] in disk:
+            elif hashes[index] in disk:
                 found.append("disk")
             else:
                 break
         return found
+
+    def _on_disk(self) -> Container[bytes]:
+        """The blocks that can be read from disk now."""
+        return () if self.disk is None or self.disk_paused else self.disk
+
+    @property
+    def disk_idle(self) -> bool:
+        """Return whether nothing is read from disk or written to it."""
+        return not self._disk_jobs
 
     def wants(self, block_hash: bytes) -> bool:
         """Return whether a device block is to be offered: it is not on the host nor on its way
@@ -300,6 +331,9 @@ class LowerTiers:
             age = self.host.age(block_hash, now)
             shadow = self.host.is_shadow(block_hash)
             self.host.evict(block_hash)
+            if block_hash in self._device:
+                # Stored again, it would only push out the next one of these.
+                self._refused.add(block_hash)
             if shadow:
                 continue
             self._counts["host"].evicted += 1
@@ -313,8 +347,8 @@ class LowerTiers:
             job.blocks, job.frames, job.contents, job.generations, strict=True
         ):
             self._storing.discard(content.hash)
-            if error or self._generation(block) != generation:
-                # The device block was given to something else while it was copied.
+            changed = self._device.generation(block) != generation
+            if error or changed:
                 self.host.abandon(frame)
                 continue
             if self.host.commit(frame, content, now):
@@ -358,7 +392,7 @@ class LowerTiers:
 
     def _offer(self, block_hash: bytes, now: Seconds) -> None:
         """Consider a block of the host for the disk."""
-        if self.disk is None or self.disk.knows(block_hash):
+        if self.disk is None or self.disk_paused or self.disk.knows(block_hash):
             return
         if len(self._unspilled) >= self.host.capacity:
             self._unspilled.popitem(last=False)
@@ -379,13 +413,12 @@ class LowerTiers:
     def _spill(self, now: Seconds) -> None:
         """Write blocks to disk while there are enough, or old ones."""
         disk = self.disk
-        if disk is None:
+        if disk is None or self.disk_paused:
             return
         fitting = records_that_fit(disk.segment_bytes, PAGE, 0, self._block_bytes)
         each = max(1, min(SPILL_BYTES // self._block_bytes, fitting))
         while self._unspilled and self._spills < SPILLS:
-            late = self._spill_at is not None and now >= self._spill_at
-            if len(self._unspilled) < each and not late:
+            if self._spill_at is not None and now < self._spill_at and self._may_wait(each):
                 return
             blocks, frames = self._choose_spill(each, now)
             if not blocks:
@@ -395,9 +428,14 @@ class LowerTiers:
                 self._put_back(blocks, frames, now)
                 return
             self._spills += 1
+            self._no_room = False
             self._submit(Spill(batch, frames), now)
         if not self._unspilled:
             self._spill_at = None
+
+    def _may_wait(self, each: int) -> bool:
+        """Return whether more blocks are waited for, before they are written."""
+        return len(self._unspilled) < each or self._no_room
 
     def _choose_spill(self, most: int, now: Seconds) -> tuple[list[TierBlock], list[int]]:
         """Take blocks that are to be written, and claim their frames."""
@@ -422,6 +460,7 @@ class LowerTiers:
 
     def _put_back(self, blocks: list[TierBlock], frames: list[int], now: Seconds) -> None:
         """The disk takes nothing now."""
+        self._no_room = True
         assert self._disk_admission is not None
         for frame in frames:
             self.host.release(frame)
@@ -429,7 +468,7 @@ class LowerTiers:
         for block in reversed(blocks):
             self._unspilled[block.hash] = None
             self._unspilled.move_to_end(block.hash, last=False)
-        self._spill_at = now + SPILL_AFTER
+        self._spill_at = now + SPILL_AGAIN
 
     def _spilled(self, done: JobDone, job: Spill, now: Seconds) -> None:
         disk = self.disk
@@ -493,7 +532,9 @@ class LowerTiers:
 
     def _fill(self, block_hash: bytes, parent: bytes, now: Seconds) -> _Filling | None:
         """Begin to read a record; None if it is not on disk or there is no frame."""
-        place = None if self.disk is None else self.disk.place(block_hash)
+        if self.disk is None or self.disk_paused:
+            return None
+        place = self.disk.place(block_hash)
         if place is None:
             return None
         frame = self._frame(now)
@@ -644,7 +685,7 @@ class LowerTiers:
             self._take(done, now)
         for fetch in [each for each in self._fetches.values() if each.deadline <= now]:
             self._shorten(fetch, 0, "deadline", now)
-        if self.disk is not None:
+        if self.disk is not None and not self.disk_paused:
             self._spill(now)
             for command in self.disk.commands(now):
                 self._submit(Maintain(command), now)
@@ -653,11 +694,13 @@ class LowerTiers:
 
     def _submit(self, job: TierJob, now: Seconds) -> None:
         self._lanes[lane_of(job)].submit(bytes_of(job, self._block_bytes), now)
+        self._disk_jobs += isinstance(job, _DISK_JOBS)
         self._io.submit(job)
 
     def _take(self, done: JobDone, now: Seconds) -> None:
         job = done.job
         self._lanes[lane_of(job)].done(bytes_of(job, self._block_bytes), now, done.seconds)
+        self._disk_jobs -= isinstance(job, _DISK_JOBS)
         match job:
             case CopyOut():
                 self._stored(job, done.error, now)
@@ -674,7 +717,7 @@ class LowerTiers:
     def drain_events(self) -> list[KvEvent]:
         """The events of host and disk since the last call."""
         events = self.host.drain_events()
-        if self.disk is not None:
+        if self.disk is not None and not self.disk_paused:
             events += self.disk.drain_events()
         return events
 
@@ -684,6 +727,8 @@ class LowerTiers:
         """Forget every block that nothing reads now, on host and disk."""
         self._unspilled.clear()
         self._spill_at = None
+        for filling in self._filling.values():
+            filling.unwanted = True
         self.host.clear()
         if self.disk is not None:
             self.disk.clear()
@@ -729,10 +774,20 @@ class LowerTiers:
         return gone
 
     def rename(self) -> None:
-        """The hash secret has changed: blocks on the host have names that nobody knows."""
+        """The hash secret has changed: nobody knows the names of the blocks any more. The disk is
+        paused until its owner has opened it under the other secret (`reopen_disk`)."""
         self._unspilled.clear()
         self._spill_at = None
+        for filling in self._filling.values():
+            filling.unwanted = True
         self.host.clear()
+        self.disk_paused = self.disk is not None
+
+    def reopen_disk(self, disk: DiskIndex | None, trouble: str = "") -> list[KvEvent]:
+        """Go on with another index of the disk, or with none, for the reason `trouble`. Only while
+        the old one is paused and idle. Returns the event of the change."""
+        self.disk, self.disk_trouble, self.disk_paused = disk, trouble, False
+        return [PoolCleared(tier="disk")]
 
     def close(self) -> None:
         """End the threads. The files stay."""
@@ -770,6 +825,8 @@ class LowerTiers:
                     evicted=held.evicted,
                 )
             )
+        elif self.disk_trouble:
+            records.append(TierStats(tier=2, trouble=self.disk_trouble))
         return tuple(records)
 
     def _record(
