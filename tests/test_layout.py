@@ -333,6 +333,7 @@ SCENARIOS = {
     "router/test_planted_bugs.py": "bugs that the tests of sources and tiers must find",
     "runtime/topics/test_fuzz.py": "a bounded run of the fuzzers",
     "runtime/topics/test_machines.py": "random runs of all topic machines",
+    "sim/replay/test_tiers.py": "replays with tiers and fetches",
     "sim/test_engine_transfer.py": "engines in virtual time hand prompts over",
     "sim/workloads/test_published.py": "known facts of the public traces",
     "test_layout.py": "this file",
