@@ -171,6 +171,8 @@ class KvPullController:
                 parent=chain.parent,
                 hashes=chain.hashes,
                 timeout=timeout,
+                mark=chain.mark,
+                turns=chain.turns,
             )
         )
 

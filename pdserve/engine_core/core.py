@@ -26,6 +26,7 @@ from pdserve.blocks.hashing import hash_secret_id
 from pdserve.engine_core.kit import STATS_INTERVAL, kv_transfer_unsupported
 from pdserve.engine_core.kv_fetch.fetches import KvFetches
 from pdserve.engine_core.kv_fetch.ports import refusal_of
+from pdserve.engine_core.kv_fetch.uses import DeviceUses
 from pdserve.engine_core.kv_transfer.connector import NodeMessage, PartDelivered
 from pdserve.engine_core.kv_transfer.receiver import KvReceiver
 from pdserve.engine_core.kv_transfer.sender import KvSender
@@ -154,6 +155,8 @@ class EngineCore:
         self._incoming: KvReceiver | None = None
         self._outgoing: KvSender | None = None
         self._fetches: KvFetches | None = None
+        self._uses: DeviceUses | None = None
+        """How cached blocks were used; None: the lower tiers know, or nobody needs to."""
         self._region: Region | None = None
         """The KV storage that the connector reads and writes."""
         self._moved = False
@@ -225,6 +228,8 @@ class EngineCore:
             now = self._clock.now()
             self._tiers = CoreTiers(settings, storage, self.pool, self.scheduler, now)
             self._tiers.start(self._on_copied)
+            if self._fetches is not None:
+                self._fetches.uses, self._uses = self._tiers, None
         planner = FetchPlanner(
             self._step_cost,
             self._lane_estimates,
@@ -277,7 +282,9 @@ class EngineCore:
         scheduler, pool, verify = self.scheduler, self.pool, spec.transfer.verify
         self._incoming = KvReceiver(scheduler, pool, mover, region, verify, self._say)
         self._outgoing = KvSender(scheduler, pool, mover, region, verify, self._say)
-        self._fetches = KvFetches(pool, mover, region, self._say)
+        self._uses = DeviceUses(scheduler.owner_mark)
+        scheduler.left = self._uses.left
+        self._fetches = KvFetches(pool, mover, region, self._say, self._uses)
         return transfers
 
     def _open_pool(self, engine: str, mover: KvConnector) -> tuple[Region, tuple[str, ...]]:
@@ -672,6 +679,8 @@ class EngineCore:
     def _report(self, now: Seconds) -> None:
         self._say_deltas()
         stored = self.pool.drain_events()
+        if self._uses is not None:
+            self._uses.follow(stored)
         if self._tiers is not None:
             stored += self._tiers.follow(stored, now)
             self._clean(now)

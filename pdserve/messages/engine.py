@@ -380,6 +380,9 @@ class AbsorbKv(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2
     """Hash before the first block; for a chain's first block its root."""
     hashes: bytes
     timeout: float
+    mark: bytes = b""
+    turns: int = 1
+    """The blocks' owner and age, as in `OfferedChain`."""
 
 
 class DropKv(msgspec.Struct, frozen=True, array_like=True, tag=22):

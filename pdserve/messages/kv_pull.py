@@ -73,6 +73,10 @@ class OfferedChain(msgspec.Struct, frozen=True, array_like=True):
     parent: bytes
     """Hash before that block; for a chain's first block its root."""
     hashes: Hashes
+    mark: Annotated[bytes, Meta(max_length=64)] = b""
+    """Mark of the tenant that owns the blocks; empty: unknown, or nobody in particular."""
+    turns: Annotated[int, Meta(ge=1)] = 1
+    """The conversation's turn at the chain's end."""
 
 
 class KvChains(msgspec.Struct, frozen=True, array_like=True):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.blocks.hashing import split_hashes
 from pdserve.engine_core.kv_fetch.chains import blocks_up_to
+from pdserve.kv.tiers.cleaner import BlockUse
 from pdserve.messages.engine import KvAbsorbed
 from pdserve.messages.tiers import KvSource
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.engine_core.kv_fetch.puller import KvPuller
+    from pdserve.engine_core.kv_fetch.uses import BlockUses
     from pdserve.ids import Seconds
     from pdserve.kv.block_pool import BlockPool
     from pdserve.messages.engine import AbsorbKv, Event
@@ -47,6 +49,8 @@ class _Order:
     held: list[int] = field(default_factory=list)
     """Blocks of the chain before those, held so that they stay."""
     fresh: list[int] = field(default_factory=list)
+    use: BlockUse = field(default_factory=BlockUse)
+    """How the blocks were used at the other worker."""
     cut: bool = False
     """There was no room for the rest of the order."""
 
@@ -54,8 +58,15 @@ class _Order:
 class KvAbsorber:
     """Absorbs chains of other workers; a `PullListener`."""
 
-    def __init__(self, pool: BlockPool, puller: KvPuller, say: Callable[[Event], None]) -> None:
-        """`say` sends an event to the node."""
+    def __init__(
+        self,
+        pool: BlockPool,
+        puller: KvPuller,
+        say: Callable[[Event], None],
+        uses: BlockUses,
+    ) -> None:
+        """`say` sends an event to the node. `uses` is told of the blocks that have come."""
+        self.uses = uses
         self._pool = pool
         self._puller = puller
         self._say = say
@@ -76,7 +87,8 @@ class KvAbsorber:
         hashes: list[bytes] = [*split_hashes(command.hashes)]
         had = len(pool.match(hashes))
         parent = hashes[had - 1] if had else command.parent
-        order = _Order(command.number, had, hashes[had:], parent)
+        use = BlockUse(command.turns, command.mark)
+        order = _Order(command.number, had, hashes[had:], parent, use=use)
         if command.first and not pool.match((command.parent,)):
             self._report(order, 0, "misfit")
         elif not order.wanted:
@@ -127,6 +139,8 @@ class KvAbsorber:
             pool.quarantine(rest)
             self._closing[number] = rest
         used = pool.commit_run(good, order.wanted[:blocks_ok], order.parent)
+        if used:
+            self.uses.absorbed(order.wanted[:blocks_ok], order.use)
         pool.release([*order.held, *used])
         self._report(order, blocks_ok, error or ("busy" if order.cut else ""))
 

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 from pdserve.messages.kv_pull import MAX_CHAINS, OfferedChain
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdserve.kv.block_pool import BlockPool
+    from pdserve.kv.tiers.cleaner import BlockUse
 
 __all__ = ["blocks_up_to", "worth_most"]
 
@@ -25,9 +28,11 @@ def blocks_up_to(pool: BlockPool, block_hash: bytes) -> list[int]:
     return found[::-1]
 
 
-def worth_most(pool: BlockPool, most: int) -> tuple[OfferedChain, ...]:
+def worth_most(
+    pool: BlockPool, most: int, use: Callable[[bytes], BlockUse]
+) -> tuple[OfferedChain, ...]:
     """Chains of cached blocks, the last used one first: at most `most` blocks and `MAX_CHAINS`
-    chains. O(cached blocks).
+    chains. `use` tells how a block was used; private ones are left out. O(cached blocks).
 
     In order of use a block comes after all that continue it. So in the opposite order those before
     a chain's first block are in an earlier chain, or in use.
@@ -36,6 +41,8 @@ def worth_most(pool: BlockPool, most: int) -> tuple[OfferedChain, ...]:
     ends: dict[bytes, int] = {}
     """Index of the chain that ends with a hash."""
     for block, block_hash in pool.oldest(pool.counts().cached)[: -most - 1 : -1]:
+        if use(block_hash).private:
+            continue
         parent = pool.parent(block)
         index = ends.pop(parent, None)
         if index is None:
@@ -45,7 +52,9 @@ def worth_most(pool: BlockPool, most: int) -> tuple[OfferedChain, ...]:
             chains.append((parent, []))
         chains[index][1].append(block_hash)
         ends[block_hash] = index
-    return tuple(
-        OfferedChain(len(blocks_up_to(pool, parent)), parent, b"".join(hashes))
-        for parent, hashes in chains
-    )
+    return tuple(_offered(pool, parent, hashes, use(hashes[-1])) for parent, hashes in chains)
+
+
+def _offered(pool: BlockPool, parent: bytes, hashes: list[bytes], use: BlockUse) -> OfferedChain:
+    first = len(blocks_up_to(pool, parent))
+    return OfferedChain(first, parent, b"".join(hashes), use.root, use.turns)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.engine_core.kv_fetch.ports import FetchCommand
+    from pdserve.engine_core.kv_fetch.uses import BlockUses
     from pdserve.engine_core.kv_transfer.connector import (
         AttemptBroken,
         AttemptFenced,
@@ -56,14 +57,28 @@ class KvFetches:
     """KV fetches of one core, in both directions."""
 
     def __init__(
-        self, pool: BlockPool, mover: KvConnector, region: Region, say: Callable[[Event], None]
+        self,
+        pool: BlockPool,
+        mover: KvConnector,
+        region: Region,
+        say: Callable[[Event], None],
+        uses: BlockUses,
     ) -> None:
-        """`say` sends an event to the node."""
+        """`say` sends an event to the node. `uses` knows how cached blocks were used."""
         self.puller = KvPuller(mover, region, say)
         self.server = KvServer(pool, mover, region, say)
-        self.absorber = KvAbsorber(pool, self.puller, say)
+        self.absorber = KvAbsorber(pool, self.puller, say, uses)
         self._pool = pool
         self._say = say
+
+    @property
+    def uses(self) -> BlockUses:
+        """Knows how cached blocks were used."""
+        return self.absorber.uses
+
+    @uses.setter
+    def uses(self, uses: BlockUses) -> None:
+        self.absorber.uses = uses
 
     @staticmethod
     def owns(moved: PullMoved) -> bool:
@@ -90,7 +105,7 @@ class KvFetches:
             case AbsorbKv():
                 self.absorber.absorb(command, now)
             case ListKvChains():
-                listed = KvChains(worth_most(self._pool, command.blocks))
+                listed = KvChains(worth_most(self._pool, command.blocks, self.uses.use))
                 self._say(KvChainsListed(command.number, listed))
 
     def peer_gone(self, command: PeerGone, now: Seconds) -> None:

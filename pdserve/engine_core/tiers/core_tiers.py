@@ -175,6 +175,15 @@ class CoreTiers:
         )
         self.cleaner.left(hashes, use, self._now)
 
+    def use(self, block_hash: bytes) -> BlockUse:
+        """The last use of a block on the device."""
+        return self.cleaner.use(block_hash)
+
+    def absorbed(self, hashes: Sequence[bytes], use: BlockUse) -> None:
+        """These blocks have come to the device from another worker, where they were used like
+        this."""
+        self.cleaner.left(hashes, use, self._now)
+
     def next_deadline(self) -> Seconds | None:
         """Time at which `advance` must be called at the latest; None: never."""
         return self.lower.next_deadline()

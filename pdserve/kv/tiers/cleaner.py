@@ -110,13 +110,14 @@ class Cleaner:
             self._tiers.store(wanted, now)
 
     def _wants(self, block_hash: bytes) -> bool:
-        return self._tiers.wants(block_hash) and not self._use(block_hash).private
+        return self._tiers.wants(block_hash) and not self.use(block_hash).private
 
-    def _use(self, block_hash: bytes) -> BlockUse:
+    def use(self, block_hash: bytes) -> BlockUse:
+        """The last use of a block on the device."""
         return self._uses.get(block_hash, _UNKNOWN)
 
     def _source(self, block: int, block_hash: bytes) -> DeviceBlock:
-        pool, use = self._pool, self._use(block_hash)
+        pool, use = self._pool, self.use(block_hash)
         content = TierBlock(
             block_hash,
             pool.parent(block),
