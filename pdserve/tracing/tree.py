@@ -181,6 +181,9 @@ class _Tree:
                 about["pdserve.candidates"] = decision.candidates
                 about["pdserve.waiting"] = decision.waiting
                 about["pdserve.sequences"] = decision.sequences
+            if decision.kv_sources:
+                named = ", ".join(f"{one.node}: {one.blocks}" for one in decision.kv_sources)
+                about["pdserve.kv_sources"] = named[:MAX_ATTRIBUTE]
         self._child(parent, "pdserve.route", route.start, route.end, about, route.error)
 
     def _attempt(self, parent: Span, attempt: AttemptPhase) -> None:

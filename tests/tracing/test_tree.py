@@ -10,7 +10,7 @@ import pytest
 from pdserve.ids import NodeId
 from pdserve.messages.request import MAX_WORKER_PHASES, Finish, FirstTokenStats, WorkerPhase
 from pdserve.messages.routing import RouteDecision
-from pdserve.messages.tiers import CachedSource
+from pdserve.messages.tiers import CachedSource, KvSource
 from pdserve.tracing.context import TraceContext
 from pdserve.tracing.export.delivery import QUEUE_SPANS
 from pdserve.tracing.phases import (
@@ -137,10 +137,18 @@ def test_a_usual_request() -> None:
 
 def test_a_router_that_was_asked_tells_what_its_decision_rests_on() -> None:
     phases = request()
-    decision = RouteDecision(NodeId("w"), 7, 1, candidates=4, waiting=2, sequences=3)
+    sources = (KvSource("a", 1, 9, 4), KvSource("b", 2, 5))
+    decision = RouteDecision(
+        NodeId("w"), 7, 1, candidates=4, waiting=2, sequences=3, kv_sources=sources
+    )
     prompt(phases).add_route(RoutePhase(101.0, 102.0, "first", "r1", decision, 16))
     (route,) = named(build(phases), "pdserve.route")
-    about = {"pdserve.candidates": 4, "pdserve.waiting": 2, "pdserve.sequences": 3}
+    about = {
+        "pdserve.candidates": 4,
+        "pdserve.waiting": 2,
+        "pdserve.sequences": 3,
+        "pdserve.kv_sources": "a: 9, b: 5",
+    }
     assert about.items() <= route.attributes.items()
 
 
