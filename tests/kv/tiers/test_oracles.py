@@ -300,6 +300,7 @@ def test_the_cores_tiers_are_nearly_one_lru_list_of_the_sum(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("blocks", LRU_HITS)
 def test_each_tier_alone_finds_the_known_number(mooncake, blocks: int) -> None:
     assert sum(replay(mooncake, AtomicTiers(blocks, 0))) == LRU_HITS[blocks]
@@ -307,6 +308,7 @@ def test_each_tier_alone_finds_the_known_number(mooncake, blocks: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("device", "host"), [(976, 3906), (1953, 9765), (3906, 1953)])
 def test_exclusive_tiers_are_hit_for_hit_one_list(mooncake, device: int, host: int) -> None:
     both = replay(mooncake, AtomicTiers(device, host))
@@ -315,6 +317,7 @@ def test_exclusive_tiers_are_hit_for_hit_one_list(mooncake, device: int, host: i
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("blocks", TURN_RATES)
 def test_the_turn_bonus_finds_the_known_part(mooncake, blocks: int) -> None:
     total = sum(len(prompt.names) for prompt in mooncake)
@@ -324,6 +327,7 @@ def test_the_turn_bonus_finds_the_known_part(mooncake, blocks: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("order", [PLAIN, TURNS], ids=["lru", "turns"])
 @pytest.mark.parametrize(("device", "host"), [(976, 3906), (1953, 9765)])
 def test_the_cores_tiers_find_nearly_as_much(mooncake, device, host, order) -> None:
