@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from pdserve.engine_core.scheduler.sequence import Sequence
     from pdserve.ids import Seconds
+    from pdserve.kv.storage import BlockMemory
+    from pdserve.kv.tiers.jobs import BlockCopier
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.request import SamplingParams, TokenLogprob
     from pdserve.transfer.base import Region
@@ -157,8 +159,8 @@ class StepResult:
 class Executor(Protocol):
     """Computes steps. All methods are called in the core's thread, one at a time.
 
-    Optional abilities are the protocols `SupportsWeightSharing`, `SupportsKvTransfer` and
-    `SupportsGrammarPrefetch`.
+    Optional abilities are the protocols `SupportsWeightSharing`, `SupportsKvTransfer`,
+    `SupportsTiers` and `SupportsGrammarPrefetch`.
     """
 
     def load(self, spec: EngineSpec, progress: ProgressFn) -> ModelInfo:
@@ -188,6 +190,15 @@ class SupportsKvTransfer(Protocol):
     def region(self) -> Region | None:
         """The allocated KV storage; peers may write to blocks that are in no plan. None if it
         cannot be transferred."""
+        ...
+
+
+class SupportsTiers(Protocol):
+    """Optional ability of an executor whose KV is not in host memory: it can be copied there."""
+
+    def tier_copier(self, arena: BlockMemory) -> BlockCopier | None:
+        """What copies blocks between the KV storage and an arena of block-sized frames, called in
+        another thread. None: the storage is host memory (`SupportsKvTransfer.region`)."""
         ...
 
 

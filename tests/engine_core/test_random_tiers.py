@@ -99,8 +99,7 @@ class TieredMachine(CoreMachine):
         io.fault = self.fault
 
         def free() -> None:
-            view.release()
-            device.release()
+            copier.close()
             arena.close()
 
         return TierStorage(self.frames, BLOCK_BYTES, io, disk, runner, free)

@@ -46,11 +46,11 @@ def simulated_storage(
     arena = BlockMemory(frames, (size,))
     frames_view = arena.view()
     files = None if disk is None else disk.files
-    runner = JobRunner(MemoryCopier(view, frames_view, size), arena, files)
+    copier = MemoryCopier(view, frames_view, size)
+    runner = JobRunner(copier, arena, files)
 
     def free() -> None:
-        view.release()
-        frames_view.release()
+        copier.close()
         arena.close()
 
     io = VirtualTierIo(clock, block_bytes, runner, rates)

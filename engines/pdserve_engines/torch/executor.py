@@ -39,6 +39,7 @@ from pdserve_engines.torch.models.row_selection import RowSelection
 from pdserve_engines.torch.models.torch_model import TorchModel
 from pdserve_engines.torch.sampling.sampler import Sampler, describe, is_plain
 from pdserve_engines.torch.settings import resolve_settings
+from pdserve_engines.torch.tier_copier import TorchTierCopier
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from pdserve.engine_core.executor import ModelInfo, ProgressFn, ScheduledChunk
     from pdserve.engine_core.scheduler.sequence import Sequence
     from pdserve.ids import Seconds
+    from pdserve.kv.storage import BlockMemory
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.request import SamplingParams, TokenLogprob
     from pdserve_engines.torch.kv_budget import AvailableMemory
@@ -235,6 +237,13 @@ class TorchExecutor:
         if pool.memory is not None:
             return region_in_memory(layout, pool.memory)
         return Region(layout, pool.num_blocks, address=pool.tensor.data_ptr())
+
+    def tier_copier(self, arena: BlockMemory) -> TorchTierCopier | None:
+        """What copies blocks of a pool on a GPU to host memory and back, from another thread; None
+        for a pool in host memory, which needs nothing special."""
+        assert self.pool is not None, "allocate comes before tiers"
+        self._moved = True
+        return None if self.pool.memory is not None else TorchTierCopier(self.pool.tensor, arena)
 
     def expect(self, sampling: SamplingParams) -> None:
         """Start to compile the grammar of such a request; returns at once."""

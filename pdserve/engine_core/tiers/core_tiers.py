@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pdserve.kv.tiers.lanes import LaneEstimate
     from pdserve.messages.kv_events import KvEvent, Tier
     from pdserve.messages.tiers import LaneLoad, LaneName, TierSpec, TierStats
+    from pdserve.transfer.base import Region
 
 __all__ = ["CoreTiers", "MakeTierIo", "TierStorage", "frames_of", "open_storage", "threads"]
 
@@ -242,24 +243,29 @@ def open_storage(
     frames = frames_of(spec, block_bytes)
     arena = BlockMemory(frames, (block_bytes,))
     disk = _open_disk(spec, info, secret_id, block_bytes)
-    view = arena.view()
-    copier: BlockCopier
-    if hasattr(executor, "tier_copier"):
-        copier = executor.tier_copier(arena)
-    elif region.view is not None:
-        copier = MemoryCopier(region.view, view, block_bytes)
-    else:
-        raise ConfigError("this engine cannot copy KV from its device: leave out the tiers")
+    copier = _copier(executor, region, arena, block_bytes)
     runner = JobRunner(copier, arena, None if disk is None else disk.files)
     io = make_io(runner, block_bytes, disk is not None)
 
     def free() -> None:
+        copier.close()
         if region.view is not None:
             region.view.release()
-        view.release()
         arena.close()
 
     return TierStorage(frames, block_bytes, io, disk, runner, free)
+
+
+def _copier(
+    executor: Executor, region: Region, arena: BlockMemory, block_bytes: Bytes
+) -> BlockCopier:
+    own = executor.tier_copier(arena) if hasattr(executor, "tier_copier") else None
+    if own is not None:
+        copier: BlockCopier = own
+        return copier
+    if region.view is None:
+        raise ConfigError("this engine cannot copy KV from its device: leave out the tiers")
+    return MemoryCopier(region.view[:], arena.view(), block_bytes)
 
 
 def _host_admission(spec: TierSpec) -> AdmissionMode:

@@ -44,6 +44,11 @@ class MemoryCopier:
     def copy_in(self, frames: Sequence[int], blocks: Sequence[int]) -> None:
         self._copy(self._device, blocks, self._arena, frames)
 
+    def close(self) -> None:
+        """Let go of both memories."""
+        self._device.release()
+        self._arena.release()
+
     def _copy(
         self, target: memoryview, to: Sequence[int], source: memoryview, from_: Sequence[int]
     ) -> None:

@@ -114,6 +114,10 @@ class BlockCopier(Protocol):
         """Copy frames to device blocks; returns when steps may read them."""
         ...
 
+    def close(self) -> None:
+        """Let go of both memories. No copy is under way. Idempotent."""
+        ...
+
 
 class TierIo(Protocol):
     """Carries out jobs. Called in the core's thread; no method waits, except `close`."""
