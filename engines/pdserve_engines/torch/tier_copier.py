@@ -1,9 +1,9 @@
 """Copies KV blocks between a pool on a GPU and the host arena of the lower tiers.
 
-It copies in a stream of its own, from a thread beside the core's, so that steps go on meanwhile. The
-arena is page-locked, without which copies are slow and not asynchronous. A block that is copied out
-was computed by a step that has ended (`TorchExecutor` settles such steps), and one that is copied in
-is in no plan before the copy has ended: so the streams need no events between them.
+It copies in a stream of its own, from a thread beside the core's, so that steps go on meanwhile.
+The arena is page-locked, without which copies are slow and not asynchronous. A block that is copied
+out was computed by a step that has ended (`TorchExecutor` settles such steps), and one that is
+copied in is in no plan before the copy has ended: so the streams need no events between them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TorchTierCopier:
 
     def _pin(self, arena: BlockMemory) -> bool:
         """Page-lock the arena; False, with a warning, where the system does not allow it."""
-        runtime = torch.cuda.cudart()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         failed = int(runtime.cudaHostRegister(self._frames.data_ptr(), arena.size, 0))
         if failed:
             _log.warning(
@@ -76,6 +76,7 @@ class TorchTierCopier:
         """Unlock the arena and let go of both memories. No copy is under way. Idempotent."""
         if self._pinned:
             self._pinned = False
-            torch.cuda.cudart().cudaHostUnregister(self._frames.data_ptr())
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostUnregister(self._frames.data_ptr())
         self._blocks = self._frames = torch.empty(0)
         self._view.release()

@@ -219,7 +219,7 @@ class AtomicCore:
             self._io,
             block_bytes=1,
             block_size=BLOCK,
-            generation=self.pool.generation,
+            device=self.pool,
         )
         self._cleaner = Cleaner(self.pool, self.lower)
         self._fetches = 0
