@@ -269,6 +269,7 @@ SCENARIOS = {
     "engine/test_stalled_cores.py": "the client, the watchdog and a core that hangs",
     "engine_core/kv_fetch/test_random_fetches.py": "random fetches between cores, and planted bugs",
     "engine_core/kv_fetch/test_real_transports.py": "fetches over shared memory and TCP",
+    "engine_core/kv_fetch/test_requests_that_fetch.py": "scheduler, onboarder and puller together",
     "engine_core/kv_transfer/test_handoff.py": "two cores, sender and receiver together",
     "engine_core/kv_transfer/test_handoff_faults.py": "the same with lost and wrong parts",
     "engine_core/kv_transfer/test_random_handoffs.py": "random handoffs between cores",
