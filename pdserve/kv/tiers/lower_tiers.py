@@ -331,11 +331,12 @@ class LowerTiers:
             age = self.host.age(block_hash, now)
             shadow = self.host.is_shadow(block_hash)
             self.host.evict(block_hash)
-            if block_hash in self._device:
-                # Stored again, it would only push out the next one of these.
-                self._refused.add(block_hash)
             if shadow:
                 continue
+            if block_hash in self._device:
+                # It was stored ahead of its eviction there, and others are worth more. Stored
+                # again, it would only push out the next one of its kind.
+                self._refused.add(block_hash)
             self._counts["host"].evicted += 1
             self._host_admission.evicted(block_hash, age, now)
             if self.disk is not None and block_hash not in self.disk:
