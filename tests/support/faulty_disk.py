@@ -70,8 +70,10 @@ class FaultyDisk:
         self.cut_after: int | None = None
         """The power fails after so many changes."""
         self.fault: Callable[[str, Path], int] = lambda operation, path: 0
-        """Returns the errno with which an operation fails; 0: it succeeds."""
-        self.log: list[str] = []
+        """Returns the errno with which an operation fails; 0: it succeeds. Operation `short` is no
+        call: any number but 0 makes a read return half of what it was asked for."""
+        self.shows_removed = True
+        """A new file may show what a removed one left on the medium, if power fails."""
 
     # ------------------------------------------------------------------ for tests
 
@@ -123,7 +125,7 @@ class FaultyDisk:
         self._begin("create", path)
         if path in self._names:
             raise OSError(codes.EEXIST, "exists")
-        stale = self._removed.pop(0).kept if self._removed else {}
+        stale = self._removed.pop(0).kept if self._removed and self.shows_removed else {}
         file = self._names[path] = _File(size, stale=dict(stale))
         self._step()
         return self._descriptor(path, file, True)
@@ -157,6 +159,8 @@ class FaultyDisk:
         pages = range(offset // PAGE, -(-end // PAGE))
         content = b"".join(file.page(number) for number in pages)
         content = content[offset % PAGE :][: max(0, end - offset)]
+        if self.fault("short", path):
+            content = content[: len(content) // 2]
         at = 0
         for buffer in buffers:
             part = content[at : at + len(buffer)]

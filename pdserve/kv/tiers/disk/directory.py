@@ -320,14 +320,20 @@ def find_leftovers(
 
 
 def is_locked(path: Path) -> bool:
-    """True if a worker has this subdirectory, or it cannot be told."""
+    """True if a worker has this subdirectory, or it cannot be told. Nothing is changed."""
     try:
-        lock = _lock(path)
+        fd = os.open(path / _LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
     except OSError:
         return True
-    if lock is None:
+    try:
+        # Shared: two that look do not see each other.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
         return True
-    os.close(lock)
+    finally:
+        os.close(fd)
     return False
 
 

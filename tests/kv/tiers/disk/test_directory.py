@@ -83,6 +83,9 @@ def test_what_is_locked_is_not_taken(tmp_path: Path):
     first.unlock()
     assert not is_locked(first.path)
     second.unlock()
+    (first.path / "LOCK").unlink()
+    assert not is_locked(first.path)
+    assert not (first.path / "LOCK").exists()
 
 
 def test_a_lock_of_a_moment_is_waited_for(tmp_path: Path, monkeypatch):

@@ -239,6 +239,25 @@ def test_the_power_fails_again_and_again(seed: int, long: bool):
             disk.cut_after = None
 
 
+def test_erased_blocks_do_not_come_back(seed: int, long: bool):
+    """Whatever the power failure leaves of later work: an erasure that has ended is durable."""
+    random = Random(seed)
+    for _ in range(100 if long else 5):
+        disk = FaultyDisk()
+        disk.shows_removed = False  # of removed files, the file system must show nothing
+        machine = Machine.boot(disk, segments=4, records=4)
+        fresh = machine.work(random, 60, 0)
+        gone = random.sample(sorted(machine.known), min(4, len(machine.known)))
+        for hash in gone:
+            machine.index.drop(hash, erase=True)
+        machine.settle()
+        machine.work(random, 30, fresh)
+        after = disk.after_cut(random)
+        again = Machine.boot(after, 2, segments=50, records=4)
+        assert again.served().isdisjoint(gone)
+        assert not any(after.find(payload_of(hash, 64)) for hash in gone)
+
+
 def test_flipped_bits_are_never_served(seed: int, long: bool):
     random = Random(seed)
     for _ in range(200 if long else 12):
