@@ -37,7 +37,8 @@ status         size, use, retention, hits and trouble of every worker's tiers
 inspect DIR    what a directory of --disk-kv holds, also without a worker
 verify DIR     read every block there and compare it with its checksum
 drop           have workers forget KV: --all, --tenant, --salt, --older
-warm           send prompts for one token each, so that their KV is cached"""
+warm           send prompts for one token each, so that their KV is cached; or, with
+               --from, have workers pull what another one has cached"""
 _LONGEST_TTL: Final = 86400.0
 _WIDE: Final = 1000
 
@@ -78,6 +79,8 @@ def _parser() -> Parser:
     add("--worker", metavar="NODE", action="append", default=[], help=text)
     text = "warm: a text, .json with a request's body, or .jsonl with many; may be repeated."
     add("--prompt", metavar="FILE", action="append", default=[], help=text)
+    text = "warm: the worker whose blocks the others, or --worker, are to pull."
+    add("--from", metavar="NODE", dest="source", default="", help=text)
     add("--ttl", metavar="TIME", default="", help="warm: cache_ttl of the requests.")
     environ = os.environ
     url = environ.get("PDSERVE_URL", "http://127.0.0.1:8000")
@@ -226,6 +229,12 @@ def _judged(part: WorkerPart, verdict: BlockCheck) -> str:
 
 
 def _warm(parsed: argparse.Namespace) -> int:
+    if parsed.source:
+        from pdserve.cli.tier.warm_from import warm_from
+
+        if parsed.prompt or parsed.ttl:
+            raise ConfigError("--from takes neither --prompt nor --ttl: it sends no request")
+        return asyncio.run(warm_from(reach_of(parsed), parsed.source, parsed.worker))
     from pdserve.cli.tier.warm import read_prompts, warm
     from pdserve.client.client import Client
 

@@ -41,7 +41,7 @@ from pdserve.net.endpoint import Endpoint
 from pdserve.net.settings import NetSettings
 from pdserve.net.transport.tcp import TcpNetwork
 from pdserve.net.transport.tls import Tls
-from pdserve.runtime.rpc_methods import DISAGG, DRAIN, DROP_KV, STATUS, TRACES
+from pdserve.runtime.rpc_methods import DISAGG, DRAIN, DROP_KV, STATUS, TRACES, WARM
 from pdserve.wire.handshake import Identity
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from pdserve.launch.cluster.addresses import ClusterConfig
     from pdserve.launch.cluster.admin_socket import AdminSocket
     from pdserve.messages.handoff import Disagg
+    from pdserve.messages.kv_pull import KvTaken, WarmUp
     from pdserve.messages.status import ClusterStatus, DrainState
     from pdserve.messages.tiers import DropOrder, DropReport
     from pdserve.messages.trace import TraceQuery, TraceReply
@@ -198,6 +199,19 @@ class AdminClient:
         except NoMethod:
             raise ProtocolError(
                 f"it has no KV tiers: its version of pdserve is older than {__version__}"
+            ) from None
+
+    async def warm(self, address: str, node: NodeId, order: WarmUp) -> KvTaken:
+        """Have the worker `node`, at `address`, pull blocks of another worker.
+
+        Errors: `LinkError` of some kind, `DeadlineExceeded`, what the worker raises.
+        """
+        link = await self._endpoint.dial(address, expect=node)
+        try:
+            return await link.request(WARM, order, timeout=order.timeout + _TIMEOUT)
+        except NoMethod:
+            raise ProtocolError(
+                f"it moves no KV, or its version of pdserve is older than {__version__}"
             ) from None
 
     async def close(self) -> None:
