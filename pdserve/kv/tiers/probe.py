@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import resource
+import sys
 import tempfile
 import threading
 import time
@@ -193,6 +194,8 @@ def measure_disk(
 ) -> DiskProbe:
     """Measure the disk below a directory that exists, within about `budget` seconds. An error ends
     the measurement; what was measured before it is kept."""
+    if sys.platform != "linux":
+        return DiskProbe(str(path), trouble="a disk tier needs Linux")
     try:
         system = os.statvfs(path)
         free = system.f_bavail * system.f_frsize

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -113,6 +114,8 @@ class DiskTier:
 
         Errors: `ConfigError`.
         """
+        if sys.platform != "linux":
+            raise ConfigError("the disk tier needs Linux: leave out --disk-kv")
         settings = _Settings(
             root,
             capacity,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pdserve.kv.tiers.disk.file_system import file_ops
 from pdserve.kv.tiers.disk.file_system.direct_io import (
     PAGE,
     AlignedMemory,
@@ -92,6 +93,26 @@ def test_what_was_written_is_read_back(tmp_path: Path, seed: int):
     ops.begin_sync(fd, 0, PAGE)
     ops.done_with(fd)
     ops.close(fd)
+
+
+def test_zeros_bypass_the_cache_too(tmp_path: Path, monkeypatch):
+    """Where the file system can neither reserve nor punch."""
+    if not can_bypass(tmp_path, PAGE):
+        pytest.skip("this file system cannot bypass the page cache")
+
+    def refuse(fd: int, offset: int, size: int) -> None:
+        raise OSError(codes.EOPNOTSUPP, "not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(file_ops, "_punch", lambda fd, offset, size: False)
+    ops = OsFileOps(direct=True)
+    fd = ops.create(tmp_path / "file", 300 * PAGE)
+    ops.write(fd, 0, [b"x" * 3 * PAGE])
+    ops.erase(fd, PAGE, PAGE)
+    ops.close(fd)
+    assert ops.direct
+    content = (tmp_path / "file").read_bytes()
+    assert content == b"x" * PAGE + bytes(PAGE) + b"x" * PAGE + bytes(297 * PAGE)
 
 
 def test_the_end_of_a_file_is_noticed(tmp_path: Path):
