@@ -249,7 +249,8 @@ class DiskIndex:
         self._failed_reads += 1
         segment = self._log[place.segment]
         segment.faults += 1
-        self.drop(hash)
+        # Erased, so that it is not found again after a restart; a device that fails is not written.
+        self.drop(hash, erase=reason in ("crc", "format"))
         if reason != "absent":
             self.trouble.failed(errno or CORRUPT, now)
         if reason == "absent" or segment.faults >= _BAD_READS:
@@ -294,12 +295,14 @@ class DiskIndex:
                 self._pins[record.block.hash] = record.block.pin_until
 
     def failed(self, batch: WriteBatch, errno: int, now: Seconds) -> None:
-        """The batch was not written: none of it counts, and its segments take nothing more."""
+        """The batch was not written, and no thread writes it any more: none of it counts, and its
+        segments take nothing more. What reached the disk nevertheless is erased: nobody could drop
+        it later."""
         self._end(batch)
         self.trouble.failed(errno, now)
         for record in batch.records:
-            if self._unwanted.pop(record.block.hash, False):
-                self._log.erase(record.place)
+            self._unwanted.pop(record.block.hash, None)
+            self._log.erase(record.place)
         self._close(batch)
         if is_full(errno) and not self._log.remove_leftover():
             self._evict_one(now)
@@ -376,7 +379,7 @@ class DiskIndex:
             case SealSegment():
                 lost = self._log.sealed(command, errno, now)
             case EraseRecords():
-                lost = self._log.erased(command, errno)
+                lost = self._log.erased(command, errno, now)
             case MoveRecords():
                 self._moved(command, errno, now)
             case UnlinkSegment():

@@ -284,10 +284,14 @@ class SegmentLog:
             self._shrink(segment, command)
         return None
 
-    def erased(self, command: EraseRecords, errno: int) -> Segment | None:
+    def erased(self, command: EraseRecords, errno: int, now: Seconds) -> Segment | None:
         """Erasing ended. Returns the segment if it is lost: the payloads must go, with the whole
-        file if not alone."""
+        file if not alone. Where nothing can be written, they go later."""
         segment = self._end_command(command.segment)
+        if is_barred(errno):
+            segment.erasing += command.places
+            self._attention[segment.number] = now + _AGAIN
+            return None
         if errno:
             return segment
         if command.seal is not None and segment.state is SegmentState.SEALED:

@@ -138,6 +138,19 @@ def test_a_failed_batch_closes_its_segment():
     assert m.index.counts().errors == {codes.EIO: 1}
 
 
+def test_what_a_failed_batch_left_is_erased():
+    m = machine()
+    m.store_all(chain(0, 1))
+    failed = m.append(chain(1, 2))
+    assert failed is not None
+    m.batches.clear()
+    m.index.failed(failed, codes.EIO, 0.0)
+    m.settle()
+    erased = [place for c in m.ended if isinstance(c, EraseRecords) for place in c.places]
+    assert erased == [record.place for record in failed.records]
+    assert m.known == {name(0, 0)}
+
+
 def test_a_full_disk_pauses_writing_and_gives_the_oldest_segment_back():
     m = machine(segments=6)
     store_chains(m, range(9))

@@ -96,7 +96,10 @@ def test_a_seal_or_an_erasure_that_failed_costs_the_segment():
     segments.erase(place)
     (erase,) = segments.commands(0.0)
     assert isinstance(erase, EraseRecords)
-    assert segments.erased(erase, codes.EIO) is segments[7]
+    assert segments.erased(erase, codes.EROFS, 0.0) is None
+    assert segments.commands(29.0) == []
+    assert segments.commands(30.0) == [erase]
+    assert segments.erased(erase, codes.EIO, 30.0) is segments[7]
 
 
 def test_where_nothing_can_be_written_a_segment_is_sealed_later():
