@@ -340,6 +340,8 @@ class KvPuller:
         pull.good = 0
         if error:
             self.ended[error] += 1
+            wanted = len(pull.blocks)
+            _log.info("%d of %d blocks fetched from %s: %s", blocks, wanted, pull.source, error)
         self.pulled_blocks += blocks
         self._say(KvPullEnded(pull.serial, blocks, error, max(0.0, now - pull.begun)))
         if not told:

@@ -108,7 +108,7 @@ class PlannerConfig:
     margin: Seconds = 0.02
     """A segment's deadline is `slack` times its predicted time, plus `margin`."""
     longest_wait: Seconds = 5.0
-    """Latest deadline of a segment, from now."""
+    """Latest deadline of a segment, from now; with `always` it is that of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,14 +213,19 @@ class _Judge:
 
     def segments(self, runs: Sequence[Run]) -> tuple[PlannedSegment, ...]:
         """The runs with their times; a lane serves them in order."""
-        config = self.config
         segments = []
         for index, run in enumerate(runs):
             sizes = self._sizes(runs[: index + 1])
             eta = self._whole({lane: sizes[lane] for lane in _LANES[run.source]})
-            deadline = min(config.slack * eta + config.margin, config.longest_wait)
-            segments.append(PlannedSegment(run, eta, deadline))
+            segments.append(PlannedSegment(run, eta, self._deadline(eta)))
         return tuple(segments)
+
+    def _deadline(self, eta: Seconds) -> Seconds:
+        """When blocks that are predicted at `eta` are given up."""
+        config = self.config
+        if config.fetch == "always":
+            return config.longest_wait
+        return min(config.slack * eta + config.margin, config.longest_wait)
 
     def hidden(self, before: Sequence[Run], run: Run) -> int:
         """How many of the run's blocks come at no cost, after the runs before it: while the prompt

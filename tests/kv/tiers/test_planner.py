@@ -136,6 +136,12 @@ def test_a_deadline_has_a_bound() -> None:
     assert segment.deadline == 5.0
 
 
+def test_a_forced_fetch_has_the_latest_deadline() -> None:
+    prompt = PromptSources(8001, peers=[("w2", 400)])
+    planned = plan(prompt, FAST, COST, replace(CONFIG, fetch="always"))
+    assert [segment.deadline for segment in planned.segments] == [CONFIG.longest_wait]
+
+
 def test_only_some_ends_of_many_runs_are_compared() -> None:
     local = tuple(Run("host" if i % 2 else "disk", 5 * i, 5) for i in range(60))
     planned = plan(PromptSources(8000, local=local), FAST, COST, CONFIG)
