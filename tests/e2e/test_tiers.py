@@ -1,0 +1,230 @@
+"""KV tiers in real processes: what was evicted comes back, also after everything was killed.
+
+The sim engine's tokens depend on every byte of its KV. So an answer that equals the first, computed
+one shows that what came back is right.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.chaos.cluster import Cluster
+from tests.e2e.tiers import (
+    BLOCK,
+    BLOCKS,
+    DEVICE,
+    ENGINE,
+    FRAME,
+    REUSED,
+    ask,
+    prompt,
+    restart,
+    tier_count,
+    wait_served,
+    wait_tier,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.chaos.cluster import Node
+    from tests.e2e.tiers import Answer
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@dataclass
+class Pair:
+    """Two workers whose disk tiers share a directory."""
+
+    cluster: Cluster
+    disk: Path
+    front: Node
+    workers: dict[str, Node]
+    asked: dict[str, set[tuple[object, str]]] = field(default_factory=partial(defaultdict, set))
+    """Prompts that each worker has seen in its present life, with their salts."""
+    kept: dict[str, set[tuple[object, str]]] = field(default_factory=partial(defaultdict, set))
+    """Those of its earlier lives, which are on disk."""
+
+    def ask(self, worker: str, seed: object, salt: str = "") -> Answer:
+        """Ask, and wait until the host has the prompt: a small device would evict it too soon."""
+        answer = ask(self.front, prompt(seed), worker, **({"cache_salt": salt} if salt else {}))
+        self.asked[worker].add((seed, salt))
+        stored = BLOCKS * len(self.asked[worker])
+        wait_tier(self.workers[worker], "host", "stored_blocks_total", stored)
+        return answer
+
+    def push_out(self, worker: str, seed: object) -> None:
+        """Ask for other prompts until nothing older is on the worker's device."""
+        for number in range(DEVICE // BLOCKS + 1):
+            self.ask(worker, f"others {seed} {number}")
+
+    def wait_written(self) -> None:
+        """Until all that the workers have is on disk."""
+        for name, node in self.workers.items():
+            fresh = self.asked[name] - self.kept[name]
+            wait_tier(node, "disk", "stored_blocks_total", BLOCKS * len(fresh))
+
+    def restart(self, worker: str) -> None:
+        """Start a worker that was killed, as it was started before."""
+        self.workers[worker] = restart(self.cluster, self.workers[worker])
+        self.kept[worker] |= self.asked.pop(worker)
+
+    def directories(self) -> dict[str, str]:
+        """The subdirectory that each worker's disk tier has."""
+        return {name: directory_of(node) for name, node in self.workers.items()}
+
+    def wait_ready(self) -> None:
+        self.cluster.wait_ready()
+        wait_served(self.front, *self.workers)
+
+    def kill_all(self) -> None:
+        """As when every machine loses its processes at once."""
+        for node in self.cluster.nodes:
+            if node.process.poll() is None:
+                node.kill()
+
+    def start_all(self) -> None:
+        """Every process anew, the workers with their names and flags."""
+        self.cluster.router(name="router-again")
+        for name in self.workers:
+            self.restart(name)
+        self.front = self.cluster.frontend(name="frontend-again")
+        self.wait_ready()
+
+
+def directory_of(node: Node) -> str:
+    """The subdirectory that it has opened last."""
+    said = [r["message"].split() for r in node.records() if r["message"].startswith("disk tier /")]
+    return str(said[-1][2])
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("tiers")
+    disk = folder / "disk"
+    with Cluster(folder) as cluster:
+        cluster.router()
+        tiers = ("--host-kv", str(400 * FRAME), "--disk-kv", f"{disk}:64MiB")
+        workers = {
+            name: cluster.start("worker", name, "--join", cluster.address, *ENGINE, *tiers)
+            for name in ("a", "b")
+        }
+        found = Pair(cluster, disk, cluster.frontend(), workers)
+        found.wait_ready()
+        yield found
+
+
+# ---------------------------------------------------------------------- one life
+
+
+def test_what_the_device_evicted_comes_back_from_host(pair):
+    cold = [pair.ask("a", seed) for seed in range(4)]
+    assert [answer.cached for answer in cold] == [{}] * 4
+    worker = pair.workers["a"]
+    before = tier_count(worker, "host", "hit_tokens_total")
+    pair.push_out("a", "host")
+    warm = [pair.ask("a", seed) for seed in range(4)]
+    assert [answer.text for answer in warm] == [answer.text for answer in cold]
+    assert [answer.cached for answer in warm] == [{"host": REUSED}] * 4
+    wait_tier(worker, "host", "hit_tokens_total", before + 4 * REUSED)
+    assert tier_count(worker, "host", "hit_tokens_total") == before + 4 * REUSED
+    assert tier_count(worker, "disk", "hit_tokens_total") == 0
+
+
+def test_a_prefix_is_on_the_device_and_its_rest_on_the_host(pair):
+    cold = pair.ask("a", "mixed")
+    pair.push_out("a", "mixed")
+    half = ask(pair.front, prompt("mixed")[: 5 * BLOCK + 1], "a")
+    assert half.cached == {"host": 5 * BLOCK}
+    whole = pair.ask("a", "mixed")
+    assert whole.cached == {"device": 5 * BLOCK, "host": 4 * BLOCK}
+    assert whole.text == cold.text
+
+
+def test_another_salt_hits_on_no_tier_and_at_no_other_worker(pair):
+    mine = pair.ask("a", "salted", "alice")
+    assert pair.ask("a", "salted", "bob").cached == {}, "on the device"
+    pair.push_out("a", "salted")
+    assert pair.ask("a", "salted", "carol").cached == {}, "on the host"
+    assert pair.ask("b", "salted", "dave").cached == {}, "at the other worker"
+    again = pair.ask("a", "salted", "alice")
+    assert (again.text, again.cached) == (mine.text, {"host": REUSED})
+
+
+# ---------------------------------------------------------------------- one killed worker
+
+
+@dataclass
+class Before:
+    """What was so before processes were killed."""
+
+    answers: dict[str, Answer]
+    directories: dict[str, str]
+
+
+def written(pair: Pair, kind: str) -> Before:
+    """Have each worker answer a prompt of its own, and wait until its KV is on disk."""
+    answers = {name: pair.ask(name, f"{name} {kind}") for name in pair.workers}
+    pair.wait_written()
+    return Before(answers, pair.directories())
+
+
+@pytest.fixture(scope="module")
+def one_back(pair: Pair) -> Before:
+    """Worker `a` was killed and started again, while `b` went on."""
+    before = written(pair, "before one")
+    pair.workers["a"].kill()
+    pair.restart("a")
+    pair.wait_ready()
+    return before
+
+
+def test_a_killed_worker_takes_its_own_part_of_a_shared_directory(pair, one_back):
+    assert len(set(one_back.directories.values())) == 2
+    assert pair.directories() == one_back.directories
+    mine = pair.ask("a", "a before one")
+    assert (mine.text, mine.cached) == (one_back.answers["a"].text, {"disk": REUSED})
+    theirs = pair.ask("b", "b before one")
+    assert (theirs.text, theirs.cached) == (one_back.answers["b"].text, {"device": REUSED})
+    foreign = pair.ask("a", "b before one")
+    assert (foreign.text, foreign.cached) == (theirs.text, {"peer": REUSED})
+
+
+# ---------------------------------------------------------------------- everything killed
+
+
+@pytest.fixture(scope="module")
+def all_back(pair: Pair) -> Before:
+    """Every process of the cluster was killed, and started again."""
+    pair.ask("a", "salted", "erin")
+    before = written(pair, "before all")
+    pair.kill_all()
+    pair.start_all()
+    return before
+
+
+def test_after_all_were_killed_first_answers_come_from_disk(pair, all_back):
+    assert pair.directories() == all_back.directories
+    for name, node in pair.workers.items():
+        again = pair.ask(name, f"{name} before all")
+        assert (again.text, again.cached) == (all_back.answers[name].text, {"disk": REUSED})
+        wait_tier(node, "disk", "hit_tokens_total", REUSED)
+
+
+def test_another_salt_does_not_hit_on_disk(pair, all_back):
+    assert pair.ask("a", "salted", "frank").cached == {}
+    assert pair.ask("a", "salted", "erin").cached == {"disk": REUSED}
+
+
+def test_files_and_secret_are_their_owners_alone(pair, all_back):
+    paths = [pair.disk, *pair.disk.rglob("*")]
+    assert [path for path in paths if path.name.startswith("secret-")]
+    assert len([path for path in paths if path.name.startswith("seg-")]) >= 2
+    assert {path.stat().st_mode & 0o077 for path in paths} == {0}
