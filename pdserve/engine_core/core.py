@@ -552,7 +552,8 @@ class EngineCore:
         """Store device blocks on lower tiers before they are evicted."""
         if self._tiers is not None:
             size = self.pool.block_size
-            self._tiers.clean(self.scheduler.limits.max_batch_tokens // size, now)
+            soon = self.scheduler.limits.max_batch_tokens // size
+            self._tiers.clean(soon, now, busy=self.scheduler.has_work)
 
     def _plan(self, now: Seconds) -> StepPlan:
         plan = self.scheduler.schedule(now)

@@ -147,10 +147,11 @@ class CoreTiers:
             _log.warning("there is no disk tier any more: %s", error.message)
         self._events += self.lower.reopen_disk(index, trouble)
 
-    def clean(self, soon: int, now: Seconds) -> None:
-        """Store what is evicted soon. `soon`: blocks that the next steps may allocate."""
+    def clean(self, soon: int, now: Seconds, *, busy: bool) -> None:
+        """Store what is evicted soon, and more while the core is not busy. `soon`: blocks that the
+        next steps may allocate."""
         self._now = now
-        self.cleaner.clean(soon, now)
+        self.cleaner.clean(soon, now, busy=busy)
 
     def follow(self, events: Sequence[KvEvent], now: Seconds) -> list[KvEvent]:
         """Take note of the device's events; returns those of the lower tiers."""

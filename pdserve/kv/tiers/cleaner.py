@@ -1,9 +1,9 @@
 """Chooses which blocks of the device pool are copied to lower tiers, ahead of their eviction.
 
 Two kinds of blocks are chosen. Those that are evicted next, when few blocks are free: for them room
-is made on the host. And in the background every block that a sequence has left, while the host has
-frames to spare, so that a worker that ends early loses little. An allocation never waits for a
-copy: what was not copied in time is lost, and counted.
+is made on the host. And while nothing is computed, every block that a sequence has left, if the
+host has frames to spare, so that a worker that ends early loses little. An allocation never waits
+for a copy: what was not copied in time is lost, and counted.
 
 It knows how blocks were used last (`BlockUse`), which the pool does not. Pure; the engine core owns
 it.
@@ -92,14 +92,15 @@ class Cleaner:
 
     # ------------------------------------------------------------------ choosing
 
-    def clean(self, soon: int, now: Seconds) -> None:
-        """Begin the copies of this step. `soon`: blocks that a step may allocate."""
+    def clean(self, soon: int, now: Seconds, *, busy: bool = False) -> None:
+        """Begin the copies of this step. `soon`: blocks that a step may allocate; `busy`: there is
+        something to compute, from which nothing without need is to take time."""
         # More than the host can hold would push out what was stored a moment ago.
         window = min(max(WINDOW, int(AHEAD * soon)), self._tiers.host.capacity // 2)
         window -= self._pool.free
         if window > 0:
             self._store(self._pool.oldest(window), now)
-        if self._left:
+        if self._left and not busy:
             self._store_left(now)
 
     def _store(self, blocks: Sequence[tuple[int, bytes]], now: Seconds) -> None:
