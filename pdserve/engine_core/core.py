@@ -228,6 +228,8 @@ class EngineCore:
             now = self._clock.now()
             self._tiers = CoreTiers(settings, storage, self.pool, self.scheduler, now)
             self._tiers.start(self._on_copied)
+            # The first step tells what an earlier life has left on disk.
+            self._changed = True
             if self._fetches is not None:
                 self._fetches.uses, self._uses = self._tiers, None
         planner = FetchPlanner(

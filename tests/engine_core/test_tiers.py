@@ -11,6 +11,7 @@ from pdserve.clock import ManualClock
 from pdserve.engine_core.core import EngineCore
 from pdserve.kv.tiers.virtual_io import VirtualTierIo
 from pdserve.messages.engine import EngineSpec, SetHashSecret
+from pdserve.messages.kv_events import BlockStored
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.messages.tiers import TierSpec
 from pdserve.testing.inline_engine import InlineEngine
@@ -73,6 +74,11 @@ class Bench:
         """Hashes of the prompt's full blocks."""
         root = prompt_root(b"one", "scripted", request.cache_salt)
         return [*block_hashes(request.prompt, BLOCK, parent=root, secret=b"one")]
+
+    def stored(self) -> set[bytes]:
+        """Blocks that were told to be on disk."""
+        events = [each for each in self.engine.kv_events if isinstance(each, BlockStored)]
+        return {name for each in events if each.tier == "disk" for name in each.hashes}
 
     @staticmethod
     def sources(found: OutputChecker) -> dict[str, int]:
@@ -143,6 +149,9 @@ def test_a_restarted_core_answers_from_disk(tmp_path: Path) -> None:
     with Bench(tiers=tiers) as bench:
         cold = bench.run(first)
     with Bench(tiers=tiers) as bench:
+        assert bench.core.has_work, "routers learn of the disk before the first request"
+        bench.engine.step()
+        assert bench.stored() >= set(bench.hashes(first))
         warm = bench.run(first)
         assert warm.tokens == cold.tokens
         assert bench.sources(warm) == {"disk": 8 * BLOCK}
