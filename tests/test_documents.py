@@ -14,7 +14,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 GLOSSARY = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
 ENGINES = ROOT / "engines/pdserve_engines"
 
-MAX_WORDS = 60
+MAX_WORDS = 66
 TASKS = {
     "add a sampling parameter": "pdserve/messages/request.py",
     "add a transfer back end": "pdserve/transfer/base.py",

@@ -28,7 +28,7 @@ from errno import EIO
 from typing import TYPE_CHECKING, Final, Protocol
 
 from pdserve.kv.tiers.block import TierBlock
-from pdserve.kv.tiers.disk.format import PAGE
+from pdserve.kv.tiers.disk.format import PAGE, record_bytes
 from pdserve.kv.tiers.disk.segment import records_that_fit
 from pdserve.kv.tiers.jobs import CopyIn, CopyOut, Fill, JobDone, Maintain, Spill, bytes_of, lane_of
 from pdserve.kv.tiers.lanes import Lane
@@ -817,7 +817,8 @@ class LowerTiers:
                 self._record(
                     2,
                     "disk",
-                    blocks_total=held.block_slots,
+                    blocks_total=held.block_slots
+                    or held.capacity // record_bytes(self._block_bytes),
                     blocks_valid=held.blocks,
                     blocks_filling=held.writing,
                     blocks_claimed=held.claims,

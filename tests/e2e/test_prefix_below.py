@@ -1,0 +1,90 @@
+"""README's prefix below the device, command by command: from a neighbour, and from disk after
+kill -9."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.e2e.readme import Places, blocks, flags, header, run, section, wait_sound
+from tests.e2e.server import PATIENCE, Server
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SECTION = section("A prefix below the device")
+SHELLS, ASK = blocks(SECTION)
+
+
+TRIES = 4
+
+
+def cached(answer: str) -> str:
+    """Where the cached tokens were; empty: nothing was cached below the device."""
+    return next(iter(re.findall(r"^x-pdserve-cached: (.*?)\r?$", answer, re.MULTILINE)), "")
+
+
+def wait_known(front: Server, worker: str, prompt: str) -> None:
+    """Until the router knows that a worker has blocks of the prompt."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        explained = front.post("/route", {"prompt": prompt})
+        if any(c["worker"] == worker and c["overlap_tokens"] for c in explained["candidates"]):
+            return
+        assert time.monotonic() < end, explained
+        time.sleep(0.05)
+
+
+def wait_stored(folder: Path, count: int) -> None:
+    """Until so many blocks are on disk, as `pdserve tier inspect` shows."""
+    from pdserve.cli.tier.survey import read_parts
+
+    end = time.monotonic() + PATIENCE
+    while sum(part.records for part in read_parts(folder)) < count:
+        assert time.monotonic() < end, read_parts(folder)
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(180)
+def test_readmes_prefix_comes_from_the_neighbour_and_from_disk(tmp_path: Path) -> None:
+    places, home = Places(), {"XDG_CONFIG_HOME": str(tmp_path / "home")}
+    folder = tmp_path / "kv"
+    shells = SHELLS.replace("/tmp/pdserve-kv", str(folder))
+    router, left, right, frontend = shells.splitlines()
+    define, *asks = ASK.splitlines()
+    assert asks == ["ask left", "ask right", "ask left"]
+    wanted = re.findall(r"`x-pdserve-cached: (.*?)`", SECTION)
+
+    def ask(command: str) -> str:
+        return run(f"{define}\n{command}", places)
+
+    with Server(None, *flags(router, places), "--listen", "127.0.0.1:0", **home) as routing:
+        seed = routing.wait_for_line(r"router \S+ at (\S+)")[1]
+        places.ports |= {"7700": int(seed.rpartition(":")[2]), "8000": 0}
+        with (
+            Server(None, *flags(right, places), **home) as other,
+            Server(None, *flags(frontend, places), **home) as front,
+        ):
+            with Server(None, *flags(left, places), **home) as one:
+                for server in (one, other, front):
+                    server.wait_for_line("ready: ")
+                wait_sound(front, 2)
+                places.ports["8000"] = front.port
+                assert header(ask(asks[0]), "cached-tokens") == "0"
+                wait_known(front, "left", *re.findall(r'"prompt": "(.*?)"', ASK))
+                assert cached(ask(asks[1])) == wanted[0]
+                wait_stored(folder, 3)
+                one.end(signal.SIGKILL)
+            found: list[str] = []
+            while wanted[1] not in found:
+                # On a busy machine the disk may be too late; then some blocks are computed.
+                assert len(found) < TRIES, found
+                with Server(None, *flags(left, places), **home) as one:
+                    one.wait_for_line("ready: ")
+                    wait_sound(front, 2)
+                    found.append(cached(ask(asks[2])))
+                    one.end(signal.SIGKILL)
