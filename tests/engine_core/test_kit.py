@@ -28,19 +28,28 @@ from pdserve.errors import (
 )
 from pdserve.messages.engine import (
     Abort,
+    AbsorbKv,
     ClearCache,
     DropKv,
     EngineSpec,
+    KvAbsorbed,
+    KvChainsListed,
     KvDropped,
+    KvPullServed,
+    ListKvChains,
     LoadProgress,
     QueryStats,
+    ServeKvPull,
     SetNodeLife,
     Stats,
     StopCore,
+    StopKvPull,
     Submit,
     SubmitRemote,
 )
+from pdserve.messages.kv_pull import KvChains, KvPullGrant
 from pdserve.messages.request import Finish, GenerateRequest, SamplingParams, TokenDelta
+from pdserve.messages.transfer import TransferTicket
 from pdserve.wire.length_prefixed import MAX_FRAME
 
 if TYPE_CHECKING:
@@ -265,6 +274,30 @@ def test_commands_about_kv_are_refused_or_ignored(core: ThreadedCore):
     assert (refused.handle, refused.kind) == (1, "TransferRefused")
     with pytest.raises(ValueError, match="StopCore is for the host"):
         core.handle(StopCore())
+
+
+def test_fetches_of_kv_are_refused(core: ThreadedCore):
+    ticket = TransferTicket(
+        transfer="pull 1",
+        attempt=0,
+        epoch=1,
+        slot=0,
+        generation=1,
+        first_token=0,
+        tokens=4,
+        blocks=(5,),
+    )
+    serve = ServeKvPull(number=1, node="p", epoch=1, hashes=bytes(16), ticket=ticket, timeout=1.0)
+    absorb = AbsorbKv(
+        number=2, node="p", epoch=1, first=0, parent=b"", hashes=bytes(16), timeout=1.0
+    )
+    for command in (serve, absorb, ListKvChains(3, 10), StopKvPull(1)):
+        core.handle(command)
+    assert core.step() == [
+        KvPullServed(1, KvPullGrant(refused="misfit")),
+        KvAbsorbed(2, 0, 0, "misfit"),
+        KvChainsListed(3, KvChains()),
+    ]
 
 
 def test_all_that_is_cached_can_be_dropped_and_no_part(core: ThreadedCore):

@@ -67,8 +67,9 @@ class ServeLimits:
     """Bytes of a part; at least one block."""
     in_flight: Bytes = 32 << 20
     """Bytes that the connector has at once, over all pulls; at least one part."""
-    in_flight_busy: Bytes = 8 << 20
-    """The same while the core computes requests of its own."""
+    in_flight_busy: Bytes = 16 << 20
+    """The same while the core computes requests of its own: each step waits for the checksums of so
+    many bytes. Blocks in device memory get none, and this does not hold for them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +128,7 @@ class KvServer:
         self.served_blocks = 0
         self.served_bytes: Bytes = 0
         self.refused: Counter[str] = Counter()
-        """Pulls that ended without all that was asked for, by reason (`PullEnd`)."""
+        """Pulls that ended without all that was asked for, by reason: a `PullEnd`, or `short`."""
         self._pool = pool
         self._mover = mover
         self._region = region
@@ -239,7 +240,8 @@ class KvServer:
         """End what is late, and hand further parts to the connector, the oldest pull first. `busy`:
         the core has requests of its own to compute."""
         limits = self._limits
-        window = limits.in_flight_busy if busy else limits.in_flight
+        slow = busy and self._region.view is not None
+        window = limits.in_flight_busy if slow else limits.in_flight
         for serving in list(self._servings.values()):
             if serving.until <= now:
                 self._end(serving, "deadline")
