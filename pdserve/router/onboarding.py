@@ -91,6 +91,8 @@ class Onboarding:
     """Time until its first group of layers is there."""
     compute: Seconds
     """Prefill time of the tokens after it."""
+    alone: Seconds = 0.0
+    """Prefill time of these and of those that another worker would send."""
     delay: Seconds = 0.0
     """By how much its bytes delay those that wait in the same lanes."""
     peer: NodeId | None = None
@@ -182,8 +184,11 @@ def _soonest(
         return None
     blocks, tokens, whole, first, compute = best
     source = peer.life.node if peer is not None and blocks.peer else None
+    alone = compute
+    if blocks.peer:
+        alone = speed * model.prefill(length, min(blocks.own * each, most))
     delay = _delay(blocks, lanes, size)
-    return Onboarding(blocks, tokens, size, whole, first, compute, delay, source)
+    return Onboarding(blocks, tokens, size, whole, first, compute, alone, delay, source)
 
 
 def _points(own: BlocksBySource, peer: KvHolder | None) -> Iterator[BlocksBySource]:

@@ -204,7 +204,7 @@ def test_a_new_worker_that_could_fetch_all_does_not_get_all():
     for group in range(60):
         placed[world.ask(group).worker] += 1
         world.now += 0.005
-    assert 3 <= placed["new"] <= 20, placed
+    assert 1 <= placed["new"] <= 20, placed
 
 
 def test_one_host_tier_does_not_get_everything_either():

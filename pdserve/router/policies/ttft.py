@@ -38,6 +38,9 @@ warm is the least that any worker would compute, and there are two more terms:
     lanes    gamma * sum over lanes of  bytes / bandwidth * backlog / (backlog + bytes): the bytes
              delay those which others wait for
 
+What would be fetched counts in the opportunity term as if it were computed, times `fetched`: the
+copy takes the room of another prefix, and where the prefix is, it stays.
+
 All within `tolerance` of the best count as equal and one is drawn, so that routers which know the
 same do not all choose the same; once in a while (`explore`) one within `explore_within` of the best
 is drawn, so that every worker's speed stays known.
@@ -87,6 +90,11 @@ class Ttft:
     lambda_decode: float = 0.05
     """Decode harm weight. 0.1 and more: smoother streams; long prompts wait for workers without
     streams.
+    """
+    fetched: float = 0.5
+    """Share of the opportunity cost that a prefix keeps which would be fetched: its copy takes the
+    room of another prefix. Near saturation of a conversation trace, 0 loses a tenth of the hits and
+    1 some of the balance.
     """
     elsewhere: bool = True
     """Take remote prefill into account."""
@@ -140,6 +148,7 @@ class Ttft:
         most_cached = max(0, length - 1)
         warm = _warmest(request, state)
         gamma, kappa0, kappa1, harm = self.gamma, self.kappa0, self.kappa1, self.lambda_decode
+        fetched = self.fetched
         held = state.held / len(state.workers)
         output = self._output(request)
         stream = output * (q + r * request.prompt_tokens)
@@ -161,8 +170,10 @@ class Ttft:
                 price -= cached * (each + pair * cached)
             price *= speed
             plan = plans.get(worker.node) if plans else None
+            lacks = price
             if plan is not None:
                 price = plan.compute
+                lacks = price + fetched * (plan.alone - price)
             wait = worker.work
             if wait:
                 passed, most = now - worker.as_of, 0.9 * worker.head
@@ -179,7 +190,7 @@ class Ttft:
                     continue
             waiting = worker.prefills + held
             cost = price + gamma * waiting * price
-            cost += (kappa0 + kappa1 * waiting) * (price - speed * warm)
+            cost += (kappa0 + kappa1 * waiting) * (lacks - speed * warm)
             if decodes:
                 read = q * decodes + r * worker.kv_tokens
                 cost += harm * (decodes * price + speed * (decodes * stream + output * read))
@@ -219,19 +230,19 @@ class Ttft:
         return {
             worker.node: {
                 "wait": wait,
-                **self._prefill_terms(worker.prefills + held, price, warm),
+                **self._prefill_terms(worker.prefills + held, price, price - warm),
                 "decode": 0.0,
             }
             for worker, wait, price in zip(state.workers, waits, prices, strict=True)
         }
 
-    def _prefill_terms(self, waiting: float, price: Seconds, warm: Seconds) -> dict[str, float]:
-        """`warm`: at the worker's speed."""
+    def _prefill_terms(self, waiting: float, price: Seconds, lacking: Seconds) -> dict[str, float]:
+        """`lacking`: prefill time beyond that of the worker which has most of the prompt."""
         return {
             "prefill": price,
             "transfer": 0.0,
             "externality": self.gamma * waiting * price,
-            "opportunity": (self.kappa0 + self.kappa1 * waiting) * (price - warm),
+            "opportunity": (self.kappa0 + self.kappa1 * waiting) * lacking,
         }
 
     def _terms_of(
@@ -245,9 +256,10 @@ class Ttft:
         if plan is None:
             cached = state.cached_tokens(request, worker)
             price = worker.speed * state.model.prefill(request.prompt_tokens, cached)
-            brought = {}
+            lacking, brought = price - worker.speed * warm, {}
         else:
             price = plan.compute
+            lacking = price + self.fetched * (plan.alone - price) - worker.speed * warm
             brought = {
                 "onboard": max(0.0, plan.ttft(wait) - wait - price),
                 "lanes": self.gamma * plan.delay,
@@ -256,7 +268,7 @@ class Ttft:
         return {
             "wait": wait,
             **brought,
-            **self._prefill_terms(waiting, price, worker.speed * warm),
+            **self._prefill_terms(waiting, price, lacking),
             "decode": self._streams(request, state, worker, price),
         }
 

@@ -317,6 +317,25 @@ def test_a_prefix_on_the_host_costs_its_way_up_and_what_is_left_to_compute():
     assert brought(100, worker("a", kv=MOVES, work=9.0, as_of=100.0))["onboard"] < 1e-9
 
 
+def test_what_would_be_fetched_stays_an_opportunity_where_it_is():
+    """Or copies of a prefix would take the room of others."""
+    request, found = ask(200), []
+    for fetched in (0.0, 0.5, 1.0):
+        given = state(worker("a", kv=MOVES), worker("x", kv=MOVES), overlaps={NodeId("x"): 180})
+        holders = (KvHolder(life("x"), 180, 180, replace(MOVES, lanes={})),)
+        plans = onboarding_plans(
+            request, given.workers, given.overlaps, {}, holders, MODEL, given.now
+        )
+        known = replace(given, onboarding=plans)
+        policy = Ttft(kappa0=1.0, fetched=fetched)
+        found.append(weighed(policy, request, known)["a"]["opportunity"])
+        assert policy.costs(request, known)[0] == pytest.approx(
+            weighed(policy, request, known)["a"]["cost"]
+        )
+    lacking = MODEL.prefill(6400) - MODEL.prefill(6400, 180 * 32)
+    assert found == pytest.approx([0.0, 0.5 * lacking, lacking])
+
+
 def test_who_fills_a_busy_lane_delays_others():
     lanes = {**LANES, "h2d": LaneEstimate(20e9, 0.0001, backlog=400_000_000)}
     found = brought(100, worker("a", kv=replace(MOVES, lanes=lanes)))
