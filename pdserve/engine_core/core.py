@@ -627,9 +627,10 @@ class EngineCore:
         """Take in the result of a step that took `took` seconds."""
         # A plan lists decodes first, so its first chunk shows whether it has any.
         decodes = plan.chunks[0].sequence.first_token is not None
-        self._pace.note(plan.num_tokens, took)
+        tokens = plan.num_tokens
+        self._pace.note(tokens, took)
         if self._onboarder is not None:
-            self._step_cost.note(plan, took)
+            self._step_cost.note(plan, tokens, took)
         self.scheduler.prefill_tokens = self._pace.tokens
         if result.faults:
             plan, result = self._set_aside(plan, result)

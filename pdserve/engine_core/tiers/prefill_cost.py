@@ -33,15 +33,14 @@ class StepCost:
         self._model = LatencyModel()
         self._fresh = 0
 
-    def note(self, plan: StepPlan, took: Seconds) -> None:
-        """A step has taken `took` seconds."""
-        tokens = pairs = 0
-        for chunk in plan.chunks:
-            end = chunk.start + chunk.count
-            tokens += chunk.count
-            pairs += end * end - chunk.start * chunk.start
+    def note(self, plan: StepPlan, tokens: int, took: Seconds) -> None:
+        """A step of `tokens` tokens has taken `took` seconds."""
         if tokens - len(plan.chunks) < _LEAST_TOKENS or took <= 0.0:
             return
+        pairs = 0
+        for chunk in plan.chunks:
+            end = chunk.start + chunk.count
+            pairs += end * end - chunk.start * chunk.start
         stratum = (tokens.bit_length(), pairs.bit_length())
         self._window.add(stratum, RegressionRow(tokens, pairs, took))
         self._fresh += 1
