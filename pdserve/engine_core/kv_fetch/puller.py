@@ -315,6 +315,9 @@ class KvPuller:
         self, pull: _Pull, blocks: int, error: PullEnd, now: Seconds, *, told: bool = False
     ) -> None:
         """End a pull of which `blocks` leading blocks are good. `told`: the caller knows."""
+        if self._live.get(pull.number) is not pull:
+            # The listener of another pull has cancelled it meanwhile.
+            return
         if pull.checking:
             self._checking.remove(pull)
             pull.checking = False

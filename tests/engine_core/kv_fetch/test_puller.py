@@ -375,6 +375,31 @@ def test_either_core_can_close_at_any_time(turns: int, order: str):
         assert counts.used == counts.quarantined == 0
 
 
+@pytest.mark.parametrize("how", ["deadline", "gone", "closed"])
+def test_the_end_of_one_pull_may_cancel_another(how: str):
+    both, prompt, one = started()
+    two = both.pull(prompt[:-1])
+    tell = one.on_pulled
+
+    def tell_and_cancel(number: int, blocks_ok: int, error: str) -> None:
+        tell(number, blocks_ok, error)
+        two.cancel()
+
+    one.on_pulled = tell_and_cancel  # type: ignore[method-assign]
+    both.lose_answers = True
+    both.run()
+    match how:
+        case "deadline":
+            both.sleep(10.0)
+        case "gone":
+            both.die(both.o)
+        case "closed":
+            both.close()
+    assert (one.ended, two.ended) == ((0, how), (0, "cancelled"))
+    if how != "closed":
+        finish(both, prompt)
+
+
 def test_a_number_has_one_pull_at_a_time():
     both, prompt, one = started()
     with pytest.raises(ValueError, match="pull 1 "):
