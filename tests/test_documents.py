@@ -20,7 +20,7 @@ TASKS = {
     "add a transfer back end": "pdserve/transfer/base.py",
     "add a metric": "pdserve/observe/metrics.py",
     "add a routing policy": "pdserve/router/policies/base.py",
-    "add a KV tier": "pdserve/kv/block_pool.py",
+    "add a KV tier": "pdserve/kv/tiers/lower_tiers.py",
     "add a message between roles": "pdserve/messages",
     "add a CLI command": "pdserve/cli/main.py",
     "add a model family": "engines/pdserve_engines/torch/model_loader/config.py",
