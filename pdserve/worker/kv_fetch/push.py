@@ -43,6 +43,9 @@ if TYPE_CHECKING:
         @property
         def names_id(self) -> bytes: ...
 
+        @property
+        def draining(self) -> bool: ...
+
         def cards(self) -> Mapping[str, ModelCard]: ...
 
 
@@ -142,7 +145,10 @@ class KvPusher:
     def _receive(
         self, work: Callable[[], Coroutine[Any, Any, KvTaken]], call: IncomingCall
     ) -> KvTaken | None:
-        """Do this work and answer with its result; an asker that gives up ends it."""
+        """Do this work and answer with its result; an asker that gives up ends it. A worker that
+        leaves takes nothing: a whole cluster may be leaving."""
+        if self._worker.draining:
+            return KvTaken(0, "closed")
         if self._receiving >= MAX_RECEIVING:
             return KvTaken(0, "busy")
         try:

@@ -146,6 +146,23 @@ def test_offers_are_bounded_and_end_with_the_asker(
     run(main())
 
 
+def test_workers_that_leave_together_push_nothing(seed: int) -> None:
+    async def main() -> None:
+        async with fetch_cluster(seed, "a", "b") as c:
+            a, b = c.workers["a"], c.workers["b"]
+            a.draining = b.draining = True
+            await computed(a)
+            await computed(b)
+            begin = c.nodes.loop.time()
+            assert await a.pusher.push(10.0) == await b.pusher.push(10.0) == 0
+            assert c.nodes.loop.time() - begin < 1.0
+            link = await a.node.link(b.node.id, timeout=5.0)
+            order = WarmUp(source="a", blocks=0, timeout=1.0)
+            assert await link.request(WARM, order, timeout=5.0) == KvTaken(0, "closed")
+
+    run(main())
+
+
 def test_a_worker_that_is_alone_pushes_nothing(seed: int) -> None:
     async def main() -> None:
         async with fetch_cluster(seed, "a") as c:

@@ -47,6 +47,7 @@ class FetchWorker:
         self.fetch = KvFetchService(node, self.engine.kv_pulls)
         self.pusher = KvPusher(node, self, self.fetch.numbers)
         self.names_id = hash_secret_id(SECRET)
+        self.draining = False
 
     @property
     def life(self) -> NodeLife:
