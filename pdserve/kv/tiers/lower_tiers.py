@@ -700,7 +700,11 @@ class LowerTiers:
 
     def _take(self, done: JobDone, now: Seconds) -> None:
         job = done.job
-        self._lanes[lane_of(job)].done(bytes_of(job, self._block_bytes), now, done.seconds)
+        lane, size = self._lanes[lane_of(job)], bytes_of(job, self._block_bytes)
+        if done.error:
+            lane.failed(size, now)
+        else:
+            lane.done(size, now, done.seconds)
         self._disk_jobs -= isinstance(job, _DISK_JOBS)
         match job:
             case CopyOut():
