@@ -18,10 +18,12 @@ from pdserve.kv.tiers.change_log import ChangeLog
 from pdserve.kv.tiers.eviction import EvictionOrder, EvictionQueue
 from pdserve.kv.tiers.host_index import HostIndex
 from pdserve.kv.tiers.lanes import Lane, LaneEstimate
+from pdserve.kv.tiers.lower_tiers import LowerTiers
 from tests.kv.tiers import test_admission as admissions
 from tests.kv.tiers import test_eviction as orders
 from tests.kv.tiers import test_host_index as frames
 from tests.kv.tiers import test_lanes as speeds
+from tests.kv.tiers import test_lower_tiers as works
 from tests.kv.tiers import test_oracles as oracles
 from tests.kv.tiers import test_planner as plans
 from tests.kv.tiers import test_turns as conversations
@@ -41,6 +43,11 @@ def one_lru_list() -> None:
 
 def credit() -> None:
     admissions.test_the_credit_is_never_negative_and_no_more_is_spent_than_was_earned(1)
+
+
+def random_work() -> None:
+    for number in range(6):
+        works.test_what_comes_back_is_what_went_down(number, 0.04, long=False)
 
 
 # ---------------------------------------------------------------------- frames
@@ -326,6 +333,47 @@ def a_system_prompt_is_a_conversation(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(turns, "_BRANCHES", 10**9)
 
 
+# ---------------------------------------------------------------------- copies and reads
+
+
+def a_block_that_changed_while_it_was_copied_counts(patch: pytest.MonkeyPatch) -> None:
+    whole = LowerTiers._stored
+
+    def stored(self: LowerTiers, job: Any, error: str, now: float) -> None:
+        present = [self._device.generation(block) for block in job.blocks]
+        whole(self, replace(job, generations=present), error, now)
+
+    patch.setattr(LowerTiers, "_stored", stored)
+
+
+def a_copy_that_failed_counts(patch: pytest.MonkeyPatch) -> None:
+    whole = LowerTiers._copied_in
+    patch.setattr(
+        LowerTiers,
+        "_copied_in",
+        lambda self, done, job, now: whole(self, replace(done, error=""), job, now),
+    )
+
+
+def a_read_that_failed_counts(patch: pytest.MonkeyPatch) -> None:
+    whole = LowerTiers._filled
+    patch.setattr(
+        LowerTiers,
+        "_filled",
+        lambda self, done, job, now: whole(self, replace(done, error=""), job, now),
+    )
+
+
+def a_fetch_lets_its_frames_go_too_early(patch: pytest.MonkeyPatch) -> None:
+    def claimed(self: LowerTiers, block_hash: bytes) -> int:
+        frame = self.host.frame(block_hash)
+        assert frame is not None
+        return frame
+
+    patch.setattr(LowerTiers, "_claimed", claimed)
+    patch.setattr(HostIndex, "release", lambda self, frame: None)
+
+
 BUGS: list[tuple[Plant, Check]] = [
     (claimed_blocks_are_victims, frames.test_a_claimed_block_is_no_victim_until_the_last_release),
     (
@@ -391,6 +439,10 @@ BUGS: list[tuple[Plant, Check]] = [
         a_system_prompt_is_a_conversation,
         conversations.test_a_prompt_that_many_continue_is_no_conversation,
     ),
+    (a_block_that_changed_while_it_was_copied_counts, random_work),
+    (a_copy_that_failed_counts, random_work),
+    (a_read_that_failed_counts, random_work),
+    (a_fetch_lets_its_frames_go_too_early, random_work),
 ]
 
 
