@@ -156,6 +156,32 @@ _TIERS: Final = Row(
             ),
         ),
         Panel(
+            "Between workers",
+            "KV fetched from other workers' pools, and given to others, per second.",
+            "Bps",
+            (
+                Query("sum(rate(pdserve_kv_pulled_bytes_total{WORKER}[RATE]))", "fetched"),
+                Query("sum(rate(pdserve_kv_served_bytes_total{WORKER}[RATE]))", "given"),
+            ),
+        ),
+        Panel(
+            "Fetches",
+            "Fetches from other workers: begun, and by how they ended. What did not come is "
+            "computed.",
+            "ops",
+            (
+                Query("sum(rate(pdserve_kv_pulls_total{WORKER}[RATE]))", "begun"),
+                Query(
+                    "sum by (outcome) (rate(pdserve_kv_pulls_ended_total{PROCESS}[RATE]))",
+                    "{{outcome}}",
+                ),
+                Query(
+                    "sum by (reason) (rate(pdserve_kv_pulls_refused_total{PROCESS}[RATE]))",
+                    "refused to others: {{reason}}",
+                ),
+            ),
+        ),
+        Panel(
             "Wait for a lane",
             "How long a new copy waits for what is under way on its path.",
             "s",

@@ -65,6 +65,9 @@ class EngineSample:
     memory: int = 0
     """Of that process, as in `ProcessUsage`."""
     cpu: float = 0.0
+    pulls: int = 0
+    pulled_bytes: int = 0
+    served_bytes: int = 0
     tiers: Mapping[str, TierSample] = field(default_factory=dict)
     """Tiers below the device, by name."""
     lanes: Mapping[str, LaneSample] = field(default_factory=dict)
@@ -217,6 +220,24 @@ ENGINE_METRICS = (
         "counter",
         "Prompts whose KV came from another worker and could not be loaded: computed again.",
         lambda s: s.failed_loads,
+    ),
+    EngineMetric(
+        "kv_pulls_total",
+        "counter",
+        "Fetches of KV from other workers that were begun.",
+        lambda s: s.pulls,
+    ),
+    EngineMetric(
+        "kv_pulled_bytes_total",
+        "counter",
+        "KV fetched from other workers.",
+        lambda s: s.pulled_bytes,
+    ),
+    EngineMetric(
+        "kv_served_bytes_total",
+        "counter",
+        "KV that other workers fetched from here.",
+        lambda s: s.served_bytes,
     ),
     EngineMetric(
         "images_total",

@@ -507,6 +507,19 @@ class Instruments:
         "worker",
         ("outcome",),
     )
+    kv_pulls_ended: Family[Counter] = _counters(
+        "kv_pulls_ended_total",
+        "Fetches of KV from other workers by how they ended: ok, or why some blocks did not come "
+        "(absent, busy, deadline, corrupt, gone and others). Those were computed.",
+        "worker",
+        ("outcome",),
+    )
+    kv_pulls_refused: Family[Counter] = _counters(
+        "kv_pulls_refused_total",
+        "Other workers' questions for KV that were answered without any, by reason.",
+        "worker",
+        ("reason",),
+    )
     handoff_claims: Family[Counter] = _counters(
         "handoff_claims_total",
         "Prompts that a prefill worker took from the queue, and sequences that moved to another "

@@ -309,6 +309,9 @@ class WorkerService:
             pid=engine.pid,
             memory=usage.memory,
             cpu=usage.cpu,
+            pulls=stats.pulls,
+            pulled_bytes=stats.pulled_bytes,
+            served_bytes=stats.served_bytes,
             tiers={TIERS[one.tier]: tier_sample(one, block_bytes) for one in stats.tiers},
             lanes={one.lane: lane_sample(one) for one in stats.lanes},
         )

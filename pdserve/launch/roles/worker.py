@@ -26,6 +26,7 @@ from pdserve.runtime.status import StatusService
 from pdserve.runtime.traces import TraceService
 from pdserve.worker.card import shows_tools
 from pdserve.worker.node import WorkerNode
+from pdserve.worker.tiers.fetch_counts import GrowthCounter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,6 +87,8 @@ class WorkerRole:
             context.degradations,
         )
         context.metrics.attach_node(lambda: sample_node(node, self.worker.topics))
+        self._pulls_ended = GrowthCounter(context.metrics.kv_pulls_ended)
+        self._pulls_refused = GrowthCounter(context.metrics.kv_pulls_refused)
         self._recent = EngineRecent(self.worker.service, node.now)
         self.worker.service.on_second = self._note_second
         StatusService(node, self._report, time.time)
@@ -178,6 +181,10 @@ class WorkerRole:
     def _note_second(self) -> None:
         self._recent.note()
         self._note_tier_trouble()
+        fetches = self.worker.agent.kv_fetch
+        if fetches is not None:
+            self._pulls_ended.note(fetches.numbers.ended)
+            self._pulls_refused.note(fetches.numbers.refused)
 
     async def begin(self) -> None:
         """Does nothing: the engine starts after joining, so that other nodes see it load."""
