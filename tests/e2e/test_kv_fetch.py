@@ -1,137 +1,169 @@
-"""Workers that use what others have cached: fetched for a request, warmed up, and inherited."""
+"""KV that one real worker fetches from another: for a request, as an heir, and to be warmed.
+
+Whether a block was fetched is asked where it arrived. The sim engine's tokens depend on every byte.
+"""
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
-import time
-import urllib.request
-from typing import TYPE_CHECKING, Any
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.readme import wait_sound
-from tests.e2e.server import PATIENCE, Server
+from tests.chaos.cluster import Cluster, eventually
+from tests.e2e.tiers import BLOCKS, ENGINE, REUSED, ask, command, prompt, wait_served
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.long(whole_file=True), pytest.mark.timeout(240)]
+    from tests.chaos.cluster import Node
+    from tests.e2e.tiers import Answer
 
-SIM = ("--engine", "sim", "--engine-option", "content=on", "--engine-option", "blocks=400")
-WORKER = ("--role=worker", *SIM, "--kv-fetch", "always")
+pytestmark = pytest.mark.timeout(180)
 
 
+@dataclass
 class Workers:
-    """A router, two workers, a frontend."""
+    """Workers without lower tiers, which fetch whatever they can."""
 
-    def __init__(self, seed: str, router: Server, left: Server, right: Server, front: Server):
-        self.seed, self.router, self.left, self.right = seed, router, left, right
-        self.front = front
+    cluster: Cluster
+    front: Node
+    nodes: dict[str, Node]
 
-    def say(self, text: str, worker: str) -> tuple[str, dict[str, str]]:
-        """What a worker answers, and the headers about its cache."""
-        body = {"temperature": 0, "max_tokens": 8, "messages": [{"role": "user", "content": text}]}
-        request = urllib.request.Request(
-            f"{self.front.url}/v1/chat/completions",
-            json.dumps(body).encode(),
-            {"content-type": "application/json", "x-pdserve-worker": worker},
-        )
-        with urllib.request.urlopen(request, timeout=PATIENCE) as reply:
-            headers = {name.lower(): value for name, value in reply.headers.items()}
-            answer: dict[str, Any] = json.load(reply)
-        return answer["choices"][0]["message"]["content"], headers
+    def start(self, *names: str) -> None:
+        for name in names:
+            flags = ("--join", self.cluster.address, *ENGINE)
+            self.nodes[name] = self.cluster.start("worker", name, *flags)
 
-    def known(self, text: str, worker: str = "left") -> str:
-        """Have a worker answer; returns once a router knows what it has cached."""
-        answer, _ = self.say(text, worker)
-        end = time.monotonic() + PATIENCE
-        body = {"messages": [{"role": "user", "content": text}]}
-        while True:
-            found = self.front.post("/route", body)["candidates"]
-            if any(one["worker"] == worker and one["overlap_tokens"] for one in found):
-                return answer
-            assert time.monotonic() < end, found
-            time.sleep(0.05)
+    def wait_ready(self, *names: str) -> None:
+        for name in names:
+            self.nodes[name].wait_ready()
+        wait_served(self.front, *names)
 
-    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "pdserve", *arguments, "--join", self.seed],
-            capture_output=True,
-            text=True,
-            env=self.router.environ,
-            timeout=PATIENCE,
-            check=False,
-        )
+    def ask(self, worker: str, seed: object) -> Answer:
+        return ask(self.front, prompt(seed), worker)
 
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
-    home = {"XDG_CONFIG_HOME": str(tmp_path_factory.mktemp("home"))}
-    with Server(None, "--role=router", "--listen", "127.0.0.1:0", **home) as router:
-        seed = router.wait_for_line(r"router \S+ at (\S+)")[1]
-        with (
-            Server(None, *WORKER, "--node-name", "left", "--join", seed, **home) as left,
-            Server(None, *WORKER, "--node-name", "right", "--join", seed, **home) as right,
-            Server(None, "--role=frontend", "--join", seed, **home) as front,
-        ):
-            for one in (left, right, front):
-                one.wait_for_line("ready: ")
-            wait_sound(front, 2)
-            yield Workers(seed, router, left, right, front)
+    with Cluster(tmp_path_factory.mktemp("fetch")) as cluster:
+        cluster.router()
+        found = Workers(cluster, cluster.frontend(), {})
+        found.start("owner", "asker")
+        cluster.wait_ready()
+        found.wait_ready("owner", "asker")
+        yield found
 
 
-def cached(headers: dict[str, str]) -> int:
-    return int(headers["x-pdserve-cached-tokens"])
+def computed(node: Node) -> int:
+    """Tokens that went through its model."""
+    return int(node.count("pdserve_computed_tokens_total"))
 
 
-def test_a_prefix_is_fetched_from_the_worker_that_has_it(workers: Workers) -> None:
-    text = "one " * 400
-    answer = workers.known(text)
-    again, headers = workers.say(text, "right")
-    assert again == answer
-    assert cached(headers) > 300
-    assert f"peer={cached(headers)}" in headers["x-pdserve-cached"]
-    assert "node=left" in headers["x-pdserve-cached"]
+def wait_released(node: Node) -> None:
+    """Until no block of the worker is held, nor waits for a peer's writes to be over."""
+    for state in ("used", "quarantined"):
+        node.wait_count(f"pdserve_kv_blocks_{state}", 0.0)
 
 
-def test_a_worker_is_warmed_from_another(workers: Workers) -> None:
-    text = "two " * 400
-    answer = workers.known(text)
-    done = workers.command("tier", "warm", "--from", "left")
+def test_a_prefix_of_another_worker_is_fetched(workers):
+    asker = workers.nodes["asker"]
+    cold = workers.ask("asker", "own")
+    wait_released(asker)
+    alone = computed(asker)
+    there = workers.ask("owner", "theirs")
+    fetched = workers.ask("asker", "theirs")
+    assert (fetched.text, fetched.cached, fetched.node) == (there.text, {"peer": REUSED}, "owner")
+    eventually(lambda: computed(asker) > alone, "the request was not counted")
+    assert computed(asker) == 2 * alone - REUSED
+    again = workers.ask("asker", "theirs")
+    assert (again.text, again.cached) == (there.text, {"device": REUSED})
+    assert workers.ask("owner", "own") == cold._replace(
+        worker="owner", cached={"peer": REUSED}, node="asker"
+    )
+    for node in (asker, workers.nodes["owner"]):
+        wait_released(node)
+
+
+def test_many_requests_for_one_prefix_fetch_it_once(workers):
+    asker = workers.nodes["asker"]
+    there = workers.ask("owner", "popular")
+    before, answers = computed(asker), []
+    threads = [
+        threading.Thread(target=lambda: answers.append(workers.ask("asker", "popular")))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [answer.text for answer in answers] == [there.text] * 4
+    assert {sum(answer.cached.values()) for answer in answers} == {REUSED}
+    assert any("peer" in answer.cached for answer in answers)
+    eventually(lambda: computed(asker) > before, "the requests were not counted")
+    wait_released(asker)
+
+
+@pytest.mark.long
+def test_an_owner_that_hangs_costs_a_computation(workers):
+    core = workers.nodes["owner"].core()
+    there = workers.ask("owner", "hung")
+    core.suspend()
+    try:
+        computed_here = workers.ask("asker", "hung")
+    finally:
+        core.resume()
+    assert (computed_here.text, computed_here.cached) == (there.text, {})
+    again = workers.ask("asker", "hung")
+    assert (again.text, again.cached) == (there.text, {"device": REUSED})
+    wait_released(workers.nodes["asker"])
+
+
+def test_an_owner_that_is_killed_in_the_middle_of_a_fetch_costs_only_time(workers):
+    owner, asker = workers.nodes["owner"], workers.nodes["asker"]
+    there = workers.ask("owner", "lost")
+    found: list[Answer] = []
+    request = threading.Thread(target=lambda: found.append(workers.ask("asker", "lost")))
+    owner.pause()
+    request.start()
+    try:
+        eventually(
+            lambda: found or asker.count("pdserve_kv_blocks_used") >= BLOCKS - 1,
+            "the fetch has not begun",
+        )
+    finally:
+        owner.kill()
+        request.join()
+    assert [(answer.text, answer.cached) for answer in found] == [(there.text, {})]
+    wait_released(asker)
+
+
+# ---------------------------------------------------------------------- the next life
+
+
+@pytest.fixture(scope="module")
+def heir(workers: Workers) -> Node:
+    """A new worker, which has nothing."""
+    workers.start("heir")
+    workers.wait_ready("heir")
+    return workers.nodes["heir"]
+
+
+def test_a_new_worker_is_warmed_from_another(workers, heir):
+    there = workers.ask("asker", "warm")
+    done = command(workers.cluster, "tier", "warm", "--from", "asker", "--worker", "heir")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("right: pulled ")
-    again, headers = workers.say(text, "right")
-    assert again == answer
-    assert cached(headers) > 300
-    assert "peer" not in headers.get("x-pdserve-cached", "")
+    assert done.stdout.startswith("heir: pulled ")
+    again = workers.ask("heir", "warm")
+    assert (again.text, again.cached) == (there.text, {"device": REUSED})
 
 
-def test_a_worker_that_leaves_hands_its_blocks_on(workers: Workers) -> None:
-    text = "three " * 400
-    answer = workers.known(text)
-    assert workers.left.end() == 0
-    workers.left.wait_for_line(r"\d+ cached blocks moved to 1 other workers")
-    again, headers = workers.say(text, "right")
-    assert again == answer
-    assert cached(headers) > 300
-
-
-def test_an_owner_that_hangs_and_is_killed_costs_a_computation(workers: Workers) -> None:
-    text = "four " * 400
-    home = {"XDG_CONFIG_HOME": workers.router.environ["XDG_CONFIG_HOME"]}
-    flags = (*WORKER, "--node-name", "third", "--join", workers.seed)
-    with Server(None, *flags, **home) as third:
-        third.wait_for_line("ready: ")
-        wait_sound(workers.front, 2)
-        answer = workers.known(text, "third")
-        third.core().suspend()
-        again, headers = workers.say(text, "right")
-        third.end(signal.SIGKILL)
-    assert again == answer
-    assert cached(headers) == 0
-    again, headers = workers.say(text, "right")
-    assert again == answer
-    assert cached(headers) > 300
+def test_a_worker_that_leaves_gives_its_newest_blocks_to_an_heir(workers, heir):
+    there = workers.ask("asker", "last words")
+    assert workers.nodes["asker"].end(signal.SIGTERM) == 0
+    workers.nodes["asker"].wait_for_line(r"\d+ cached blocks moved to 1 other workers")
+    again = workers.ask("heir", "last words")
+    assert (again.text, again.cached) == (there.text, {"device": REUSED})
+    wait_released(heir)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
+import subprocess
+import sys
 import urllib.request
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -116,3 +119,17 @@ def restart(cluster: Cluster, node: Node) -> Node:
     """Start a worker that was killed anew, with its name and its flags."""
     own = {"HOME": str(cluster.home), "XDG_CONFIG_HOME": str(cluster.home / "config")}
     return cluster.add(cluster.make(node.role, node.name, *node.flags, **own))
+
+
+def command(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of pdserve's that asks this cluster."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
+    own = {"HOME": str(cluster.home), "XDG_CONFIG_HOME": str(cluster.home / "config")}
+    return subprocess.run(
+        [sys.executable, "-m", "pdserve", *arguments],
+        env=clean | own | {"PDSERVE_CONFIG": "none", "PDSERVE_JOIN": cluster.address},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
