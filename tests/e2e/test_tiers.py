@@ -6,6 +6,10 @@ one shows that what came back is right.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import subprocess
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +26,7 @@ from tests.e2e.tiers import (
     FRAME,
     REUSED,
     ask,
+    command,
     prompt,
     restart,
     tier_count,
@@ -30,7 +35,7 @@ from tests.e2e.tiers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.chaos.cluster import Node
@@ -228,3 +233,116 @@ def test_files_and_secret_are_their_owners_alone(pair, all_back):
     assert [path for path in paths if path.name.startswith("secret-")]
     assert len([path for path in paths if path.name.startswith("seg-")]) >= 2
     assert {path.stat().st_mode & 0o077 for path in paths} == {0}
+
+
+# ---------------------------------------------------------------------- disks in trouble
+
+FRAMES = 60
+"""Blocks of the host: as many as are asked for after the disk was spoilt, so that earlier ones are
+on disk alone then."""
+
+
+@dataclass
+class Troubled:
+    """A worker whose disk takes nothing any more."""
+
+    cluster: Cluster
+    front: Node
+    worker: Node
+    stored: int = 0
+    """Blocks that the host has taken in."""
+
+    def ask(self, seed: object) -> Answer:
+        return ask(self.front, prompt(seed), self.worker.name)
+
+    def fill(self, first: int, blocks: int) -> list[Answer]:
+        """Ask for prompts from number `first` on, each once the one before is on the host."""
+        answers = []
+        for seed in range(first, first + blocks // BLOCKS):
+            answers.append(self.ask(seed))
+            self.stored += BLOCKS
+            wait_tier(self.worker, "host", "stored_blocks_total", self.stored)
+        return answers
+
+    def wait_trouble(self, cause: str) -> None:
+        """Until the operator is told, with the cause."""
+        self.worker.wait_count('pdserve_kv_tier_trouble{tier="disk"}', 1.0)
+        shown = command(self.cluster, "status", "--join", self.cluster.address)
+        assert re.search(rf"disk .*cannot write: {cause}", shown.stdout), shown
+
+
+@contextlib.contextmanager
+def troubled(folder: Path, disk: Path, size: str) -> Iterator[Troubled]:
+    with Cluster(folder) as cluster:
+        cluster.router()
+        tiers = ("--host-kv", str(FRAMES * FRAME), "--disk-kv", f"{disk}:{size}")
+        worker = cluster.start("worker", "w", "--join", cluster.address, *ENGINE, *tiers)
+        found = Troubled(cluster, cluster.frontend(), worker)
+        cluster.wait_ready()
+        wait_served(found.front, "w")
+        yield found
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 4 MiB."""
+    disk = tmp_path / "small"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=0700", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def serves_on(world: Troubled, spoil: Callable[[], object], cause: str) -> None:
+    """Spoil the disk: the operator learns it, requests go on, and what is on disk is read."""
+    before = world.fill(0, 2 * BLOCKS)
+    wait_tier(world.worker, "disk", "stored_blocks_total", 2 * BLOCKS)
+    spoil()
+    later = world.fill(100, FRAMES)
+    world.wait_trouble(cause)
+    again = [world.ask(seed) for seed in range(2)]
+    assert [answer.text for answer in again] == [answer.text for answer in before]
+    assert [answer.cached for answer in again] == [{"disk": REUSED}] * 2
+    assert [world.ask(100 + number).text for number in range(len(later))] == [
+        answer.text for answer in later
+    ]
+    assert world.front.get("/health")[0] == 200
+
+
+@pytest.mark.long
+def test_a_disk_that_fills_costs_no_request(tmp_path, small_disk):
+    def fill() -> None:
+        with (
+            contextlib.suppress(OSError),
+            (small_disk / "ballast").open("wb", buffering=0) as ballast,
+        ):
+            while True:
+                ballast.write(bytes(4096))
+
+    with troubled(tmp_path, small_disk, "3MiB") as world:
+        serves_on(world, fill, "No space left on device")
+
+
+@pytest.mark.long
+def test_a_disk_that_becomes_read_only_is_still_read(tmp_path):
+    disk = tmp_path / "disk"
+    with troubled(tmp_path, disk, "64MiB") as world, writable_again(disk):
+        serves_on(world, lambda: make_unwritable(disk), "Operation not permitted")
+
+
+def make_unwritable(folder: Path) -> None:
+    """Nothing below the folder can be written, also through open files."""
+    attribute = ["chattr", "-R", "+i", str(folder)]
+    if os.geteuid() or subprocess.run(attribute, capture_output=True, check=False).returncode:
+        pytest.skip("files cannot be made immutable here")
+
+
+@contextlib.contextmanager
+def writable_again(folder: Path) -> Iterator[None]:
+    """Undo `make_unwritable`."""
+    try:
+        yield
+    finally:
+        subprocess.run(["chattr", "-R", "-i", str(folder)], capture_output=True, check=False)
