@@ -3,8 +3,11 @@ kill -9."""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -49,6 +52,32 @@ def wait_stored(folder: Path, count: int) -> None:
         time.sleep(0.1)
 
 
+def tier(home: dict[str, str], *arguments: str) -> str:
+    """What `pdserve tier` prints for the user with this home, whose cluster's key is there."""
+    command = [sys.executable, "-m", "pdserve", "tier", *arguments]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PDSERVE_")}
+    done = subprocess.run(
+        command,
+        env=clean | {"PDSERVE_CONFIG": "none"} | home,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def check_operations(home: dict[str, str], address: str, folder: Path) -> None:
+    """An operator sees the blocks, finds them whole, and has them forgotten."""
+    (disk,) = [
+        line for line in tier(home, "status", "--join", address).splitlines() if " disk " in line
+    ]
+    assert disk.split()[:2] == ["left", "disk"]
+    assert "3 blocks are whole" in tier(home, "verify", str(folder))
+    assert "left: forgot blocks: 3 on device" in tier(home, "drop", "--all", "--join", address)
+    assert "0 blocks are whole" in tier(home, "verify", str(folder))
+
+
 @pytest.mark.timeout(180)
 def test_readmes_prefix_comes_from_the_neighbour_and_from_disk(tmp_path: Path) -> None:
     places, home = Places(), {"XDG_CONFIG_HOME": str(tmp_path / "home")}
@@ -87,4 +116,7 @@ def test_readmes_prefix_comes_from_the_neighbour_and_from_disk(tmp_path: Path) -
                     one.wait_for_line("ready: ")
                     wait_sound(front, 2)
                     found.append(cached(ask(asks[2])))
+                    if wanted[1] in found:
+                        check_operations(home, seed, folder)
+                        assert "x-pdserve-cached-tokens: 0" in ask(asks[2])
                     one.end(signal.SIGKILL)
