@@ -242,6 +242,8 @@ class EngineCore:
         lower = None if self._tiers is None else self._tiers.lower
         self._onboarder = Onboarder(self.pool, lower, planner, self._on_onboarded)
         self._onboarder.puller = self._puller
+        if self._tiers is not None:
+            self._onboarder.came = self._tiers.came
         if self._puller is not None and settings.fetch != "never":
             self._onboarder.lane = self._fetch_lane = FetchLane(info.layout.block_bytes)
         if lower is not None and self._fetches is not None:

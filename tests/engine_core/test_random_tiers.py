@@ -27,11 +27,12 @@ from pdserve.engine_core.tiers.core_tiers import TierStorage
 from pdserve.kv.storage import BlockMemory
 from pdserve.kv.tiers.disk.tier import DiskTier
 from pdserve.kv.tiers.job_runner import JobRunner, MemoryCopier
-from pdserve.kv.tiers.jobs import CopyIn, CopyOut, Fill, Maintain, Spill
+from pdserve.kv.tiers.jobs import Maintain
 from pdserve.kv.tiers.virtual_io import LaneRate, VirtualTierIo
 from pdserve.messages.kv_events import BlockRemoved, BlockStored
 from pdserve.messages.tiers import TierSpec
 from tests.engine_core.test_random_schedules import BLOCK, MAX_LEN, CoreMachine
+from tests.engine_core.tiers.lives import CORNERS, TieredLife
 from tests.support.seeds import is_long
 
 if TYPE_CHECKING:
@@ -105,10 +106,8 @@ class TieredMachine(CoreMachine):
         return TierStorage(self.frames, BLOCK_BYTES, io, disk, runner, free)
 
     def fault(self, job: TierJob) -> tuple[str, ReadFault, int] | None:
-        self.visited[type(job).__name__] += 1
         if isinstance(job, Maintain) or self.dice.random() >= self.faults:
             return None
-        self.visited[f"failed {type(job).__name__}"] += 1
         reason = cast("ReadFault", self.dice.choice(["io", "crc", "absent", "format"]))
         return "the dice say so", reason, self.dice.choice([EIO, ENOSPC])
 
@@ -162,29 +161,31 @@ class TieredMachine(CoreMachine):
     def run_to_the_end(self) -> None:
         tiers = self.core._tiers
         assert tiers is not None
-        counts = self.core.scheduler.counters
         super().run_to_the_end()
-        self.visited["preempted with tiers"] += counts.preemptions
         held = tiers.lower.host.counts()
         assert held.claimed == held.filling == held.leaving == 0
         assert self.lower["host"] == set(tiers.lower.host.names())
         if tiers.lower.disk is not None:
             assert self.lower["disk"] == set(tiers.lower.disk.hashes())
-        for record in tiers.stats(self.clock.now()):
-            self.visited[f"hit {record.tier}"] += record.hit_tokens
         for lane in tiers.lower._lanes.values():
             assert lane.backlog == 0
 
 
-CORNERS = {cls.__name__ for cls in (CopyIn, CopyOut, Fill, Spill, Maintain)}
-CORNERS |= {f"failed {cls.__name__}" for cls in (CopyIn, CopyOut, Fill, Spill)}
-CORNERS |= {"hit 1", "hit 2", "preempted with tiers", "aborted", "renamed"}
+@pytest.mark.timeout(900)  # minutes in long mode
+def test_random_lives_with_tiers_keep_every_rule() -> None:
+    lives = settings(max_examples=1500 if is_long() else 8, stateful_step_count=30)
+    run_state_machine_as_test(TieredMachine, settings=lives)
 
 
 @pytest.mark.timeout(900)  # minutes in long mode
-def test_random_lives_with_tiers_keep_every_rule_and_visit_every_corner() -> None:
-    TieredMachine.visited = Counter()
-    lives = settings(max_examples=1500 if is_long() else 25, stateful_step_count=30)
-    run_state_machine_as_test(TieredMachine, settings=lives)
-    if is_long():
-        assert {corner for corner in CORNERS if not TieredMachine.visited[corner]} == set()
+def test_lives_that_begin_with_full_tiers_keep_every_rule_and_visit_every_corner(
+    seed: int, long: bool
+) -> None:
+    seen: Counter[str] = Counter()
+    for number in range(1500 if long else 100):
+        life = TieredLife(seed + number)
+        life.run()
+        seen += life.seen
+        if not long and number >= 15 and seen.keys() >= CORNERS:
+            break
+    assert {corner for corner in CORNERS if not seen[corner]} == set()

@@ -167,15 +167,22 @@ class CoreTiers:
         hashes = sequence.hashes[: sequence.num_committed]
         if names is None or not hashes:
             return
-        request = sequence.request
         prompt = hashes[: sequence.prompt_len // self._pool.block_size]
-        use = BlockUse(
-            turns=self._turns.turn(prompt),
+        use = self._use(sequence, self._turns.turn(prompt))
+        self.cleaner.left(hashes, use, self._now)
+
+    def came(self, sequence: EngineSequence, hashes: Sequence[bytes]) -> None:
+        """Blocks have come for a sequence; it may end without having used them."""
+        self.cleaner.came(hashes, self._use(sequence))
+
+    def _use(self, sequence: EngineSequence, turns: int = 1) -> BlockUse:
+        request = sequence.request
+        return BlockUse(
+            turns=turns,
             root=self._scheduler.owner_mark(request.cache_salt),
             pin_until=self._now + request.cache_ttl if request.cache_ttl else 0.0,
             private=request.cache_scope == "never",
         )
-        self.cleaner.left(hashes, use, self._now)
 
     def use(self, block_hash: bytes) -> BlockUse:
         """The last use of a block on the device."""

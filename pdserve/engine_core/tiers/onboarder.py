@@ -73,6 +73,8 @@ class BlockFetch:
     blocks: list[int]
     plan: FetchPlan
     began: Seconds
+    asker: EngineSequence | None = None
+    """The sequence for which it began."""
     waiting: list[EngineSequence] = field(default_factory=list)
     done: Callable[[int], None] | None = None
     """Called with the number of leading blocks that have come."""
@@ -110,7 +112,9 @@ class BlockFetch:
         )
 
     def arrived(self) -> list[SourceName]:
-        """Where each of the leading blocks that have come is from."""
+        """Where each of the leading blocks that have come and can be used is from."""
+        if self.stale:
+            return []
         found: list[SourceName] = [] if self.local_done is None else [*self.local_done.sources]
         if len(found) == self.plan.local and self.pulled:
             found += ["peer"] * self.pulled
@@ -148,6 +152,8 @@ class Onboarder:
         """Fetches from other workers; None: this core cannot."""
         self.lane: FetchLane | None = None
         """Learns how fast those are."""
+        self.came: Callable[[EngineSequence, Sequence[bytes]], None] = lambda sequence, hashes: None
+        """Told of blocks that have come for a sequence, by their hashes."""
         self.now: Seconds = 0.0
         """The present time; its owner keeps it."""
         self.in_flight = 0
@@ -216,6 +222,7 @@ class Onboarder:
         sources = sequence.request.kv_sources
         began = self.begin(hashes, shared, now, spare, sources, root=sequence.root)
         if began is not None:
+            began.asker = sequence
             began.waiting.append(sequence)
         return began is not None
 
@@ -360,11 +367,11 @@ class Onboarder:
         onboarding.ended = True
         arrived = onboarding.arrived()
         first, count, blocks = onboarding.first, len(arrived), onboarding.blocks
-        if onboarding.stale:
-            count = 0
         if count:
             names = onboarding.hashes[first : first + count]
             kept = self._pool.commit_run(blocks[:count], names, onboarding.parent)
+            if onboarding.asker is not None:
+                self.came(onboarding.asker, names)
         else:
             kept = []
         # A peer that may still write keeps its blocks from being used.

@@ -80,15 +80,24 @@ class Cleaner:
             while len(self._left) > self._pool.num_blocks:
                 self._left.popleft()
 
+    def came(self, hashes: Sequence[bytes], use: BlockUse) -> None:
+        """Blocks with these hashes have come to the device for a request, which does not have them
+        yet."""
+        for block_hash in hashes:
+            self._uses[block_hash] = use
+
     def follow(self, events: Sequence[KvEvent]) -> None:
-        """Forget how blocks were used that have left the device."""
+        """Forget how blocks were used that have left the device. One that has come back meanwhile
+        keeps its use: it may be private."""
+        pool = self._pool
         for event in events:
             if isinstance(event, BlockRemoved):
                 for block_hash in event.hashes:
-                    self._uses.pop(block_hash, None)
+                    if block_hash not in pool:
+                        self._uses.pop(block_hash, None)
             elif isinstance(event, PoolCleared):
-                self._uses.clear()
-                self._left.clear()
+                self._uses = {name: use for name, use in self._uses.items() if name in pool}
+                self._left = deque(name for name in self._left if name in pool)
 
     # ------------------------------------------------------------------ choosing
 
