@@ -277,6 +277,7 @@ SCENARIOS = {
     "engine_core/test_json_schemas.py": "structured output over many schemas",
     "engine_core/test_random_schedules.py": "random requests through scheduler and pool",
     "engine_core/test_random_tiers.py": "the same with tiers below, which fail",
+    "engine_core/tiers/test_planted_bugs.py": "bugs that random lives with tiers must find",
     "engines/sim/test_handoff.py": "sim engines hand prompts over",
     "engines/sim/test_steps_at_once.py": "core and executor with several steps in one",
     "engines/sim/test_structured_output.py": "grammars through the whole engine",

@@ -18,7 +18,7 @@ ends when nothing is left to do. After every step these oracles look at it:
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from errno import EIO, ENOSPC
 from random import Random
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ from pdserve.blocks.hashing import block_hashes, prompt_root
 from pdserve.clock import ManualClock
 from pdserve.engine_core.core import EngineCore
 from pdserve.engine_core.tiers.core_tiers import TierStorage
+from pdserve.engine_core.tiers.onboarder import FetchPlan
 from pdserve.kv.storage import BlockMemory
 from pdserve.kv.tiers.disk.tier import DiskTier
 from pdserve.kv.tiers.job_runner import JobRunner, MemoryCopier
@@ -48,13 +49,13 @@ if TYPE_CHECKING:
     from pdserve.engine_core.executor import ModelInfo
     from pdserve.engine_core.kv_fetch.ports import PullListener
     from pdserve.engine_core.scheduler.sequence import Sequence as EngineSequence
-    from pdserve.engine_core.tiers.onboarder import BlockFetch, Onboarder
+    from pdserve.engine_core.tiers.onboarder import BlockFetch, FetchChooser, Onboarder
     from pdserve.ids import Seconds
     from pdserve.kv.tiers.disk.records import ReadFault
     from pdserve.kv.tiers.jobs import JobDone, TierJob
     from pdserve.kv.tiers.lower_tiers import FetchDone
     from pdserve.messages.kv_events import KvEvent
-    from pdserve.messages.tiers import LaneName
+    from pdserve.messages.tiers import LaneName, SourceName
     from pdserve.testing.output_checker import OutputChecker
 
 __all__ = ["CORNERS", "OracleError", "TieredLife"]
@@ -183,6 +184,30 @@ def read_by(job: TierJob) -> set[tuple[str, int]]:
     return {("frame", f) for f in job.frames} if isinstance(job, CopyIn | Spill) else set()
 
 
+class MixedPlanner:
+    """Fetches what is here from here and the rest from a peer, now and then, where `FetchPlanner`
+    would take it all from the peer."""
+
+    def __init__(self, planner: FetchChooser, dice: Random) -> None:
+        self._planner = planner
+        self._dice = dice
+
+    def choose(
+        self,
+        device: int,
+        local: Sequence[SourceName],
+        peers: Sequence[KvSource],
+        blocks: int,
+        wait: Seconds,
+    ) -> FetchPlan | None:
+        """As `FetchChooser.choose`."""
+        plan = self._planner.choose(device, local, peers, blocks, wait)
+        rest = blocks - device - len(local)
+        if plan is None or not local or not peers or rest <= 0 or self._dice.random() < 0.3:
+            return plan
+        return FetchPlan(len(local), rest, peers[0], plan.seconds, plan.deadline + 0.2)
+
+
 class Pull:
     """One pull from the peer."""
 
@@ -254,10 +279,12 @@ class FakePeer:
             pull.listener.on_pulled(pull.number, pull.come, "")
         elif dice.random() < self._life.faults / 3:
             self._fail(pull, dice.choice((0, pull.come)), "transfer", now)
-        elif dice.random() < 0.7:
-            content = self._life.contents.bytes[pull.hashes[pull.come]]
-            self._life.write(pull.blocks[pull.come], content)
-            pull.come += 1
+        else:
+            more = pull.blocks[pull.come :][: dice.randint(0, 4)]
+            for block in more:
+                content = self._life.contents.bytes[pull.hashes[pull.come]]
+                self._life.write(block, content)
+                pull.come += 1
 
     def _fail(self, pull: Pull, good: int, error: str, now: Seconds) -> None:
         """One that brought nothing is reported at once, another one with its fence."""
@@ -335,6 +362,7 @@ class TieredLife:
         assert tiers is not None
         assert onboarder is not None
         self.lower, self.onboarder = tiers.lower, onboarder
+        onboarder._planner = MixedPlanner(onboarder._planner, self.dice)
         self.peer = FakePeer(self)
         onboarder.puller = self.peer  # type: ignore[assignment]
         self._listen(onboarder)
@@ -410,6 +438,9 @@ class TieredLife:
             self._live(actions)
         except OracleError as error:
             error.add_note(f"in life {self.seed}")
+            # What is broken may not be able to end in order; its memory is given back even so.
+            with suppress(AssertionError, ValueError, KeyError):
+                self.core.close()
             raise
         finally:
             self.core._executor.close()
@@ -485,20 +516,27 @@ class TieredLife:
         )
 
     def ask(
-        self, talk: GenerateRequest | None = None, *, most: int = 6, most_n: int = 1
+        self,
+        talk: GenerateRequest | None = None,
+        *,
+        most: int = 6,
+        n: int = 1,
+        peer: bool = False,
+        private: bool = False,
     ) -> OutputChecker:
-        """A request of a conversation, which may have gone on."""
+        """A request of a conversation. `peer`: a peer has all of it."""
         dice, talk = self.dice, talk or self.dice.choice(self._talks)
+        some = dice.choice(((), (), (KvSource(PEER, 1, dice.randint(1, 8)),)))
         request = replace(
             talk,
             request_id=f"{talk.request_id}.{len(self.engine.ledgers)}",
-            n=most_n,
+            n=n,
             sampling=SamplingParams(
                 max_tokens=dice.randint(1, most), ignore_eos=True, seed=dice.randint(0, 3)
             ),
-            kv_sources=dice.choice(((), (), (KvSource(PEER, 1, dice.randint(1, 8)),))),
+            kv_sources=(KvSource(PEER, 1, MAX_LEN // BLOCK),) if peer else some,
             cache_ttl=dice.choice((None, None, None, 5.0)),
-            cache_scope="never" if dice.random() < 0.1 else "",
+            cache_scope="never" if private or dice.random() < 0.1 else "",
         )
         self.contents.note(request)
         self.seen["private"] += request.cache_scope == "never"
@@ -509,7 +547,7 @@ class TieredLife:
         index = self.dice.randrange(len(self._talks))
         if self.dice.random() < 0.15:
             self._talks[index] = self._talk()
-        self.ask(self._talks[index], most_n=self.dice.choice((1, 1, 1, 2)))
+        self.ask(self._talks[index], n=self.dice.choice((1, 1, 1, 2)))
 
     def ask_twice(self) -> None:
         """Two want the same blocks."""
@@ -546,12 +584,15 @@ class TieredLife:
             self.engine.abort(ledgers[self.dice.choice(handles)])
 
     def _on_disk(self) -> GenerateRequest | None:
-        """A conversation that would be read from disk."""
-        for talk in self._talks:
-            names = names_of(talk.prompt[:-1], talk.cache_salt, self.secret)
-            device = len(self.core.pool.match(names))
-            if "disk" in self.lower.run(names, device):
-                return talk
+        """A conversation that would be read from disk. Others come first until there is one, but
+        not for long."""
+        for _ in range(3):
+            for talk in self._talks:
+                names = names_of(talk.prompt[:-1], talk.cache_salt, self.secret)
+                device = len(self.core.pool.match(names))
+                if "disk" in self.lower.run(names, device):
+                    return talk
+            self.evict()
         return None
 
     def ask_and_turn_away(self) -> None:
@@ -560,6 +601,18 @@ class TieredLife:
         self.step()
         if not ledger.done:
             self.engine.abort(ledger)
+
+    def turn_away_too_late(self) -> None:
+        """A client hangs up when all has been fetched and nothing been computed."""
+        ledger = self.ask(self._talk(), peer=True, private=True)
+        for _ in range(16):
+            self.step()
+            waits = self.onboarder.num_waiting
+            with judged_by("books"):
+                self.peer.step(self.clock.now())
+            if waits and not self.onboarder.num_waiting and not ledger.done:
+                self.engine.abort(ledger)
+                return
 
     def wait(self) -> None:
         """Time passes."""
@@ -580,10 +633,13 @@ class TieredLife:
         self.let_go_on(self.dice.choice((2, 40)))
 
     def rot(self) -> None:
-        """A record cannot be read, or is not what was written."""
-        self.rotten = self.dice.choice(("io", "crc", "crc", "absent", "format"))
-        self.ask(self._on_disk())
-        self.let_go_on(2)
+        """A record cannot be read, or is not what was written; a peer has what follows it."""
+        talk = self._on_disk()
+        if talk is not None:
+            self.rotten = self.dice.choice(("io", "crc", "crc", "absent", "format"))
+            more = [self.dice.randint(3, 12) for _ in range(2 * BLOCK)]
+            self.ask(replace(talk, prompt=(talk.prompt + more)[: MAX_LEN - 2]), peer=True)
+            self.let_go_on(2)
 
     def fill_the_disk(self) -> None:
         """The disk has no room, or has some again."""
@@ -593,8 +649,12 @@ class TieredLife:
         """The hash secret changes; rather while something is read or stored."""
         reading = any(isinstance(job, Fill) for job in self.io.under_way)
         storing = any(isinstance(job, CopyOut) for job in self.io.under_way)
-        if not (reading or storing) and self.dice.random() < 0.7:
-            return
+        if reading or storing or self.dice.random() < 0.3:
+            self._rekey()
+
+    def _rekey(self) -> None:
+        reading = any(isinstance(job, Fill) for job in self.io.under_way)
+        storing = any(isinstance(job, CopyOut) for job in self.io.under_way)
         self.seen["renamed while reading"] += reading
         self.seen["renamed while storing"] += storing
         self.secret = SECRETS[self.secret == SECRETS[0]]
@@ -606,7 +666,17 @@ class TieredLife:
         self.ask(self._on_disk())
         self.step()
         if any(isinstance(job, Fill) for job in self.io.under_way):
-            self.rekey()
+            self._rekey()
+
+    def rekey_under_private(self) -> None:
+        """The secret changes in the very step in which a private request ends."""
+        if self.dice.random() < 0.5:
+            return
+        ledger = self.ask(self._talk(), most=1, private=True)
+        for _ in range(6):
+            if not ledger.done:
+                self._rekey()
+            self.step()
 
     def clear(self) -> None:
         """An operator forgets everything."""
@@ -754,12 +824,14 @@ ACTIONS: list[Callable[[TieredLife], None]] = [
     TieredLife.crowd,
     TieredLife.abort,
     TieredLife.ask_and_turn_away,
+    TieredLife.turn_away_too_late,
     TieredLife.wait_long,
     TieredLife.hang,
     TieredLife.rot,
     TieredLife.fill_the_disk,
     TieredLife.rekey,
     TieredLife.rekey_while_reading,
+    TieredLife.rekey_under_private,
     TieredLife.clear,
 ]
 

@@ -1,0 +1,412 @@
+"""Bugs of the engine core's tiers, planted one at a time: random lives must find each.
+
+Every bug names the oracles of `lives` that may find it, so that a rule which has stopped to look is
+noticed. Other lives, with every commit, pass without bugs (`test_random_tiers`).
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pdserve.engine_core.tiers.core_tiers import CoreTiers
+from pdserve.engine_core.tiers.onboarder import BlockFetch, Onboarder
+from pdserve.kv.tiers.cleaner import Cleaner
+from pdserve.kv.tiers.job_runner import MemoryCopier
+from pdserve.kv.tiers.jobs import CopyIn, CopyOut, Fill, JobDone, Spill, bytes_of, lane_of
+from pdserve.kv.tiers.lower_tiers import FetchDone, LowerTiers
+from pdserve.messages.kv_events import BlockRemoved, PoolCleared
+from tests.engine_core.tiers.lives import OracleError, TieredLife
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LIVES = 40
+"""Most lives until a bug is found. Always the same: the cost is a property of the suite."""
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A bug, and the oracles that may find it."""
+
+    plant: Callable[[pytest.MonkeyPatch], None]
+    oracles: frozenset[str]
+
+
+BUGS: dict[str, Bug] = {}
+
+
+def found_by(*oracles: str) -> Callable[[Callable[[pytest.MonkeyPatch], None]], Any]:
+    """Enter a bug under its function's name."""
+
+    def enter(plant: Callable[[pytest.MonkeyPatch], None]) -> Any:
+        BUGS[plant.__name__] = Bug(plant, frozenset(oracles))
+        return plant
+
+    return enter
+
+
+def without_error(done: JobDone) -> JobDone:
+    """The end of a job, as if it had succeeded."""
+    return JobDone(done.job, done.seconds)
+
+
+# ------------------------------------------------------------------ the ends of jobs
+
+
+@found_by("content", "tokens")
+def failed_copies_out_count(patch: pytest.MonkeyPatch) -> None:
+    whole = LowerTiers._stored
+    patch.setattr(LowerTiers, "_stored", lambda self, job, error, now: whole(self, job, "", now))
+
+
+@found_by("content", "tokens")
+def failed_copies_in_count(patch: pytest.MonkeyPatch) -> None:
+    whole = LowerTiers._copied_in
+    patch.setattr(
+        LowerTiers,
+        "_copied_in",
+        lambda self, done, job, now: whole(self, without_error(done), job, now),
+    )
+
+
+@found_by("content", "tokens")
+def failed_reads_are_valid(patch: pytest.MonkeyPatch) -> None:
+    whole = LowerTiers._filled
+    patch.setattr(
+        LowerTiers,
+        "_filled",
+        lambda self, done, job, now: whole(self, without_error(done), job, now),
+    )
+
+
+@found_by("books")
+def a_failed_read_keeps_its_frame(patch: pytest.MonkeyPatch) -> None:
+    whole = LowerTiers._fill_failed
+
+    def failed(self: LowerTiers, *arguments: Any) -> None:
+        abandon, self.host.abandon = self.host.abandon, lambda frame: None  # type: ignore[method-assign]
+        try:
+            whole(self, *arguments)
+        finally:
+            self.host.abandon = abandon  # type: ignore[method-assign]
+
+    patch.setattr(LowerTiers, "_fill_failed", failed)
+
+
+@found_by("books")
+def a_full_disk_keeps_the_frames_claimed(patch: pytest.MonkeyPatch) -> None:
+    whole = LowerTiers._spilled
+
+    def spilled(self: LowerTiers, done: JobDone, job: Spill, now: float) -> None:
+        if done.error:
+            for frame in job.frames:
+                self.host.claim(frame)
+        whole(self, done, job, now)
+
+    patch.setattr(LowerTiers, "_spilled", spilled)
+
+
+@found_by("books")
+def a_read_keeps_its_segment_for_ever(patch: pytest.MonkeyPatch) -> None:
+    whole = LowerTiers._filled
+
+    def filled(self: LowerTiers, done: JobDone, job: Fill, now: float) -> None:
+        assert self.disk is not None
+        if done.error:
+            self.disk.claim(job.place)
+        whole(self, done, job, now)
+
+    patch.setattr(LowerTiers, "_filled", filled)
+
+
+@found_by("lanes")
+def bytes_of_failed_jobs_stay_in_their_lane(patch: pytest.MonkeyPatch) -> None:
+    whole = LowerTiers._take
+
+    def take(self: LowerTiers, done: JobDone, now: float) -> None:
+        if done.error:
+            self._lanes[lane_of(done.job)].submit(bytes_of(done.job, self._block_bytes), now)
+        whole(self, done, now)
+
+    patch.setattr(LowerTiers, "_take", take)
+
+
+# ------------------------------------------------------------------ frames and their blocks
+
+
+@found_by("events")
+def stored_is_told_when_a_copy_begins(patch: pytest.MonkeyPatch) -> None:
+    whole = LowerTiers._copy_out
+
+    def copy_out(self: LowerTiers, chosen: Any, *arguments: Any, **options: Any) -> None:
+        for source in chosen:
+            self.host._changes.stored(source.content)
+        whole(self, chosen, *arguments, **options)
+
+    patch.setattr(LowerTiers, "_copy_out", copy_out)
+
+
+@found_by("content", "tokens", "secret")
+def a_copy_of_what_the_block_was_counts(patch: pytest.MonkeyPatch) -> None:
+    """The generation is not looked at again."""
+    whole = LowerTiers._stored
+
+    def stored(self: LowerTiers, job: CopyOut, error: str, now: float) -> None:
+        now_there = [self._device.generation(block) for block in job.blocks]
+        again = CopyOut(job.blocks, job.frames, job.contents, now_there, job.spare)
+        whole(self, again, error, now)
+
+    patch.setattr(LowerTiers, "_stored", stored)
+
+
+@found_by("places")
+def frames_are_claimed_only_until_the_copy_begins(patch: pytest.MonkeyPatch) -> None:
+    whole = LowerTiers._submit
+
+    def submit(self: LowerTiers, job: Any, now: float) -> None:
+        whole(self, replace(job, frames=list(job.frames)) if isinstance(job, CopyIn) else job, now)
+        if isinstance(job, CopyIn):
+            fetch = self._fetches[job.fetch]
+            for place in range(job.first, job.first + len(job.frames)):
+                if fetch.sources[place] == "host":
+                    self.host.release(fetch.frames[place])
+                    fetch.frames[place] = -1
+
+    patch.setattr(LowerTiers, "_submit", submit)
+
+
+@found_by("places", "content")
+def frames_that_are_written_to_disk_are_not_claimed(patch: pytest.MonkeyPatch) -> None:
+    whole, spilled = LowerTiers._submit, LowerTiers._spilled
+
+    def submit(self: LowerTiers, job: Any, now: float) -> None:
+        whole(self, job, now)
+        if isinstance(job, Spill):
+            for frame in job.frames:
+                self.host.release(frame)
+
+    def end(self: LowerTiers, done: JobDone, job: Spill, now: float) -> None:
+        spilled(self, done, Spill(job.batch, ()), now)
+
+    patch.setattr(LowerTiers, "_submit", submit)
+    patch.setattr(LowerTiers, "_spilled", end)
+
+
+@found_by("content", "tokens")
+def blocks_of_one_copy_change_places(patch: pytest.MonkeyPatch) -> None:
+    whole = MemoryCopier.copy_in
+    patch.setattr(
+        MemoryCopier, "copy_in", lambda self, frames, blocks: whole(self, frames[::-1], blocks)
+    )
+
+
+@found_by("pins")
+def pins_do_not_keep_blocks(patch: pytest.MonkeyPatch) -> None:
+    whole = LowerTiers._evict
+
+    def evict(self: LowerTiers, count: int, now: float) -> int:
+        for name in list(self.host._pins):
+            self.host._unpin(name)
+            self.host._place(self.host._by_hash[name])
+        return whole(self, count, now)
+
+    patch.setattr(LowerTiers, "_evict", evict)
+
+
+# ------------------------------------------------------------------ fetches
+
+
+@found_by("time")
+def a_fetch_has_no_deadline(patch: pytest.MonkeyPatch) -> None:
+    whole = LowerTiers._shorten
+
+    def shorten(self: LowerTiers, fetch: Any, limit: int, reason: str, now: float) -> None:
+        if reason != "deadline":
+            whole(self, fetch, limit, reason, now)
+
+    patch.setattr(LowerTiers, "_shorten", shorten)
+
+
+@found_by("places")
+def blocks_of_a_cancelled_fetch_are_free_at_once(patch: pytest.MonkeyPatch) -> None:
+    whole = Onboarder._stop
+
+    def stop(self: Onboarder, onboarding: BlockFetch, now: float) -> None:
+        if onboarding.plan.local and onboarding.local_done is None:
+            onboarding.local_done = FetchDone(onboarding.number, 0, ())
+        whole(self, onboarding, now)
+
+    patch.setattr(Onboarder, "_stop", stop)
+
+
+@found_by("content", "tokens")
+def what_comes_behind_a_gap_is_used(patch: pytest.MonkeyPatch) -> None:
+    def arrived(self: BlockFetch) -> list[Any]:
+        found: list[Any] = [] if self.local_done is None else [*self.local_done.sources]
+        return [] if self.stale else found + ["peer"] * (self.pulled or 0)
+
+    def cancel_no_pull(self: Onboarder, done: FetchDone, now: float) -> None:
+        onboarding = self._onboardings.get(done.number)
+        if onboarding is not None:
+            onboarding.local_done = done
+            self._try_end(onboarding, now)
+
+    patch.setattr(BlockFetch, "arrived", arrived)
+    patch.setattr(Onboarder, "fetched", cancel_no_pull)
+
+
+@found_by("places", "content", "tokens")
+def blocks_of_a_cancelled_pull_are_free_before_its_fence(patch: pytest.MonkeyPatch) -> None:
+    whole = Onboarder._cancel_pull
+
+    def cancel(self: Onboarder, onboarding: BlockFetch, now: float) -> None:
+        whole(self, onboarding, now)
+        onboarding.unfenced = False
+
+    patch.setattr(Onboarder, "_cancel_pull", cancel)
+
+
+@found_by("places", "content", "tokens")
+def a_pull_that_failed_needs_no_fence(patch: pytest.MonkeyPatch) -> None:
+    whole = Onboarder._try_end
+
+    def end(self: Onboarder, onboarding: BlockFetch, now: float) -> None:
+        onboarding.unfenced = onboarding.unfenced and not onboarding.over
+        whole(self, onboarding, now)
+
+    patch.setattr(Onboarder, "_try_end", end)
+
+
+@found_by("books")
+def blocks_stay_in_quarantine(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Onboarder, "on_fenced", lambda self, number: None)
+
+
+@found_by("books")
+def fetches_stay_counted(patch: pytest.MonkeyPatch) -> None:
+    whole = Onboarder._forget
+
+    def forget(self: Onboarder, onboarding: BlockFetch) -> None:
+        before = self.in_flight
+        whole(self, onboarding)
+        if onboarding.cancelled:
+            self.in_flight = before
+
+    patch.setattr(Onboarder, "_forget", forget)
+
+
+@found_by("books", "time")
+def a_cancelled_fetch_is_joined_and_forgets_who_waits(patch: pytest.MonkeyPatch) -> None:
+    whole = Onboarder._give_back
+
+    def give_back(self: Onboarder, onboarding: BlockFetch) -> None:
+        del onboarding.waiting[1:]
+        whole(self, onboarding)
+
+    patch.setattr(Onboarder, "_give_back", give_back)
+
+
+# ------------------------------------------------------------------ secrets, private blocks
+
+
+@found_by("secret")
+def fetches_bring_blocks_of_the_old_secret(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Onboarder, "rename", lambda self: self._coming.clear())
+
+
+@found_by("secret")
+def reads_bring_blocks_of_the_old_secret(patch: pytest.MonkeyPatch) -> None:
+    whole = LowerTiers._keep
+
+    def keep(self: LowerTiers, block_hash: bytes, filling: Any, now: float) -> None:
+        filling.unwanted = False
+        whole(self, block_hash, filling, now)
+
+    patch.setattr(LowerTiers, "_keep", keep)
+
+
+@found_by("secret")
+def the_host_keeps_blocks_of_the_old_secret(patch: pytest.MonkeyPatch) -> None:
+    whole = LowerTiers.rename
+
+    def rename(self: LowerTiers) -> None:
+        clear, self.host.clear = self.host.clear, lambda: None  # type: ignore[method-assign]
+        whole(self)
+        self.host.clear = clear  # type: ignore[method-assign]
+
+    patch.setattr(LowerTiers, "rename", rename)
+
+
+@found_by("secret")
+def the_disk_goes_on_under_the_old_secret(patch: pytest.MonkeyPatch) -> None:
+    whole = CoreTiers.rename
+
+    def rename(self: CoreTiers, secret_id: bytes) -> None:
+        whole(self, secret_id)
+        self._secret, self.lower.disk_paused = None, False
+
+    patch.setattr(CoreTiers, "rename", rename)
+
+
+@found_by("private")
+def private_blocks_are_stored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Cleaner, "_wants", lambda self, name: self._tiers.wants(name))
+
+
+@found_by("private")
+def a_block_that_came_back_is_not_private(patch: pytest.MonkeyPatch) -> None:
+    def follow(self: Cleaner, events: Any) -> None:
+        for event in events:
+            if isinstance(event, BlockRemoved):
+                for name in event.hashes:
+                    self._uses.pop(name, None)
+            elif isinstance(event, PoolCleared):
+                self._uses.clear()
+
+    patch.setattr(Cleaner, "follow", follow)
+
+
+@found_by("private")
+def a_fetched_block_is_not_private(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Cleaner, "came", lambda self, hashes, use: None)
+
+
+# ------------------------------------------------------------------ the tests
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """The bug is there."""
+    with pytest.MonkeyPatch.context() as patch:
+        BUGS[name].plant(patch)
+        yield
+
+
+def first_finding(name: str) -> OracleError | None:
+    """What the first life says that notices the bug."""
+    with planted(name):
+        for seed in range(LIVES):
+            try:
+                TieredLife(seed).run()
+            except OracleError as error:
+                return error
+    return None
+
+
+@pytest.mark.long(one_in=3)
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found(name: str) -> None:
+    found = first_finding(name)
+    assert found is not None, f"{LIVES} lives have not noticed it"
+    assert found.oracle in BUGS[name].oracles, str(found)
+
+
+def test_a_bug_is_gone_afterwards() -> None:
+    before = LowerTiers._stored
+    with planted("failed_copies_out_count"):
+        assert LowerTiers._stored is not before
+    assert LowerTiers._stored is before
