@@ -23,7 +23,7 @@ SECTION = section("A prefix below the device")
 SHELLS, ASK = blocks(SECTION)
 
 
-TRIES = 4
+TRIES = 6
 
 
 def cached(answer: str) -> str:
@@ -78,7 +78,8 @@ def check_operations(home: dict[str, str], address: str, folder: Path) -> None:
     assert "0 blocks are whole" in tier(home, "verify", str(folder))
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.alone
+@pytest.mark.timeout(240)
 def test_readmes_prefix_comes_from_the_neighbour_and_from_disk(tmp_path: Path) -> None:
     places, home = Places(), {"XDG_CONFIG_HOME": str(tmp_path / "home")}
     folder = tmp_path / "kv"
