@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.chaos.cluster import Cluster, eventually
-from tests.e2e.tiers import BLOCKS, ENGINE, REUSED, ask, command, prompt, wait_served
+from tests.e2e.tiers import BLOCKS, ENGINE, FRAME, REUSED, ask, command, prompt, wait_served
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,6 +78,7 @@ def test_a_prefix_of_another_worker_is_fetched(workers):
     assert (fetched.text, fetched.cached, fetched.node) == (there.text, {"peer": REUSED}, "owner")
     eventually(lambda: computed(asker) > alone, "the request was not counted")
     assert computed(asker) == 2 * alone - REUSED
+    asker.wait_count("pdserve_kv_pulled_bytes_total", float((BLOCKS - 1) * FRAME))
     again = workers.ask("asker", "theirs")
     assert (again.text, again.cached) == (there.text, {"device": REUSED})
     assert workers.ask("owner", "own") == cold._replace(
@@ -137,6 +138,7 @@ def test_an_owner_that_is_killed_in_the_middle_of_a_fetch_costs_only_time(worker
         owner.kill()
         request.join()
     assert [(answer.text, answer.cached) for answer in found] == [(there.text, {})]
+    asker.wait_count('pdserve_kv_pulls_ended_total{outcome="gone"}', 1.0)
     wait_released(asker)
 
 
@@ -145,7 +147,10 @@ def test_an_owner_that_is_killed_in_the_middle_of_a_fetch_costs_only_time(worker
 
 @pytest.fixture(scope="module")
 def heir(workers: Workers) -> Node:
-    """A new worker, which has nothing."""
+    """A new worker, which has nothing; besides `asker` there is no other."""
+    if workers.nodes["owner"].process.poll() is None:
+        workers.nodes["owner"].kill()
+    workers.nodes["asker"].wait_said("worker owner died")
     workers.start("heir")
     workers.wait_ready("heir")
     return workers.nodes["heir"]

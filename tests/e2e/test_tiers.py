@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -17,7 +18,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.chaos.cluster import Cluster
+from pdserve_engines.sim.tokens import entry_of
+from tests.chaos.cluster import Cluster, eventually
+from tests.e2e.server import serving
 from tests.e2e.tiers import (
     BLOCK,
     BLOCKS,
@@ -33,12 +36,14 @@ from tests.e2e.tiers import (
     wait_served,
     wait_tier,
 )
+from tests.support.metrics_page import find
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.chaos.cluster import Node
+    from tests.e2e.server import Server
     from tests.e2e.tiers import Answer
 
 pytestmark = pytest.mark.timeout(180)
@@ -161,6 +166,32 @@ def test_another_salt_hits_on_no_tier_and_at_no_other_worker(pair):
     assert pair.ask("b", "salted", "dave").cached == {}, "at the other worker"
     again = pair.ask("a", "salted", "alice")
     assert (again.text, again.cached) == (mine.text, {"host": REUSED})
+
+
+def test_what_an_operator_drops_is_nowhere_any_more(pair):
+    pair.ask("a", "stays", "other")
+    for name in pair.workers:
+        pair.ask(name, "dropped", "gone")
+    pair.wait_written()
+    assert on_disk(pair, "stays") == 1
+    assert on_disk(pair, "dropped") == 2
+    done = command(pair.cluster, "tier", "drop", "--salt", "gone")
+    assert done.returncode == 0, done.stderr
+    for name in pair.workers:
+        assert re.search(rf"{name}: forgot blocks: .*\b{BLOCKS} on disk", done.stdout), done
+    eventually(lambda: on_disk(pair, "dropped") == 0, "it is on disk still")
+    assert on_disk(pair, "stays") == 1
+    assert pair.ask("a", "dropped", "gone").cached == {}
+    pair.asked["a"].add(("dropped, once more", "gone"))
+    assert pair.ask("a", "stays", "other").cached
+
+
+def on_disk(pair: Pair, seed: object) -> int:
+    """How many workers have a prompt's last block on disk."""
+    entry = b""
+    for position, token in enumerate(prompt(seed)):
+        entry = entry_of(token, position, entry)
+    return sum(path.read_bytes().count(entry) for path in pair.disk.rglob("seg-*"))
 
 
 # ---------------------------------------------------------------------- one killed worker
@@ -346,3 +377,41 @@ def writable_again(folder: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["chattr", "-R", "-i", str(folder)], capture_output=True, check=False)
+
+
+# ---------------------------------------------------------------------- one process for all
+
+
+@pytest.mark.long
+def test_an_all_in_one_that_is_killed_answers_from_disk(tmp_path):
+    """With the torch engine and its two workers, as in plain `pdserve`."""
+    flags: tuple[str, ...] = (
+        "--dtype",
+        "float32",
+        "--threads",
+        "1",
+        "--kv-memory",
+        "64MiB",
+        "--host-kv",
+        "64MiB",
+    )
+    flags += ("--disk-kv", f"{tmp_path / 'disk'}:256MiB", "--kv-fetch", "always")
+    home = {"XDG_CONFIG_HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
+    tokens = prompt("all in one", 1) * 3
+    with serving(None, *flags, **home) as server:
+        cold = ask(server, tokens)
+        assert cold.cached == {}
+        blocks = len(tokens) // 32
+        stored = 'pdserve_kv_tier_stored_blocks_total{tier="disk"}'
+        eventually(lambda: counted(server, stored) >= blocks, "it is not on disk")
+        server.end(signal.SIGKILL)
+    with serving(None, *flags, **home) as server:
+        again = ask(server, tokens)
+        assert again.text == cold.text
+        assert set(again.cached) == {"disk"}
+        assert again.cached["disk"] == (blocks - 1) * 32
+
+
+def counted(server: Server, metric: str) -> float:
+    """A metric of an all-in-one; 0 before it is there."""
+    return find(server.get("/metrics")[1], metric) or 0.0
