@@ -501,7 +501,7 @@ class EngineCore:
         """Return whether `step` has something to compute or to report."""
         if self._broken:
             return bool(self._events)
-        if self._moved or self._copied:
+        if self._moved or self._copied or (self._tiers is not None and self._tiers.has_events):
             return True
         if self._incoming is not None and self._incoming.has_work:
             return True

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from pdserve.blocks.hashing import block_hashes, prompt_root
 from pdserve.clock import ManualClock
 from pdserve.engine_core.core import EngineCore
+from pdserve.engine_core.tiers import core_tiers
 from pdserve.kv.tiers.virtual_io import VirtualTierIo
 from pdserve.messages.engine import EngineSpec, SetHashSecret
 from pdserve.messages.kv_events import BlockStored
@@ -19,6 +20,8 @@ from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
     from pdserve.ids import Bytes
     from pdserve.kv.tiers.job_runner import JobRunner
@@ -187,3 +190,22 @@ def test_under_another_secret_the_disk_holds_other_blocks_and_keeps_the_old(
     for secret in (b"one", b"two"):
         with Bench(tiers=tiers, hash_secret=secret) as bench:
             assert bench.sources(bench.run(first)) == {"disk": 8 * BLOCK}
+
+
+def test_a_large_disk_is_told_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_tiers, "EVENT_HASHES", 3)
+    tiers = replace(DISK, disk_path=str(tmp_path))
+    first = request(prompt(0))
+    with Bench(tiers=tiers) as bench:
+        bench.run(first)
+    with Bench(tiers=tiers) as bench:
+        steps = 0
+        while bench.core.has_work:
+            before = len(bench.stored())
+            bench.engine.step()
+            assert len(bench.stored()) - before <= 3
+            steps += 1
+        assert steps >= 3
+        assert bench.stored() >= set(bench.hashes(first))
+        parents = {e.parent for e in bench.engine.kv_events if isinstance(e, BlockStored)}
+        assert bench.hashes(first)[2] in parents, "a piece follows the one before it"

@@ -7,10 +7,11 @@ An engine core opens them when its pool is allocated, lets them go on once betwe
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pdserve.clock import SystemClock
 from pdserve.errors import ConfigError
@@ -25,6 +26,7 @@ from pdserve.kv.tiers.job_runner import JobRunner, MemoryCopier
 from pdserve.kv.tiers.lower_tiers import LowerTiers
 from pdserve.kv.tiers.thread_io import ThreadTierIo
 from pdserve.kv.tiers.turns import TurnTracker
+from pdserve.messages.kv_events import BlockStored, PoolCleared
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -49,6 +51,9 @@ _log = logging.getLogger(__name__)
 
 MakeTierIo = Callable[["JobRunner", "Bytes", bool], "TierIo"]
 """Makes what carries out the jobs: from a runner, a block's size, and whether there is a disk."""
+
+EVENT_HASHES: Final = 16_384
+"""Most hashes that one step tells of lower tiers."""
 
 STAGING_FRAMES = 64
 """Frames of the arena if there is a disk tier and no host tier."""
@@ -106,7 +111,7 @@ class CoreTiers:
         self._now = self._since = now
         self._secret: bytes | None = None
         """Id of the hash secret under which the disk has to be opened anew."""
-        self._events: list[KvEvent] = []
+        self._events: deque[KvEvent] = deque()
         self._turns = TurnTracker()
         order = EvictionOrder(turn_bonus=spec.turn_bonus)
         self.lower = LowerTiers(
@@ -158,8 +163,27 @@ class CoreTiers:
         if events:
             self.lower.follow(events, now)
             self.cleaner.follow(events)
-        told, self._events = self._events, []
-        return told + self.lower.drain_events()
+        self._events.extend(self.lower.drain_events())
+        return self._next_events()
+
+    @property
+    def has_events(self) -> bool:
+        """Return whether `follow` has more to tell."""
+        return bool(self._events)
+
+    def _next_events(self) -> list[KvEvent]:
+        """The next events, of at most `EVENT_HASHES` hashes together. A disk that was opened may
+        tell of millions of blocks, and no message takes them all."""
+        told: list[KvEvent] = []
+        room = EVENT_HASHES
+        while self._events and room > 0:
+            event = self._events.popleft()
+            if isinstance(event, BlockStored) and len(event.hashes) > room:
+                event, rest = _divided(event, room)
+                self._events.appendleft(rest)
+            room -= 1 if isinstance(event, PoolCleared) else len(event.hashes)
+            told.append(event)
+        return told
 
     def _left(self, sequence: EngineSequence) -> None:
         """A sequence is about to give back its blocks."""
@@ -262,6 +286,12 @@ def open_storage(
         arena.close()
 
     return TierStorage(frames, block_bytes, io, disk, runner, free)
+
+
+def _divided(event: BlockStored, count: int) -> tuple[BlockStored, BlockStored]:
+    """The first `count` blocks of an event, and the others, which follow them."""
+    first, rest = event.hashes[:count], event.hashes[count:]
+    return BlockStored(first, event.parent, event.tier), BlockStored(rest, first[-1], event.tier)
 
 
 def _copier(
