@@ -385,16 +385,8 @@ def writable_again(folder: Path) -> Iterator[None]:
 @pytest.mark.long
 def test_an_all_in_one_that_is_killed_answers_from_disk(tmp_path):
     """With the torch engine and its two workers, as in plain `pdserve`."""
-    flags: tuple[str, ...] = (
-        "--dtype",
-        "float32",
-        "--threads",
-        "1",
-        "--kv-memory",
-        "64MiB",
-        "--host-kv",
-        "64MiB",
-    )
+    flags: tuple[str, ...] = ("--dtype", "float32", "--threads", "1", "--kv-memory", "64MiB")
+    flags += ("--host-kv", "64MiB")
     flags += ("--disk-kv", f"{tmp_path / 'disk'}:256MiB", "--kv-fetch", "always")
     home = {"XDG_CONFIG_HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
     tokens = prompt("all in one", 1) * 3
@@ -402,7 +394,7 @@ def test_an_all_in_one_that_is_killed_answers_from_disk(tmp_path):
         cold = ask(server, tokens)
         assert cold.cached == {}
         blocks = len(tokens) // 32
-        stored = 'pdserve_kv_tier_stored_blocks_total{tier="disk"}'
+        stored = 'pdserve_kv_tier_stored_blocks_total{mode="decode",tier="disk"}'
         eventually(lambda: counted(server, stored) >= blocks, "it is not on disk")
         server.end(signal.SIGKILL)
     with serving(None, *flags, **home) as server:
