@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Bytes
     from pdserve.messages.transfer import RankKvLayout
 
-__all__ = ["StagingHandle", "StagingMemory", "StagingPool", "open_staging"]
+__all__ = ["StagingHandle", "StagingMemory", "StagingPool", "host_blocks", "open_staging"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,14 @@ class StagingPool:
         if self.region.view is not None:
             self.region.view.release()
         self._memory.close()
+
+
+def host_blocks(layout: RankKvLayout, blocks: int) -> tuple[BlockMemory, StagingHandle]:
+    """Blocks of this layout in host memory that nobody gives out, and how ranks reach them. Raises
+    `ConfigError` if they cannot be allocated or not be shared."""
+    memory = _shared_memory(layout, blocks)
+    fd = memory.export().fd
+    return memory, StagingHandle(os.getpid(), fd, os.fstat(fd).st_ino, memory.size, blocks, layout)
 
 
 def _shared_memory(layout: RankKvLayout, blocks: int) -> BlockMemory:

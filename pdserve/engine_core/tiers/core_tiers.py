@@ -38,14 +38,27 @@ if TYPE_CHECKING:
     from pdserve.ids import Bytes, Seconds
     from pdserve.kv.block_pool import BlockPool
     from pdserve.kv.tiers.block import TierBlock
+    from pdserve.kv.tiers.cleaner import CleanedPool
     from pdserve.kv.tiers.disk.index import DiskIndex
     from pdserve.kv.tiers.jobs import BlockCopier, TierIo
     from pdserve.kv.tiers.lanes import LaneEstimate
+    from pdserve.kv.tiers.lower_tiers import FetchDone
     from pdserve.messages.kv_events import KvEvent, Tier
+    from pdserve.messages.request import GenerateRequest
     from pdserve.messages.tiers import LaneLoad, LaneName, TierSpec, TierStats
     from pdserve.transfer.base import Region
 
-__all__ = ["CoreTiers", "MakeTierIo", "TierStorage", "frames_of", "open_storage", "threads"]
+__all__ = [
+    "CoreTiers",
+    "DeviceTiers",
+    "MakeTierIo",
+    "TierStorage",
+    "disk_fingerprint",
+    "frames_of",
+    "open_disk",
+    "open_storage",
+    "threads",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -94,20 +107,13 @@ def threads(runner: JobRunner, block_bytes: Bytes, disk: bool) -> TierIo:
     return ThreadTierIo(runner, disk=disk)
 
 
-class CoreTiers:
-    """The tiers below one core's pool. Owned by the engine core, used in its thread."""
+class DeviceTiers:
+    """The tiers below one device pool, of any engine. Owned by its core, used in its thread."""
 
     def __init__(
-        self,
-        spec: TierSpec,
-        storage: TierStorage,
-        pool: BlockPool,
-        scheduler: Scheduler,
-        now: Seconds,
+        self, spec: TierSpec, storage: TierStorage, pool: CleanedPool, now: Seconds
     ) -> None:
         self._storage = storage
-        self._pool = pool
-        self._scheduler = scheduler
         self._now = self._since = now
         self._secret: bytes | None = None
         """Id of the hash secret under which the disk has to be opened anew."""
@@ -125,7 +131,6 @@ class CoreTiers:
             device=pool,
         )
         self.cleaner = Cleaner(pool, self.lower)
-        scheduler.left = self._left
 
     def start(self, wake: Callable[[], None]) -> None:
         """Begin; `wake` is called from any thread when `advance` has something to take in."""
@@ -133,13 +138,14 @@ class CoreTiers:
 
     # ------------------------------------------------------------------ between steps
 
-    def advance(self, now: Seconds, onboarder: Onboarder) -> None:
-        """Take in what has been copied and read, and end what is late."""
+    def take(self, now: Seconds) -> list[FetchDone]:
+        """Take in what has been copied and read, and end what is late; returns the fetches that
+        have ended."""
         self._now = now
-        for done in self.lower.advance(now):
-            onboarder.fetched(done, now)
+        done = self.lower.advance(now)
         if self._secret is not None and self.lower.disk_idle:
             self._reopen(self._secret)
+        return done
 
     def _reopen(self, secret_id: bytes) -> None:
         """Open the disk under another hash secret. This may take as long as at the start, but a
@@ -185,37 +191,22 @@ class CoreTiers:
             told.append(event)
         return told
 
-    def _left(self, sequence: EngineSequence) -> None:
-        """A sequence is about to give back its blocks."""
-        names = self._scheduler.names
-        hashes = sequence.hashes[: sequence.num_committed]
-        if names is None or not hashes:
-            return
-        prompt = hashes[: sequence.prompt_len // self._pool.block_size]
-        use = self._use(sequence, self._turns.turn(prompt))
-        self.cleaner.left(hashes, use, self._now)
-
-    def came(self, sequence: EngineSequence, hashes: Sequence[bytes]) -> None:
-        """Blocks have come for a sequence; it may end without having used them."""
-        self.cleaner.came(hashes, self._use(sequence))
-
-    def _use(self, sequence: EngineSequence, turns: int = 1) -> BlockUse:
-        request = sequence.request
+    def use_of(self, request: GenerateRequest, owner: bytes, turns: int = 1) -> BlockUse:
+        """What a request says about the blocks that it uses. `owner` is the mark of its tenant."""
         return BlockUse(
             turns=turns,
-            root=self._scheduler.owner_mark(request.cache_salt),
+            root=owner,
             pin_until=self._now + request.cache_ttl if request.cache_ttl else 0.0,
             private=request.cache_scope == "never",
         )
 
-    def use(self, block_hash: bytes) -> BlockUse:
-        """The last use of a block on the device."""
-        return self.cleaner.use(block_hash)
-
-    def absorbed(self, hashes: Sequence[bytes], use: BlockUse) -> None:
-        """These blocks have come to the device from another worker, where they were used like
-        this."""
-        self.cleaner.left(hashes, use, self._now)
+    def note_left(
+        self, hashes: Sequence[bytes], prompt: int, owner: bytes, request: GenerateRequest
+    ) -> None:
+        """A request gives back the blocks of a chain, the first `prompt` of which are full of its
+        prompt."""
+        turns = self._turns.turn(hashes[:prompt])
+        self.cleaner.left(hashes, self.use_of(request, owner, turns), self._now)
 
     def next_deadline(self) -> Seconds | None:
         """Time at which `advance` must be called at the latest; None: never."""
@@ -264,6 +255,52 @@ class CoreTiers:
         self._storage.close()
 
 
+class CoreTiers(DeviceTiers):
+    """The tiers below the pool of an engine core with pdserve's scheduler."""
+
+    def __init__(
+        self,
+        spec: TierSpec,
+        storage: TierStorage,
+        pool: BlockPool,
+        scheduler: Scheduler,
+        now: Seconds,
+    ) -> None:
+        super().__init__(spec, storage, pool, now)
+        self._pool = pool
+        self._scheduler = scheduler
+        scheduler.left = self._left
+
+    def advance(self, now: Seconds, onboarder: Onboarder) -> None:
+        """Take in what has been copied and read, and end what is late."""
+        for done in self.take(now):
+            onboarder.fetched(done, now)
+
+    def _left(self, sequence: EngineSequence) -> None:
+        """A sequence is about to give back its blocks."""
+        names = self._scheduler.names
+        hashes = sequence.hashes[: sequence.num_committed]
+        if names is None or not hashes:
+            return
+        prompt = sequence.prompt_len // self._pool.block_size
+        owner = self._scheduler.owner_mark(sequence.request.cache_salt)
+        self.note_left(hashes, prompt, owner, sequence.request)
+
+    def came(self, sequence: EngineSequence, hashes: Sequence[bytes]) -> None:
+        """Blocks have come for a sequence; it may end without having used them."""
+        owner = self._scheduler.owner_mark(sequence.request.cache_salt)
+        self.cleaner.came(hashes, self.use_of(sequence.request, owner))
+
+    def use(self, block_hash: bytes) -> BlockUse:
+        """The last use of a block on the device."""
+        return self.cleaner.use(block_hash)
+
+    def absorbed(self, hashes: Sequence[bytes], use: BlockUse) -> None:
+        """These blocks have come to the device from another worker, where they were used like
+        this."""
+        self.cleaner.left(hashes, use, self._now)
+
+
 def open_storage(
     spec: TierSpec, info: ModelInfo, executor: Executor, secret_id: bytes, make_io: MakeTierIo
 ) -> TierStorage:
@@ -274,7 +311,11 @@ def open_storage(
     block_bytes = region.size // region.blocks
     frames = frames_of(spec, block_bytes)
     arena = BlockMemory(frames, (block_bytes,))
-    disk = _open_disk(spec, info, secret_id, block_bytes)
+    layout = info.layout
+    shape = (layout.num_layers, 2, layout.kv_heads, layout.block_size, layout.head_dim)
+    disk = open_disk(
+        spec, disk_fingerprint(info.compat_hash, secret_id, block_bytes, shape, info.dtype)
+    )
     copier = _copier(executor, region, arena, block_bytes)
     runner = JobRunner(copier, arena, None if disk is None else disk.files)
     io = make_io(runner, block_bytes, disk is not None)
@@ -330,20 +371,23 @@ def frames_of(spec: TierSpec, block_bytes: Bytes) -> int:
     return frames
 
 
-def _open_disk(
-    spec: TierSpec, info: ModelInfo, secret_id: bytes, block_bytes: Bytes
-) -> DiskTier | None:
-    if not spec.disk_path:
-        return None
-    layout = info.layout
-    shape = (layout.num_layers, 2, layout.kv_heads, layout.block_size, layout.head_dim)
-    fingerprint = Fingerprint(
-        content=info.compat_hash,
+def disk_fingerprint(
+    content: str, secret_id: bytes, block_bytes: Bytes, shape: Sequence[int], dtype: str
+) -> Fingerprint:
+    """What records must agree on. `shape`: layers, k and v, heads, tokens and numbers of a head."""
+    return Fingerprint(
+        content=content,
         secret_id=secret_id,
         block_bytes=block_bytes,
         layout="layer,kv,head,token,dim " + "x".join(map(str, shape)),
-        dtype=info.dtype,
+        dtype=dtype,
     )
+
+
+def open_disk(spec: TierSpec, fingerprint: Fingerprint) -> DiskTier | None:
+    """Open the disk tier; None: there is none. Raises `ConfigError`."""
+    if not spec.disk_path:
+        return None
     return DiskTier.open(
         Path(spec.disk_path),
         spec.disk_bytes,

@@ -8,12 +8,14 @@ fetch, so it must be right within a factor, not within a percent. Pure.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from pdserve.perf_model.latency_model import LatencyModel
 from pdserve.perf_model.regression import RegressionRow, StratifiedWindow, fit_nonnegative
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from pdserve.engine_core.executor import StepPlan
     from pdserve.ids import Seconds
 
@@ -23,6 +25,16 @@ _LEAST_TOKENS: Final = 8
 """Steps of fewer prompt tokens say little about prefill."""
 _REFIT: Final = 8
 """New observations after which the coefficients are computed anew."""
+
+
+class Chunk(Protocol):
+    """Tokens of one sequence that a step computes."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def count(self) -> int: ...
 
 
 class StepCost:
@@ -35,10 +47,15 @@ class StepCost:
 
     def note(self, plan: StepPlan, tokens: int, took: Seconds) -> None:
         """A step of `tokens` tokens has taken `took` seconds."""
-        if tokens - len(plan.chunks) < _LEAST_TOKENS or took <= 0.0:
+        self.note_chunks(plan.chunks, tokens, took)
+
+    def note_chunks(self, chunks: Collection[Chunk], tokens: int, took: Seconds) -> None:
+        """A step that computed these parts of sequences, `tokens` tokens, has taken `took`
+        seconds."""
+        if tokens - len(chunks) < _LEAST_TOKENS or took <= 0.0:
             return
         pairs = 0
-        for chunk in plan.chunks:
+        for chunk in chunks:
             end = chunk.start + chunk.count
             pairs += end * end - chunk.start * chunk.start
         stratum = (tokens.bit_length(), pairs.bit_length())

@@ -13,21 +13,20 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from pdserve.kv.tiers.block import TierBlock
-from pdserve.kv.tiers.lower_tiers import DeviceBlock
+from pdserve.kv.tiers.lower_tiers import DeviceBlock, DevicePool
 from pdserve.messages.kv_events import BlockRemoved, PoolCleared
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.ids import Seconds
-    from pdserve.kv.block_pool import BlockPool
     from pdserve.kv.tiers.lower_tiers import LowerTiers
     from pdserve.messages.kv_events import KvEvent
 
-__all__ = ["BlockUse", "Cleaner"]
+__all__ = ["BlockUse", "CleanedPool", "Cleaner"]
 
 WINDOW: Final = 64
 """Blocks that are stored ahead of eviction at least."""
@@ -53,10 +52,37 @@ class BlockUse:
 _UNKNOWN: Final = BlockUse()
 
 
+class CleanedPool(DevicePool, Protocol):
+    """A device pool that tells what it evicts next; `BlockPool` does."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def free(self) -> int:
+        """Blocks that hold nothing."""
+        ...
+
+    def oldest(self, count: int) -> list[tuple[int, bytes]]:
+        """Up to `count` blocks that are evicted next, in order, each with its hash."""
+        ...
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """The blocks of the leading hashes that are cached."""
+        ...
+
+    def parent(self, block: int) -> bytes:
+        """Hash of the block before a cached one."""
+        ...
+
+
 class Cleaner:
     """Stores the blocks of one device pool on one set of lower tiers."""
 
-    def __init__(self, pool: BlockPool, tiers: LowerTiers) -> None:
+    def __init__(self, pool: CleanedPool, tiers: LowerTiers) -> None:
         self._pool = pool
         self._tiers = tiers
         self._uses: dict[bytes, BlockUse] = {}

@@ -66,8 +66,10 @@ class MemoryCopier:
 class JobRunner:
     """Carries out jobs, one at a time in each calling thread."""
 
-    def __init__(self, copier: BlockCopier, arena: BlockMemory, files: SegmentStore | None) -> None:
-        """`files` None: there is no disk tier."""
+    def __init__(
+        self, copier: BlockCopier | None, arena: BlockMemory, files: SegmentStore | None
+    ) -> None:
+        """`copier` None: copies are not its task. `files` None: there is no disk tier."""
         self._copier = copier
         self._arena = arena
         self.files = files
@@ -89,15 +91,20 @@ class JobRunner:
     def _carry_out(self, job: TierJob) -> None:
         match job:
             case CopyOut():
-                self._copier.copy_out(job.blocks, job.frames)
+                self._copies.copy_out(job.blocks, job.frames)
             case CopyIn():
-                self._copier.copy_in(job.frames, job.blocks)
+                self._copies.copy_in(job.frames, job.blocks)
             case Fill():
                 self._disk.read(job.place, job.hash, self._arena.view(job.frame))
             case Spill():
                 self._disk.write(job.batch, [self._arena.view(frame) for frame in job.frames])
             case Maintain():
                 self._disk.run(job.command)
+
+    @property
+    def _copies(self) -> BlockCopier:
+        assert self._copier is not None
+        return self._copier
 
     @property
     def _disk(self) -> SegmentStore:
