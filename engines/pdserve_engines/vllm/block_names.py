@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pdserve.blocks.hashing import split_hashes
+from pdserve.blocks.hashing import prompt_root, salt_owner, split_hashes
 from pdserve.blocks.image_hashes import (
     DIGEST_BYTES,
     IMAGE_FILLER,
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from pdserve.blocks.hashing import BlockHash
+    from pdserve.ids import TokenId
     from pdserve.messages.kv_events import KvEvent, Tier
 
 __all__ = ["BlockNames"]
@@ -68,9 +69,34 @@ class BlockNames(RenamedBlocks):
         """Our hashes of an event's blocks. Images are in the extra keys alone, one entry for each
         block; an event without any has the hashes of its tokens."""
         images = _images(event.extra_keys or (), self._block_size)
+        return self._chain(event.token_ids, images, parent)
+
+    def chain(
+        self, tokens: Sequence[TokenId], salt: object, features: Iterable[Any] = ()
+    ) -> list[BlockHash]:
+        """Our hashes of the full blocks of a request of vLLM, from its first token on. `features`:
+        vLLM's records of its images. Empty: pdserve has not made its salt."""
+        root = root_of(salt)
+        if root is None:
+            return []
+        images: dict[int, tuple[bytes, int]] = {}
+        for feature in features:
+            image = image_of(feature.identifier)
+            if image is None or len(image[0]) != DIGEST_BYTES:
+                return []
+            images[int(feature.mm_position.offset)] = image
+        return self._chain(tokens, images, root)
+
+    def owner_mark(self, cache_salt: str) -> bytes:
+        """A name for all blocks of the owner of a cache salt, as `BlockHasher.owner_mark`."""
+        return prompt_root(self._secret, self._model, salt_owner(cache_salt), "")
+
+    def _chain(
+        self, token_ids: Sequence[TokenId], images: dict[int, tuple[bytes, int]], parent: bytes
+    ) -> list[BlockHash]:
         if not images:
-            return self.hashes(event.token_ids, parent)
-        tokens, begun = list(event.token_ids), []
+            return self.hashes(token_ids, parent)
+        tokens, begun = list(token_ids), []
         for offset, (digest, length) in sorted(images.items()):
             first, end = max(0, offset), min(len(tokens), offset + length)
             tokens[first:end] = [IMAGE_FILLER] * (end - first)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Seconds, TokenId
     from pdserve.messages.request import FinishReason, GenerateRequest
+    from pdserve.messages.tiers import CachedSource
 
 __all__ = ["VllmChoice", "finish_reason", "request_id"]
 
@@ -77,6 +78,8 @@ class VllmChoice:
         """The same, with those of earlier output."""
         self.loaded = 0
         """Those of `cached` whose KV another worker has sent."""
+        self.sources: tuple[CachedSource, ...] = ()
+        """Those of `cached` that came from lower tiers."""
         self._scheduled: Seconds | None = None
         self._preemptions = 0
         self._prompt_logprobs: list[TokenLogprob] | None = None
@@ -158,6 +161,7 @@ class VllmChoice:
             now - scheduled,
             self.work,
             image_tokens=self._image_tokens,
+            sources=self.sources,
         )
 
     @property
@@ -176,7 +180,14 @@ class VllmChoice:
             stats = output.prefill_stats
             self.skipped = stats.num_cached_tokens
             self.cached = min(self.skipped, len(self.request.prompt))
-            self.loaded = min(getattr(stats, "num_external_cached_tokens", 0), self.cached)
+            own = sum(source.tokens for source in self.sources)
+            external = getattr(stats, "num_external_cached_tokens", 0)
+            self.loaded = min(max(0, external - own), self.cached)
+
+    def note_loaded(self, sources: tuple[CachedSource, ...]) -> None:
+        """Tokens of it have come from lower tiers. Later loads follow a preemption."""
+        if self.first is None:
+            self.sources = sources
 
     def _finish(self, output: Any, now: Seconds) -> Finish:
         reason = finish_reason(int(output.finish_reason))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pdserve.blocks.hashing import hash_secret_id
 from pdserve.engine_core.staged_kv.core import StagedCore
 from pdserve.errors import (
     ConfigError,
@@ -29,11 +30,12 @@ from pdserve.errors import (
 )
 from pdserve_engines.vllm.block_names import BlockNames
 from pdserve_engines.vllm.choices import VllmChoice, request_id
-from pdserve_engines.vllm.engine import WORKER_DIED, Engine, load_engine
+from pdserve_engines.vllm.engine import WORKER_DIED, Engine, load_engine, uses_tiers
 from pdserve_engines.vllm.grammar import grammar_text
 from pdserve_engines.vllm.image_queue import ImageQueue
+from pdserve_engines.vllm.kv_tiers.tiers import VllmTiers, open_tiers
 from pdserve_engines.vllm.kv_transfer.copy_planner import Copied
-from pdserve_engines.vllm.kv_transfer.disagg import VllmStaging
+from pdserve_engines.vllm.kv_transfer.disagg import VllmStaging, movable_refusal
 from pdserve_engines.vllm.params import given_output, inexact, sampling_arguments
 from pdserve_engines.vllm.step_counts import StepCounts
 from pdserve_engines.vllm.step_watch import StepWatch
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from pdserve.engine_core.staged_kv.port import StagedBlocks
     from pdserve.ids import Seconds
     from pdserve.messages.engine import EngineCapabilities, EngineSpec, EngineStats, LoadProgress
+    from pdserve.messages.kv_events import KvEvent
     from pdserve.messages.request import GenerateRequest
     from pdserve_engines.vllm.image_reader import ReadPrompt
 
@@ -85,6 +88,10 @@ class VllmCore(StagedCore):
         self._counts = StepCounts()
         self._staged: VllmStaging | None = None
         """Set while KV is exchanged with other workers."""
+        self._tiers: VllmTiers | None = None
+        """Set while KV leaves vLLM's cache for host memory and disk."""
+        self._tiers_woken = False
+        """Whether the tiers have something to take in."""
         self._images = ImageQueue(self._read_images, lambda: self.wake())
         """Requests that wait until their images have been read."""
         self._watch: StepWatch | None = None
@@ -109,10 +116,34 @@ class VllmCore(StagedCore):
             self._names = BlockNames(
                 secret, capabilities.block_size, capabilities.compat_hash, engine.named_group
             )
+            if uses_tiers(spec):
+                self._open_tiers(spec, engine, self._names, secret)
         if engine.capabilities.device == "cpu":
             self._watch = StepWatch(lambda: self.keep_alive())
             self._watch.start()
-        return engine.capabilities
+        if self._tiers is None or spec.tiers is None:
+            return engine.capabilities
+        return msgspec.structs.replace(engine.capabilities, tiers=spec.tiers.names)
+
+    def _open_tiers(
+        self, spec: EngineSpec, engine: Engine, names: BlockNames, secret: bytes
+    ) -> None:
+        """Open the tiers; a model whose KV cannot leave vLLM's cache is served without. Raises
+        `ConfigError` for settings that cannot be met."""
+        assert spec.tiers is not None
+        reason = engine.immovable or movable_refusal(engine.core.scheduler.connector)
+        if reason:
+            _LOG.warning("KV that vLLM evicts is lost, since there are no tiers: %s", reason)
+            return
+        self._tiers = open_tiers(
+            spec.tiers, engine.core, engine.capabilities, names, secret, self.clock
+        )
+        self._tiers.start(self._on_tier_done)
+        self._tiers_woken = True  # routers hear at once of what is on disk
+
+    def _on_tier_done(self) -> None:
+        self._tiers_woken = True
+        self.wake()
 
     def _exchanges(self, spec: EngineSpec) -> bool:
         """An aggregated worker computes a moved request again: only workers that must exchange KV
@@ -128,10 +159,17 @@ class VllmCore(StagedCore):
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
+        self._close_tiers()
         self._choices.clear()
         self._submissions_here.clear()
         self._staged = None
         return 0
+
+    def _close_tiers(self) -> None:
+        """Give up the tiers, once vLLM makes no step any more."""
+        tiers, self._tiers = self._tiers, None
+        if tiers is not None:
+            tiers.close()
 
     def _stop_threads(self) -> None:
         self._images.close()
@@ -244,7 +282,14 @@ class VllmCore(StagedCore):
             constrained=constrained,
         )
         features = submission.features
-        self._vllm.submit(choice.id, request, given, arguments, text, salt, features=features)
+        if self._tiers is not None:
+            self._tiers.expect(choice.id, request)
+        try:
+            self._vllm.submit(choice.id, request, given, arguments, text, salt, features=features)
+        except PdserveError:
+            if self._tiers is not None:
+                self._tiers.forget(choice.id)
+            raise
         if features is not None:
             choice.entered = self.clock.now()
         submission.choices[choice.number] = choice
@@ -271,8 +316,20 @@ class VllmCore(StagedCore):
 
     @property
     def busy(self) -> bool:
-        """Return whether vLLM has something to do now, or images have been read."""
-        return self._images.ready or self._computes
+        """Return whether vLLM has something to do now, or images have been read, or tiers have
+        something to take in."""
+        return self._images.ready or self._computes or self._tiers_due
+
+    @property
+    def _tiers_due(self) -> bool:
+        if self._tiers is None or self._engine is None:
+            return False
+        due = self._tiers.next_deadline()
+        return (
+            self._tiers_woken
+            or self._tiers.has_events
+            or (due is not None and self.clock.now() >= due)
+        )
 
     @property
     def _computes(self) -> bool:
@@ -281,8 +338,12 @@ class VllmCore(StagedCore):
         return self._resume_at is None or self.clock.now() >= self._resume_at
 
     def next_due(self) -> Seconds | None:
-        """When to look again for requests that wait for a grammar or for KV."""
-        return self._resume_at if self._engine is not None and self._engine.has_work else None
+        """When to look again for requests that wait for a grammar or for KV, or at the tiers."""
+        if self._engine is None:
+            return None
+        due = None if self._tiers is None else self._tiers.next_deadline()
+        resume = self._resume_at if self._engine.has_work else None
+        return min((time for time in (due, resume) if time is not None), default=None)
 
     @property
     def waiting(self) -> int:
@@ -296,6 +357,7 @@ class VllmCore(StagedCore):
         if self._images.ready:
             self.flush_events()  # the images may take longer than the rest until workers compute
             self._begin_read()
+        self._advance_tiers(now)
         if not self._computes:
             return
         outputs, computed = self._watched_step()
@@ -308,13 +370,58 @@ class VllmCore(StagedCore):
             if (choice := self._choices.get(output.request_id)) is not None:
                 choice.note_cached(output)
         if computed:
-            self._counts.note_step(done - now, self._choices.values(), self._vllm.progress)
+            chunks = self._counts.note_step(done - now, self._choices.values(), self._progress)
+            if self._tiers is not None:
+                self._tiers.note_step(chunks, done - now)
         if self._names is not None:
-            self.kv_events += self._names.translate(self._vllm.take_kv_events())
+            events = self._names.translate(self._vllm.take_kv_events())
+            self.kv_events += events
+            self._follow_pool(events)
         self._report_copies()
         for output in outputs:
             self._take(output, done)
         self._end_faulty()
+
+    def _progress(self, key: str) -> tuple[int, int] | None:
+        """As `Engine.progress`. vLLM counts what a request loads before it has come."""
+        if self._tiers is not None and self._tiers.loads.loading(key):
+            return 0, 0
+        return self._vllm.progress(key)
+
+    def _advance_tiers(self, now: Seconds) -> None:
+        """Take in what tiers have copied and read, and let requests go on that waited for it."""
+        tiers = self._tiers
+        if tiers is None:
+            return
+        if self._tiers_woken:
+            self._tiers_woken, self._resume_at = False, None
+            self.note_change()
+        for done in tiers.advance(now):
+            choice = self._choices.get(done.key)
+            if choice is not None:
+                choice.note_loaded(done.sources)
+            self._vllm.end_load(done.key, done.local, done.loaded, whole=done.whole)
+            self._resume_at = None
+        if not self._vllm.has_requests:
+            tiers.clean(self._blocks_of_a_step, now, busy=False)
+            if tiers.waits:
+                self._resume_at = None
+        self.kv_events += tiers.follow((), now)
+
+    @property
+    def _blocks_of_a_step(self) -> int:
+        capabilities = self._vllm.capabilities
+        return capabilities.max_batch_tokens // capabilities.block_size
+
+    def _follow_pool(self, events: Sequence[KvEvent]) -> None:
+        """Tell the tiers what a step has stored and evicted, and store what is evicted next."""
+        if self._tiers is None:
+            return
+        now = self.clock.now()
+        self.kv_events += self._tiers.follow(events, now)
+        self._tiers.clean(self._blocks_of_a_step, now, busy=self._vllm.has_requests)
+        if self._tiers.waits:
+            self._resume_at = None
 
     def _watched_step(self) -> tuple[list[Any], bool]:
         if self._watch is None:
@@ -466,12 +573,22 @@ class VllmCore(StagedCore):
         """Drop cached blocks; vLLM does it only while no request holds any. Its own event comes
         with the next step, which an engine at rest does not make."""
         if self._vllm.reset_prefix_cache() and self._names is not None:
-            self.kv_events += self._names.clear()
+            events = self._names.clear()
+            self.kv_events += events
+            if self._tiers is not None:
+                self.kv_events += self._tiers.follow(events, self.clock.now())
+        if self._tiers is not None:
+            self._tiers.clear()
+            self.kv_events += self._tiers.follow((), self.clock.now())
 
     def rekey(self, hash_secret: bytes) -> None:
         """Name blocks by another secret; what vLLM has cached is not found any more."""
         if self._names is not None:
-            self.kv_events += self._names.rekey(hash_secret)
+            events = self._names.rekey(hash_secret)
+            self.kv_events += events
+            if self._tiers is not None:
+                self._tiers.rename(hash_secret_id(hash_secret))
+                self.kv_events += self._tiers.follow(events, self.clock.now())
             self._vllm.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
@@ -481,10 +598,13 @@ class VllmCore(StagedCore):
             return basic
         blocks = self._engine.block_counts()
         choices = self._choices.values()
+        tiers = self._tiers
         return msgspec.structs.replace(
             basic,
             **blocks,
             **self._counts.fields(),
             uncomputed_tokens=sum(each.uncomputed for each in choices if each.first is None),
             kv_tokens=sum(each.computed for each in choices),
+            tiers=() if tiers is None else tiers.stats(self.clock.now()),
+            lanes=() if tiers is None else tiers.lanes(),
         )

@@ -25,6 +25,7 @@ from pdserve_engines.vllm.image_reader import ImageReader, torchvision_fault
 from pdserve_engines.vllm.kv_transfer.device_staging import keeping_room, stages_on_device
 from pdserve_engines.vllm.kv_transfer.disagg import (
     check_exchangeable,
+    immovable,
     settle_failed_loads,
     transfer_config,
 )
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from pdserve.messages.engine import EngineSpec, TransferSpec
     from pdserve.messages.request import GenerateRequest, Pooling, SamplingParams
 
-__all__ = ["WORKER_DIED", "Engine", "load_engine", "visible_device"]
+__all__ = ["WORKER_DIED", "Engine", "load_engine", "uses_tiers", "visible_device"]
 
 _LOG = logging.getLogger("pdserve.engines.vllm")
 WORKER_DIED = "a worker process of vLLM has died"
@@ -64,8 +65,8 @@ def load_engine(
     kv_transfer: bool = False,
 ) -> Engine:
     """Load the model into vLLM. `on_failure` is called, in any thread, when a worker process of
-    vLLM dies. With `kv_transfer` vLLM gets our KV connector. Raises `ConfigError` for what vLLM
-    refuses of the configuration."""
+    vLLM dies. With `kv_transfer`, and for tiers, vLLM gets our KV connector. Raises `ConfigError`
+    for what vLLM refuses of the configuration."""
     progress(LoadProgress(stage="importing vLLM"))
     _set_environment(spec)
     try:
@@ -81,12 +82,13 @@ def load_engine(
     fields = [field.name for field in dataclasses.fields(EngineArgs)]
     arguments = engine_arguments(spec, fields, _kv_memory(spec, current_platform.is_cpu()))
     arguments["kv_events_config"] = _kv_events_config(spec)
-    if kv_transfer:
+    tiers = uses_tiers(spec)
+    if kv_transfer or tiers:
         arguments["kv_transfer_config"] = transfer_config()
-    try:
-        config = EngineArgs(**arguments).create_engine_config()
-    except _refusals(TypeError, NotImplementedError) as error:
-        raise ConfigError(f"vLLM refuses this configuration: {_first_lines(error)}") from error
+    config = _make_config(arguments)
+    if tiers and not kv_transfer and immovable(config):
+        # The connector would be of no use, and rules out what such a model may need.
+        config = _make_config(arguments | {"kv_transfer_config": None})
     if kv_transfer:
         check_exchangeable(config)
         settle_failed_loads(config)
@@ -96,6 +98,21 @@ def load_engine(
     client = _start(config, executor, on_failure)
     _LOG.info("vLLM %s has loaded the model in %.1f s", __version__, time.monotonic() - begun)
     return Engine(spec, config, client, str(__version__))
+
+
+def uses_tiers(spec: EngineSpec) -> bool:
+    """Return whether KV is to leave vLLM's cache for lower tiers."""
+    return spec.tiers is not None and spec.tiers.is_used and spec.prefix_cache
+
+
+def _make_config(arguments: dict[str, Any]) -> Any:
+    """vLLM's `VllmConfig`. Raises `ConfigError`."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    try:
+        return EngineArgs(**arguments).create_engine_config()
+    except _refusals(TypeError, NotImplementedError) as error:
+        raise ConfigError(f"vLLM refuses this configuration: {_first_lines(error)}") from error
 
 
 def _executor(config: Any, transfer: TransferSpec | None) -> Any:
@@ -470,6 +487,11 @@ class Engine:
         return bool(self._scheduler.has_requests() or self._core.batch_queue)
 
     @property
+    def has_requests(self) -> bool:
+        """Return whether requests run or wait."""
+        return bool(self._scheduler.requests)
+
+    @property
     def in_flight(self) -> bool:
         """Return whether steps have begun whose output is still to come."""
         return bool(self._core.batch_queue)
@@ -522,6 +544,25 @@ class Engine:
             return None
         stats = request.prefill_stats
         return request.num_computed_tokens, 0 if stats is None else stats.num_cached_tokens
+
+    def end_load(self, key: str, local: int, loaded: int, *, whole: bool) -> None:
+        """The KV that a request waits for has come: `loaded` tokens behind `local` ones. Not
+        `whole`: vLLM computes what has not come. A request that has ended gives up its blocks."""
+        from vllm.v1.outputs import KVConnectorOutput
+
+        scheduler = self._scheduler
+        request = scheduler.requests[key]
+        if not whole and not request.is_finished():
+            request.num_computed_tokens = local + loaded
+            scheduler.failed_recving_kv_req_ids.add(key)
+            if request.prefill_stats is not None and not request.num_preemptions:
+                request.prefill_stats.set(request.num_prompt_tokens, local, loaded)
+        scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving={key}))
+
+    @property
+    def immovable(self) -> str:
+        """Why the KV cannot leave vLLM's cache, as far as is known before the connector says it."""
+        return immovable(self._config)
 
     def take_kv_events(self) -> list[Any]:
         """vLLM's KV events since the last call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,10 +12,18 @@ if TYPE_CHECKING:
     from pdserve_engines.vllm.choices import VllmChoice
     from pdserve_engines.vllm.image_reader import ReadPrompt
 
-__all__ = ["StepCounts"]
+__all__ = ["StepCounts", "StepPart"]
 
 _RECENT = 0.2
 """Weight of the newest step in the average time between tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """The tokens of one choice that a step has computed."""
+
+    start: int
+    count: int
 
 
 class StepCounts:
@@ -37,10 +46,10 @@ class StepCounts:
         took: Seconds,
         choices: Iterable[VllmChoice],
         progress: Callable[[str], tuple[int, int] | None],
-    ) -> None:
+    ) -> list[StepPart]:
         """Count a step. `progress` tells how many tokens of a choice vLLM has by now, and how many
         of them were cached; each choice gets its share of the step's time, by its part of the
-        step's tokens."""
+        step's tokens. Returns the parts."""
         self._steps += 1
         self._step_seconds += took
         parts = [(choice, self._advance(choice, progress(choice.id))) for choice in choices]
@@ -51,6 +60,7 @@ class StepCounts:
                 choice.work += took * part / total
         if any(choice.first is not None and part for choice, part in parts):
             self._itl = took if not self._itl else self._itl + _RECENT * (took - self._itl)
+        return [StepPart(choice.computed - part, part) for choice, part in parts if part]
 
     def _advance(self, choice: VllmChoice, now: tuple[int, int] | None) -> int:
         """Tokens of a choice that this step has computed."""

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pdserve.messages.engine import EngineCapabilities
     from pdserve_engines.vllm.block_names import BlockNames
     from pdserve_engines.vllm.engine import Engine
+    from pdserve_engines.vllm.kv_tiers.tiers import VllmTiers
 
 BUNDLED = Path(pdserve.__file__).parent / "bundled"
 BLOCK = 32
@@ -103,7 +104,8 @@ def quiet() -> Iterator[None]:
 
 
 def loaded(spec: EngineSpec) -> _Loaded:
-    """The engine of a spec; the first call loads it."""
+    """The engine of a spec, whose tiers the core opens; the first call loads it."""
+    spec = msgspec.structs.replace(spec, tiers=None)
     key = msgspec.msgpack.encode(spec)
     if key not in _LOADED:
         _LOADED[key] = _Loaded(spec)
@@ -156,8 +158,29 @@ class SharedCore(VllmCore):
         if engine is None or self._loaded is None:
             return 0
         self._loaded.owner = None
+        self._end_tiers(engine)
         settle(engine)
         return engine.block_counts()["blocks_used"]
+
+    def _end_tiers(self, engine: Engine) -> None:
+        """Requests that load keep their blocks until the tiers have let them go."""
+        if self._tiers is None:
+            return
+        engine.abort(list(engine._scheduler.requests))
+        deadline = time.monotonic() + 30.0
+        while engine.has_work:
+            engine.step()
+            for done in self._tiers.advance(self.clock.now()):
+                engine.end_load(done.key, done.local, done.loaded, whole=done.whole)
+            assert time.monotonic() < deadline, "a load does not end"
+        engine.core.scheduler.connector.tiers = None
+        self._close_tiers()
+
+    @property
+    def tiers(self) -> VllmTiers:
+        """The tiers below its cache."""
+        assert self._tiers is not None
+        return self._tiers
 
     @property
     def engine(self) -> Engine:

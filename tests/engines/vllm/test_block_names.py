@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.blocks.hashing import block_hashes, prompt_root
+from pdserve.blocks.image_hashes import DIGEST_BYTES
 from pdserve.messages.kv_events import BlockRemoved, BlockStored, PoolCleared
 from pdserve_engines.vllm.block_names import BlockNames
 from tests.engines.vllm.vllm_pool import Router, Sequence, VllmPool, cleared, removed, stored
@@ -212,3 +214,20 @@ def test_blocks_left_out_of_a_run_do_not_shift_the_names() -> None:
         block_hashes=["c"], parent_block_hash="a", token_ids=tokens[SIZE:], block_size=SIZE
     )
     assert names.translate([later, removed("c")]) == []
+
+
+def test_the_chain_of_a_request_is_that_of_its_events() -> None:
+    """With an image across two blocks, which vLLM's events tell by extra keys."""
+    names, tokens = make(), list(range(3 * SIZE))
+    image = f"{'ab' * DIGEST_BYTES}/{SIZE}"
+    salt = names.salt("tenant", "")
+    keys = [(salt, (image, 2)), ((image, 2 - SIZE),), None]
+    event = run_of(names, ["a", "b", "c"], tokens, extra_keys=keys)
+    (heard,) = names.translate([event])
+    feature = SimpleNamespace(identifier=image, mm_position=SimpleNamespace(offset=2))
+    chain = names.chain(tokens, salt, [feature])
+    assert heard == BlockStored([*chain], prompt_root(SECRET, MODEL, "tenant", ""))
+    assert names.chain(tokens, salt) != chain
+    assert names.chain(tokens, "another salt") == []
+    feature.identifier = "of vLLM"
+    assert names.chain(tokens, salt, [feature]) == []

@@ -1,14 +1,21 @@
-"""The real vLLM in one process and in two: each computes prompts for the other."""
+"""The real vLLM in one process and in two: each computes prompts for the other, and they share
+a disk."""
 
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 
+from pdserve.messages.tiers import CachedSource
 from tests.engines.vllm import real
 from tests.engines.vllm.real_pair import BLOCK, P, alone, asked, make_pair
+from tests.engines.vllm.test_real_tiers import Tiered, disk, sources
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 real.require_vllm()
 pytestmark = [
@@ -45,3 +52,20 @@ def test_tensor_parallel_sizes_may_differ(way: str):
     for ledger in ledgers:
         assert ledger.tokens == alone(both, ledger.request)
     both.close()
+
+
+def test_two_ranks_share_the_tiers(tmp_path: Path):
+    """Each copies its head; one rank finds on disk what two have stored."""
+    tiers, prompt = disk(tmp_path), asked(170).prompt
+    two = Tiered(tiers, TWO)
+    reference = two.ask(prompt).tokens
+    two.forget()
+    again = two.ask(prompt)
+    assert again.tokens == reference
+    assert sum(source.tokens for source in sources(again)) == 5 * BLOCK
+    two.close()
+    one = Tiered(tiers)
+    alone = one.ask(prompt)
+    assert alone.tokens == reference
+    assert sources(alone) == (CachedSource("disk", 5 * BLOCK),)
+    one.close()

@@ -1,10 +1,13 @@
-"""vLLM's KV connector for staging blocks. vLLM itself imports and creates it.
+"""vLLM's KV connector for staging blocks and lower tiers. vLLM itself imports and creates it.
 
     scheduler half   in the engine process: asks `CopyPlanner` which blocks a step copies
     worker half      in each rank: copies them by `RankCopier`, loads before the step computes and
                      saves after it, and reports the step
 
-Both are synchronous: a step that loads computes with what it has loaded, and what a step has saved
+Both halves also serve the tiers below vLLM's cache, if there are any: `kv_tiers.tiers` says what is
+copied, and a request that loads from there waits while others compute.
+
+Staging is synchronous: a step that loads computes with what it has loaded, and what a step saved
 is in staging when the step is reported. A block that cannot be loaded is reported to vLLM, which
 computes it or ends the request (`settle_failed_loads`). It knows no peers.
 """
@@ -24,11 +27,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from pdserve_engines.vllm.kv_tiers.tier_copier import TierCopier
 from pdserve_engines.vllm.kv_transfer.copy_planner import CopyPlanner, StepCopies
 from pdserve_engines.vllm.kv_transfer.kv_copy import CacheForm, RankCopier
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdserve.engine_core.staged_kv.pool import StagingHandle
+    from pdserve_engines.vllm.kv_tiers.step_io import RankReport, TierCopies
+    from pdserve_engines.vllm.kv_tiers.tiers import VllmTiers
 
 __all__ = ["PdserveConnector"]
 
@@ -52,6 +60,8 @@ class _Copies(KVConnectorMetadata):  # type: ignore[misc]
 
     copies: StepCopies | None = None
     staging: StagingHandle | None = None
+    tiers: TierCopies | None = None
+    arena: StagingHandle | None = None
 
 
 @dataclass
@@ -59,13 +69,18 @@ class _Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The copies of a step are done, by so many ranks."""
 
     step: int
+    """0: nothing was copied from or to staging blocks."""
     ranks: int = 1
     failed: set[int] = field(default_factory=set)
     saved: bool = True
+    tiers: RankReport | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> _Report:
         ranks, failed = self.ranks + other.ranks, self.failed | other.failed
-        return _Report(self.step, ranks, failed, self.saved and other.saved)
+        tiers = self.tiers
+        if tiers is not None and other.tiers is not None:
+            tiers = tiers.joined(other.tiers)
+        return _Report(self.step, ranks, failed, self.saved and other.saved, tiers)
 
 
 class PdserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -77,9 +92,12 @@ class PdserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.planner: CopyPlanner | None = None
         self.staging: StagingHandle | None = None
         """Set by the core once the staging memory is there; until then nothing is copied."""
+        self.tiers: VllmTiers | None = None
+        """Set by the core while there are tiers below vLLM's cache."""
         self.forms: list[_Form] = []
         """What the ranks said."""
         self._copier: RankCopier | None = None
+        self._tier_copier: TierCopier | None = None
         self._form = _Form(None, "its cache was never registered")
         self._report: _Report | None = None
         self._failed: set[int] = set()
@@ -108,7 +126,9 @@ class PdserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         form = self._describe(names, kv_caches)
         self._form = _Form(form)
         caches = [kv_caches[name] for name in names]
-        self._copier = RankCopier(caches, form, self._tp, get_tensor_model_parallel_rank())
+        rank = get_tensor_model_parallel_rank()
+        self._copier = RankCopier(caches, form, self._tp, rank)
+        self._tier_copier = TierCopier(RankCopier(caches, form, self._tp, rank))
 
     def _refusal(self, names: list[str], kv_caches: dict[str, Any]) -> str:
         """Why this cache cannot be exchanged; empty: it can."""
@@ -158,8 +178,16 @@ class PdserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """What this rank says of its cache."""
         return self._form
 
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Copy to lower tiers what this step may overwrite, before it computes."""
+        if kv_connector_metadata.tiers is not None and self._tier_copier is not None:
+            self._tier_copier.copy_out(kv_connector_metadata.tiers, kv_connector_metadata.arena)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Load what this step needs, before it computes."""
+        """Load what this step needs, before it computes, and what waiting requests need."""
+        meta = self._connector_metadata
+        if meta is not None and meta.tiers is not None and self._tier_copier is not None:
+            self._tier_copier.copy_in(meta.tiers, meta.arena)
         copies = self._mapped()
         if copies is None:
             return
@@ -211,12 +239,17 @@ class PdserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> _Report | None:
         """The report of this step's copies; None if it had none."""
         report, self._report = self._report, None
+        tiers = None if self._tier_copier is None else self._tier_copier.take_report()
+        if tiers is not None:
+            report = report or _Report(0)
+            report.tiers = tiers
         return report
 
     def shutdown(self) -> None:
         """Let go of the staging memory."""
-        if self._copier is not None:
-            self._copier.close()
+        for copier in (self._copier, self._tier_copier):
+            if copier is not None:
+                copier.close()
 
     # ------------------------------------------------------------------ scheduler half
 
@@ -232,14 +265,22 @@ class PdserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that can be loaded in the step that begins the request."""
+        """Tokens that can be loaded: from staging blocks in the step that begins the request, from
+        lower tiers before that step."""
         key = request.request_id
-        return self._plan.matched(key, num_computed_tokens, request.num_tokens), False
+        staged = self._plan.matched(key, num_computed_tokens, request.num_tokens)
+        if self.tiers is None or self._plan.loads(key):
+            return staged, False
+        tokens = self.tiers.matched(request, num_computed_tokens)
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note the blocks into which a request is loaded."""
         (block_ids,) = blocks.get_block_ids()
-        self._plan.allocated(request.request_id, num_external_tokens, block_ids)
+        if self.tiers is None or self._plan.loads(request.request_id):
+            self._plan.allocated(request.request_id, num_external_tokens, block_ids)
+        else:
+            self.tiers.allocated(request, num_external_tokens, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> _Copies:
         """This step's copies."""
@@ -252,9 +293,13 @@ class PdserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for key, before in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             computed[key] = before + counts[key]
         copies = self._plan.plan(computed, self._blocks_of)
-        if not (copies.loads or copies.saves):
-            return _Copies()
-        return _Copies(copies, self.staging)
+        meta = _Copies()
+        if copies.loads or copies.saves:
+            meta = _Copies(copies, self.staging)
+        if self.tiers is not None:
+            meta.tiers = self.tiers.copies(computes=bool(counts))
+            meta.arena = self.tiers.arena
+        return meta
 
     def _blocks_of(self, key: str) -> list[int]:
         (block_ids,) = self._kv_cache_manager.get_block_ids(key)
@@ -263,19 +308,33 @@ class PdserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """Take the ranks' reports."""
         report = connector_output.kv_connector_worker_meta
-        if report is not None:
+        if report is None:
+            return
+        if report.step:
             self._plan.reported(report.step, report.ranks, report.failed, saved=report.saved)
+        if report.tiers is not None and self.tiers is not None:
+            self.tiers.reported(report.tiers)
+
+    def has_pending_push_work(self) -> bool:
+        """True: copies to lower tiers wait for a step, so vLLM makes one though no request does."""
+        return self.tiers is not None and self.tiers.waits
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended; vLLM may free its blocks."""
-        self._plan.finished(request.request_id)
-        return False, None
+        return self._finished(request, block_ids)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended; vLLM may free its blocks."""
+        return self._finished(request, block_ids[0] if len(block_ids) == 1 else ())
+
+    def _finished(
+        self, request: Any, block_ids: Sequence[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._plan.finished(request.request_id)
+        if self.tiers is not None:
+            self.tiers.finished(request, block_ids)
         return False, None

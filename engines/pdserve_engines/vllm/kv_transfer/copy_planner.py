@@ -120,6 +120,10 @@ class CopyPlanner:
 
     # ------------------------------------------------------------------ while vLLM plans a step
 
+    def loads(self, key: str) -> bool:
+        """Return whether a request's KV is in staging blocks."""
+        return key in self._loads
+
     def matched(self, key: str, local: int, tokens: int) -> int:
         """How many tokens can be loaded behind the `local` ones that vLLM has itself; the last of
         the request's `tokens` is always left for vLLM to compute."""

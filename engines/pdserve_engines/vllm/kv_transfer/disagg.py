@@ -24,7 +24,16 @@ if TYPE_CHECKING:
     from pdserve_engines.vllm.kv_transfer.copy_planner import Copied, CopyPlanner, LetGo
     from pdserve_engines.vllm.kv_transfer.kv_copy import CacheForm
 
-__all__ = ["VllmStaging", "check_exchangeable", "settle_failed_loads", "transfer_config"]
+__all__ = [
+    "VllmStaging",
+    "block_layout",
+    "check_exchangeable",
+    "common_form",
+    "immovable",
+    "movable_refusal",
+    "settle_failed_loads",
+    "transfer_config",
+]
 
 _LOG = logging.getLogger("pdserve.engines.vllm")
 
@@ -58,6 +67,14 @@ def settle_failed_loads(config: Any) -> None:
 def check_exchangeable(config: Any) -> None:
     """Raise `ConfigError` for a configuration of vLLM whose KV cannot be exchanged, before the
     model is loaded. Some models show it only when they are loaded: `VllmStaging` refuses those."""
+    reason = immovable(config)
+    if reason:
+        raise _refused(reason)
+
+
+def immovable(config: Any) -> str:
+    """Why the KV of this configuration cannot leave vLLM's cache; empty: as far as is known before
+    the model is loaded, it can."""
     model, parallel = config.model_config, config.parallel_config
     refusals = {
         "its attention is latent (MLA)": model.use_mla,
@@ -70,9 +87,7 @@ def check_exchangeable(config: Any) -> None:
         "prefill_context_parallel_size is over 1": parallel.prefill_context_parallel_size > 1,
         "it decodes speculatively": config.speculative_config is not None,
     }
-    for refusal, holds in refusals.items():
-        if holds:
-            raise _refused(refusal)
+    return next((refusal for refusal, holds in refusals.items() if holds), "")
 
 
 def _refused(reason: str) -> ConfigError:
@@ -90,9 +105,9 @@ class VllmStaging:
         They are on the device if the executor has kept memory for them there. Raises `ConfigError`
         if this model's KV cannot be exchanged."""
         connector = core.scheduler.connector
-        form = _common_form(connector.forms)
+        form = common_form(connector)
         model = core.vllm_config.model_config
-        layout = _layout(form, int(model.get_total_num_kv_heads()), capabilities)
+        layout = block_layout(form, int(model.get_total_num_kv_heads()), capabilities)
         self.pool = _make_pool(layout, capabilities, unfilled, kept_for_staging(core))
         connector.staging = self.pool.handle()
         self.planner: CopyPlanner = connector.planner
@@ -110,18 +125,27 @@ class VllmStaging:
         return [(int(each.key.partition(".")[0]), each) for each in self.planner.take_events()]
 
 
-def _common_form(forms: list[Any]) -> CacheForm:
-    """The form of the cache on all ranks. Raises `ConfigError`."""
+def movable_refusal(connector: Any) -> str:
+    """Why the KV cannot leave vLLM's cache, as vLLM's ranks have said it; empty: it can."""
+    forms = [] if connector is None else connector.forms
     refusals = [each.refusal for each in forms if each.form is None]
     if refusals or not forms:
-        raise _refused(refusals[0] if refusals else "its ranks have not described their caches")
-    first: CacheForm = forms[0].form
-    if any(each.form != first for each in forms):
-        raise _refused("its ranks keep KV in different forms")
-    return first
+        return str(refusals[0]) if refusals else "its ranks have not described their caches"
+    if any(each.form != forms[0].form for each in forms):
+        return "its ranks keep KV in different forms"
+    return ""
 
 
-def _layout(form: CacheForm, heads: int, capabilities: EngineCapabilities) -> RankKvLayout:
+def common_form(connector: Any) -> CacheForm:
+    """The form of the cache on all ranks. Raises `ConfigError`."""
+    refusal = movable_refusal(connector)
+    if refusal:
+        raise _refused(refusal)
+    form: CacheForm = connector.forms[0].form
+    return form
+
+
+def block_layout(form: CacheForm, heads: int, capabilities: EngineCapabilities) -> RankKvLayout:
     """What a block means to peers. Processors may pack the same model's KV in different ways, and
     only equal ones may exchange it."""
     return RankKvLayout(

@@ -1,0 +1,223 @@
+"""The lower tiers of one vLLM engine, composed: arena, disk, cleaner, loads.
+
+vLLM's scheduler asks here, by the scheduler half of our connector, what a request can have loaded
+and what a step copies. The core lets the tiers go on between steps. `pool_view` reads vLLM's
+pool, `step_io` makes copies a part of vLLM's steps, `prefix_loads` follows requests that wait;
+what is stored where is decided by `kv.tiers`, as for every engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pdserve.blocks.hashing import hash_secret_id
+from pdserve.engine_core.staged_kv.pool import host_blocks
+from pdserve.engine_core.tiers.core_tiers import (
+    DeviceTiers,
+    TierStorage,
+    disk_fingerprint,
+    frames_of,
+    open_disk,
+)
+from pdserve.engine_core.tiers.fetch_planner import FetchPlanner
+from pdserve.engine_core.tiers.prefill_cost import StepCost
+from pdserve.kv.tiers.job_runner import JobRunner
+from pdserve.kv.tiers.thread_io import ThreadTierIo
+from pdserve.transfer.copy_plan import block_bytes
+from pdserve_engines.renamed_blocks import root_of
+from pdserve_engines.vllm.kv_tiers.pool_view import PoolView
+from pdserve_engines.vllm.kv_tiers.prefix_loads import PrefixLoads
+from pdserve_engines.vllm.kv_tiers.step_io import StepIo
+from pdserve_engines.vllm.kv_transfer.disagg import block_layout, common_form
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from pdserve.clock import Clock
+    from pdserve.engine_core.staged_kv.pool import StagingHandle
+    from pdserve.engine_core.tiers.prefill_cost import Chunk
+    from pdserve.ids import Seconds
+    from pdserve.messages.engine import EngineCapabilities
+    from pdserve.messages.request import GenerateRequest
+    from pdserve.messages.tiers import TierSpec
+    from pdserve.messages.transfer import RankKvLayout
+    from pdserve_engines.vllm.block_names import BlockNames
+    from pdserve_engines.vllm.kv_tiers.prefix_loads import LoadDone
+    from pdserve_engines.vllm.kv_tiers.step_io import RankReport, TierCopies
+
+__all__ = ["VllmTiers", "open_tiers"]
+
+_LOG = logging.getLogger("pdserve.engines.vllm")
+
+
+class VllmTiers(DeviceTiers):
+    """The tiers below one vLLM engine. Owned by its core, used in its thread."""
+
+    def __init__(
+        self,
+        spec: TierSpec,
+        storage: TierStorage,
+        io: StepIo,
+        arena: StagingHandle,
+        view: PoolView,
+        names: BlockNames,
+        clock: Clock,
+    ) -> None:
+        super().__init__(spec, storage, view, clock.now())
+        self.arena = arena
+        """How ranks reach the frames."""
+        self.io = io
+        self.view = view
+        self._names = names
+        self._clock = clock
+        self._size = view.block_size
+        self._requests: dict[str, GenerateRequest] = {}
+        """What vLLM does not know of the requests that it has."""
+        self._cost = StepCost()
+        planner = FetchPlanner(
+            self._cost,
+            self.lower.lane_estimates,
+            block_tokens=self._size,
+            block_bytes=storage.block_bytes,
+        )
+        self.loads = PrefixLoads(self.lower, planner, self._size)
+
+    # ------------------------------------------------------------------ requests
+
+    def expect(self, key: str, request: GenerateRequest) -> None:
+        """A request goes to vLLM under this name."""
+        self._requests[key] = request
+
+    def forget(self, key: str) -> None:
+        """vLLM has refused it."""
+        self._requests.pop(key, None)
+
+    # ------------------------------------------------------------------ while vLLM plans a step
+
+    def matched(self, request: Any, local: int) -> int | None:
+        """How many tokens of vLLM's request come from lower tiers, behind the `local` ones that
+        vLLM has; None: ask again later."""
+        key = request.request_id
+        if not self.loads.knows(key):
+            root = root_of(request.cache_salt) or b""
+            self.loads.begin(key, self._hashes(request), root)
+        return self.loads.matched(key, local, request.num_tokens)
+
+    def _hashes(self, request: Any) -> Sequence[bytes]:
+        return self._names.chain(
+            request.all_token_ids, request.cache_salt, request.mm_features or ()
+        )
+
+    def allocated(self, request: Any, external: int, blocks: Sequence[int]) -> None:
+        """vLLM has given a request its blocks, and counts on `external` tokens to be loaded."""
+        self.loads.allocated(request.request_id, external, blocks, self._clock.now())
+
+    def finished(self, request: Any, blocks: Sequence[int]) -> None:
+        """vLLM is about to free the blocks of a request."""
+        key, now = request.request_id, self._clock.now()
+        wanted = self._requests.pop(key, None)
+        if wanted is not None and self.loads.knows(key):
+            self._left(request, wanted, blocks)
+        self.loads.finished(key, now)
+
+    def _left(self, request: Any, wanted: GenerateRequest, blocks: Sequence[int]) -> None:
+        hashes, root = self._whole_chain(request)
+        full = min(int(request.num_computed_tokens) // self._size, len(hashes))
+        hashes = hashes[: self.view.left(blocks[:full], hashes, root)]
+        if hashes:
+            prompt = int(request.num_prompt_tokens) // self._size
+            self._now = self._clock.now()
+            self.note_left(hashes, prompt, self._names.owner_mark(wanted.cache_salt), wanted)
+
+    def _whole_chain(self, request: Any) -> tuple[Sequence[bytes], bytes]:
+        """The hashes of a request with its output, and its root."""
+        hashes, root = self.loads.chain(request.request_id)
+        if request.mm_features:
+            return self._hashes(request), root
+        rest = list(request.all_token_ids[len(hashes) * self._size :])
+        return [*hashes, *self._names.hashes(rest, hashes[-1] if hashes else root)], root
+
+    @property
+    def waits(self) -> bool:
+        """Return whether copies wait for a step of vLLM."""
+        return self.io.waits
+
+    def copies(self, *, computes: bool) -> TierCopies | None:
+        """What the step that was just planned copies."""
+        return self.io.take(computes=computes)
+
+    def reported(self, report: RankReport) -> None:
+        """Ranks have done the copies of a step."""
+        self.io.reported(report)
+
+    # ------------------------------------------------------------------ between steps
+
+    def advance(self, now: Seconds) -> list[LoadDone]:
+        """Take in what has been copied, read and written; returns the loads that have ended."""
+        done = [self.loads.fetched(each) for each in self.take(now)]
+        return [each for each in done if each is not None]
+
+    def note_step(self, chunks: Collection[Chunk], took: Seconds) -> None:
+        """A step that computed these parts of sequences has taken `took` seconds."""
+        self._cost.note_chunks(chunks, sum(chunk.count for chunk in chunks), took)
+
+    def clear(self) -> None:
+        """Forget every block, those that are being copied included."""
+        self.view.clear()
+        super().clear()
+
+    def rename(self, secret_id: bytes) -> None:
+        """The hash secret has changed: no block can be found by its old hash any more."""
+        super().rename(secret_id)
+        self.loads.forget_names()
+        self.view.clear()
+
+    def close(self) -> None:
+        """End the threads and give the memory back; the files stay. vLLM must make no step any
+        more."""
+        self.end()
+        super().close()
+
+
+def open_tiers(
+    spec: TierSpec,
+    core: Any,
+    capabilities: EngineCapabilities,
+    names: BlockNames,
+    secret: bytes,
+    clock: Clock,
+) -> VllmTiers:
+    """Allocate the arena and open the disk for vLLM's `EngineCore`. Raises `ConfigError` if this
+    model's KV cannot leave it, or the machine lacks room."""
+    connector = core.scheduler.connector
+    model = core.vllm_config.model_config
+    form = common_form(connector)
+    layout = block_layout(form, int(model.get_total_num_kv_heads()), capabilities)
+    size = block_bytes(layout)
+    view = PoolView(core.scheduler.kv_cache_manager.block_pool, layout.tokens)
+    frames = frames_of(spec, size)
+    memory, arena = host_blocks(layout, frames)
+    try:
+        disk = open_disk(spec, _fingerprint(layout, capabilities, secret))
+    except BaseException:
+        memory.close()
+        raise
+    runner = JobRunner(None, memory, None if disk is None else disk.files)
+    files = None if disk is None else ThreadTierIo(runner, disk=True)
+    ranks = int(core.vllm_config.parallel_config.tensor_parallel_size)
+    io = StepIo(files, ranks, size, view.holds)
+    storage = TierStorage(frames, size, io, disk, runner, memory.close)
+    tiers = VllmTiers(spec, storage, io, arena, view, names, clock)
+    connector.tiers = tiers
+    where = f", and a disk in {Path(spec.disk_path)}" if disk is not None else ""
+    _LOG.info("KV that vLLM evicts goes to %d blocks of %d bytes%s", frames, size, where)
+    return tiers
+
+
+def _fingerprint(layout: RankKvLayout, capabilities: EngineCapabilities, secret: bytes) -> Any:
+    shape = (layout.layers, 2, layout.heads, layout.tokens, layout.dim)
+    return disk_fingerprint(
+        layout.content, hash_secret_id(secret), block_bytes(layout), shape, capabilities.dtype
+    )
