@@ -425,18 +425,22 @@ def cold(directory: Path, rounds: int) -> list[str]:
     for number in range(rounds):
         for name in ("without", "with") if number % 2 else ("with", "without"):
             with tempfile.TemporaryDirectory(dir=directory) as folder:
-                rate, itl = _cold(Path(folder) if name == "with" else None, number)
+                rate, itl, cpu = _cold(Path(folder) if name == "with" else None, number)
             figures.add(f"{name} rate", rate)
+            figures.add(f"{name} cpu", 1e3 * cpu)
             figures.add(f"{name} itl", 1e3 * itl)
     return [
         f"| output tokens/s | {figures.text('without rate', '{:.0f}')} | "
         f"{figures.text('with rate', '{:.0f}')} | {figures.ratio('with rate', 'without rate')} |",
+        f"| CPU of all threads, ms per token | {figures.text('without cpu')} | "
+        f"{figures.text('with cpu')} | {figures.ratio('with cpu', 'without cpu')} |",
         f"| time between tokens, p99, ms | {figures.text('without itl', '{:.1f}')} | "
         f"{figures.text('with itl', '{:.1f}')} | {figures.ratio('with itl', 'without itl')} |",
     ]
 
 
-def _cold(folder: Path | None, number: int) -> tuple[float, float]:
+def _cold(folder: Path | None, number: int) -> tuple[float, float, float]:
+    """Tokens per second, the 99th percentile between two tokens, CPU seconds per token."""
     tiers = None
     if folder is not None:
         tiers = TierSpec(host_bytes=128 << 20, disk_path=str(folder), disk_bytes=1 << 30)
@@ -445,7 +449,7 @@ def _cold(folder: Path | None, number: int) -> tuple[float, float]:
     last: dict[int, float] = {}
     gaps: list[float] = []
     tokens = 0
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     for _ in range(12):
         for _ in range(6):
             core.submit([draw.randrange(300, 900) for _ in range(192)], 32)
@@ -455,10 +459,10 @@ def _cold(folder: Path | None, number: int) -> tuple[float, float]:
                 if delta.handle in last:
                     gaps.append(at - last[delta.handle])
                 last[delta.handle] = at
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     core.core.close()
     gaps.sort()
-    return tokens / seconds, gaps[int(0.99 * len(gaps))]
+    return tokens / seconds, gaps[int(0.99 * len(gaps))], cpu / tokens
 
 
 def main() -> None:
@@ -471,6 +475,7 @@ def main() -> None:
         "# KV tiers against their limits",
         "",
         *(f"- {fact}" for fact in facts()),
+        f"- Load of the machine at the start: {os.getloadavg()[0]:.1f}",
         f"- Command: `python -m bench.tiers --rounds {given.rounds}`; medians, lowest to highest",
         "",
         "## Copies between the device pool and the host arena",
