@@ -16,6 +16,7 @@ from tests.worlds.batch import read, run_blocks, total
 from tests.worlds.handoff_scenarios import draw_handoffs
 from tests.worlds.migration_scenarios import draw_migrations
 from tests.worlds.run import WorldFailure, draw_plan, run_plan
+from tests.worlds.tier_scenarios import draw_tiers
 
 if TYPE_CHECKING:
     from tests.worlds.batch import BatchResult
@@ -43,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=int, help="instead of what the seed draws")
     parser.add_argument("--handoffs", action="store_true", help="a world of handoffs")
     parser.add_argument("--migrations", action="store_true", help="a world of migrations")
+    parser.add_argument("--tiers", action="store_true", help="a world of workers with tiers")
     parser.add_argument("--quiet", action="store_true", help="only how it went")
     parser.add_argument("--log", action="store_true", help="what the nodes log besides")
     parser.add_argument("--seeds", metavar="A:B", help="all worlds from A, before B")
@@ -63,6 +65,7 @@ def _one(options: argparse.Namespace) -> int:
     print("faults  ", dict(report.faults))
     print("felt    ", dict(report.effects))
     print("requests", dict(report.outcomes))
+    print("tiers   ", dict(report.tiers))
     print(f"trace   {report.digest}, {time.process_time() - began:.1f} s of CPU")
     return 0
 
@@ -70,6 +73,8 @@ def _one(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> WorldPlan:
     if options.handoffs:
         return draw_handoffs(options.seed)
+    if options.tiers:
+        return draw_tiers(options.seed)
     if options.migrations:
         return draw_migrations(options.seed)
     return draw_plan(options.seed, options.nodes)

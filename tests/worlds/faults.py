@@ -25,7 +25,16 @@ if TYPE_CHECKING:
     from tests.worlds.faulty_engine import FaultyEngine
     from tests.worlds.world import VirtualHost, World
 
-__all__ = ["GENTLE", "KINDS", "Fault", "draw_fault", "draw_faults", "inject", "with_finale"]
+__all__ = [
+    "GENTLE",
+    "KINDS",
+    "TIER_KINDS",
+    "Fault",
+    "draw_fault",
+    "draw_faults",
+    "inject",
+    "with_finale",
+]
 
 
 _TIME_ENOUGH: Final[Seconds] = 8.0
@@ -346,6 +355,30 @@ async def _sluggish(world: World, fault: Fault) -> bool:
     return counts["landed"] > before
 
 
+async def _reads_fail(world: World, fault: Fault) -> bool:
+    """Reads from a worker's disk fail, or bring what was not written."""
+    engine = _engine_of(world, fault)
+    if engine is None:
+        return False
+    faults = engine.tier_faults
+    before, faults.reads = faults.counts["reads"], fault.amount
+    await asyncio.sleep(fault.lasts)
+    faults.reads = 0.0
+    return faults.counts["reads"] > before
+
+
+async def _disk_full(world: World, fault: Fault) -> bool:
+    """A worker's disk has no room."""
+    engine = _engine_of(world, fault)
+    if engine is None:
+        return False
+    faults = engine.tier_faults
+    before, faults.full = faults.counts["full"], True
+    await asyncio.sleep(fault.lasts)
+    faults.full = False
+    return faults.counts["full"] > before
+
+
 def _revive(world: World, host: VirtualHost) -> None:
     if host.wanted and not host.busy:
         world.start(host)
@@ -402,11 +435,20 @@ KINDS: Final = {
 }
 
 
+TIER_KINDS: Final = {
+    "tier-reads": FaultKind(_reads_fail, (3.0, 10.0), (0.3, 1.0), roles=("worker",)),
+    "tier-full": FaultKind(_disk_full, (3.0, 10.0), roles=("worker",)),
+}
+"""Faults of workers with tiers; only worlds that have such draw them."""
+
+_EVERY: Final = KINDS | TIER_KINDS
+
+
 GENTLE: Final = frozenset(
     (
         *("delay", "reset", "reset-inside", "engine", "amnesia"),
         *("step", "slow-worker", "crowd"),
-        *("kv-late", "kv-lost", "kv-slow", "kv-wrong"),
+        *("kv-late", "kv-lost", "kv-slow", "kv-wrong", "tier-reads", "tier-full"),
     )
 )
 """Faults that make no node silent for long, so that no node may be declared dead."""
@@ -416,7 +458,7 @@ HARMLESS: Final = frozenset(
     (
         *("crash", "leave", "drain", "reset", "reset-inside", "amnesia"),
         *("engine", "engine-going", "kill", "stall", "step", "slow-worker", "crowd"),
-        *("kv-late", "kv-lost", "kv-slow", "kv-wrong"),
+        *("kv-late", "kv-lost", "kv-slow", "kv-wrong", "tier-reads", "tier-full"),
     )
 )
 """Faults under which messages arrive at once, or the link ends, which both sides notice."""
@@ -440,7 +482,7 @@ async def inject(world: World, fault: Fault) -> None:
     world.active[fault] = None
     world.judge.causes.begins(fault, world.loop.time())
     world.happened("-", "FAULT", str(fault))
-    if await KINDS[fault.kind].do(world, fault):
+    if await _EVERY[fault.kind].do(world, fault):
         world.effects[fault.kind] += 1
         world.happened("-", "felt", fault.kind)
     world.trace.note("-", "over", str(fault))
@@ -465,7 +507,7 @@ def draw_faults(
 
 def draw_fault(random: Random, name: str, hosts: dict[str, str], at: Seconds) -> Fault:
     """One of a kind."""
-    kind = KINDS[name]
+    kind = _EVERY[name]
     a = random.choice([host for host, role in hosts.items() if role in kind.roles])
     b = random.choice([host for host in hosts if host != a])
     lasts = random.choice(kind.lasts) * random.uniform(0.7, 1.4)

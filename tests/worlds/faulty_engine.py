@@ -6,6 +6,8 @@ with it, on any worker.
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Final
 
@@ -13,9 +15,11 @@ from pdserve.engine.watchdog import StallWatchdog
 from pdserve.engine_core.core import EngineCore
 from pdserve.errors import EngineDied, EngineStalled, PdserveError
 from pdserve.messages.engine import CoreFailed
+from pdserve.messages.kv_events import TIERS
 from pdserve.observe.heartbeat import HeartbeatReading
 from pdserve.sim.engine import VirtualTimeEngine
 from pdserve.testing.scripted import ScriptedExecutor
+from tests.worlds.virtual_tiers import open_virtual_tiers
 
 if TYPE_CHECKING:
     import asyncio
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.messages.engine import EngineSpec, Event
     from pdserve.testing.fake_rdma import FakeFabric
+    from tests.worlds.virtual_tiers import TierFaults
 
 __all__ = ["FAIL_TOKEN", "KILL_TOKEN", "POISON_TOKENS", "FaultyEngine"]
 
@@ -35,6 +40,11 @@ KILL_TOKEN: Final = 0
 FAIL_TOKEN: Final = 1
 """One that fails the step."""
 POISON_TOKENS: Final = (KILL_TOKEN, FAIL_TOKEN)
+
+
+def _cost(pace: Seconds, batch: int, length: int, cached: int = 0) -> Seconds:
+    """What it costs to prefill a prompt here."""
+    return pace * (length - cached) / batch
 
 
 class FaultyEngine(VirtualTimeEngine):
@@ -49,10 +59,14 @@ class FaultyEngine(VirtualTimeEngine):
         restart_time: Seconds,
         stall_timeout: Seconds,
         fabric: FakeFabric | None = None,
+        tier_faults: TierFaults,
         on_death: Callable[[str], None] = lambda why: None,
     ) -> None:
         """`on_death` gets the reason why a core ended that was not asked to."""
         super().__init__(spec, pace=pace, load_time=load_time, fabric=fabric)
+        self.tier_faults = tier_faults
+        self.tally: Counter[str] = Counter()
+        """What the tiers of all cores that have ended have done."""
         self.failing = 0
         """Steps that are going to fail."""
         self.failed = 0
@@ -101,10 +115,25 @@ class FaultyEngine(VirtualTimeEngine):
         self._watcher = self._loop.call_later(self._stall.interval, self._look)
 
     def _drop_core(self) -> None:
+        self._count_tiers()
         super()._drop_core()
         if self._watcher is not None:
             self._watcher.cancel()
             self._watcher = None
+
+    def free(self) -> None:
+        """See `VirtualTimeEngine`."""
+        self._count_tiers()
+        super().free()
+
+    def _count_tiers(self) -> None:
+        stats = self.stats()
+        for one in stats.tiers:
+            name = TIERS[one.tier]
+            self.tally[f"{name} stored"] += one.blocks_stored
+            self.tally[f"{name} hits"] += one.hit_tokens
+        self.tally["fetched"] += stats.pulled_blocks
+        self.tally["fetches failed"] += stats.pulls_failed
 
     def _look(self) -> None:
         """See `engine.core_run`: what a core's page says is here what one sees of it."""
@@ -127,7 +156,13 @@ class FaultyEngine(VirtualTimeEngine):
     # ------------------------------------------------------------------ in a step
 
     def _make_core(self, spec: EngineSpec, mover: KvConnector | None) -> Core:
-        return EngineCore(ScriptedExecutor(self._planned), self, mover)
+        executor = ScriptedExecutor(self._planned)
+        core = EngineCore(executor, self, mover)
+        core._open_storage = partial(open_virtual_tiers, executor, self, self.tier_faults)  # type: ignore[method-assign]
+        if spec.tiers is not None:
+            # A step's computation takes no virtual time, so that nothing is learnt from it.
+            core._step_cost.prefill = partial(_cost, self._usual_pace, spec.max_batch_tokens)  # type: ignore[method-assign]
+        return core
 
     def _planned(self, plan: StepPlan) -> None:
         if self.failing:

@@ -55,7 +55,9 @@ class ClientProfile:
     """Their greatest lengths."""
     choices: tuple[int, ...] = (1, 1, 1, 2, 3)
     alike: float = 0.0
-    """Share of prompts that begin as others do."""
+    """Share of prompts that begin as others do,"""
+    beginnings: int = 1
+    """in so many ways."""
     hurried: float = 0.1
     """Share of requests with a deadline,"""
     deadlines: tuple[Seconds, Seconds] = (0.5, 5.0)
@@ -93,7 +95,8 @@ def draw_request(
     prompt = [random.randrange(3, 97) for _ in range(length)]
     if habits.alike and random.random() < habits.alike:
         stem = random.choice((16, 40, 80))
-        prompt[:stem] = [3 + (7 * i + stem) % 94 for i in range(min(stem, length))]
+        which = random.randrange(habits.beginnings) if habits.beginnings > 1 else 0
+        prompt[:stem] = [3 + (7 * i + stem + 5 * which) % 94 for i in range(min(stem, length))]
     sampling = SamplingParams(
         max_tokens=random.choice(habits.answers),
         temperature=random.choice((0.0, 1.0)),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from tests.worlds.faults import Fault
 from tests.worlds.load_clients import DEFAULT_PROFILE, LONG_PROMPTS
 from tests.worlds.roles import NodeSettings
 from tests.worlds.run import WorldPlan, run_plan
+from tests.worlds.tier_scenarios import ALIKE
 
 if TYPE_CHECKING:
     from pdserve.ids import Seconds
@@ -92,6 +93,37 @@ def handed_over(seed: int) -> WorldReport:
             pace=0.05,
         )
     )
+
+
+def with_tiers(seed: int) -> WorldReport:
+    """Three workers with tiers that fetch from each other, and what may go wrong with that."""
+    faults = one_after_another(
+        Fault("tier-reads", 0.0, 20.0, "w0", "", 1.0),
+        Fault("kv-slow", 0.0, 6.0, "w1", "w0", 0.3),
+        Fault("kv-wrong", 0.0, 6.0, "w1", "w0", 0.3),
+        Fault("kv-lost", 0.0, 6.0, "w1", "w0", 0.3),
+        Fault("crash", 0.0, 1.0, "w1"),
+        Fault("cut", 0.0, 6.0, "w2", "w0"),
+        Fault("drain", 0.0, 1.0, "w2", "", 5.0),
+        Fault("engine", 0.0, 0.0, "w0"),
+        Fault("tier-full", 0.0, 15.0, "w0"),
+        begin=12.0,
+        gap=1.5,
+    )
+    three = dict.fromkeys(("w0", "w1", "w2"), "aggregated")
+    made = plan(
+        seed,
+        faults,
+        until=faults[-1].at + 6.0,
+        rate=2.0,
+        modes=cast("dict[str, WorkerMode]", three),
+        habits=ALIKE,
+        kv_time=50.0,
+        pace=0.05,
+    )
+    tiers = {"host_blocks": 12, "disk_blocks": 300, "kv_fetch": "always"}
+    settings = {name: replace(one, **tiers) for name, one in made.settings.items()}  # type: ignore[arg-type]
+    return run_plan(replace(made, settings=settings))
 
 
 def everything(seed: int) -> WorldReport:

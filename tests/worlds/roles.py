@@ -18,6 +18,7 @@ from pdserve.frontend.node import FrontendNode
 from pdserve.frontend.routing_hints import NO_HINTS
 from pdserve.messages.engine import TransferSpec
 from pdserve.messages.node import NodeCard
+from pdserve.messages.tiers import TierSpec
 from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics
 from pdserve.router.config import RouterConfig
@@ -33,6 +34,7 @@ from pdserve.tracing.tracer import Tracer
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.node import WorkerNode
 from tests.worlds.faulty_engine import FaultyEngine
+from tests.worlds.virtual_tiers import TierFaults
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.handoff import Disagg, WorkerMode
     from pdserve.messages.request import GenerateRequest
+    from pdserve.messages.tiers import KvFetchMode
     from pdserve.messages.trace import Trace
     from pdserve.runtime.node import Node
     from pdserve.testing.fake_rdma import FakeFabric
@@ -56,6 +59,8 @@ MAX_RUNNING, MAX_WAITING = 8, 32
 """Sequences that run in an engine at a time, and requests that may wait there."""
 _BLOCKS: Final = 64
 _BLOCK_SIZE: Final = 8
+_BLOCK_BYTES: Final = _BLOCK_SIZE * 16
+_RECORD_BYTES: Final = 8192
 _TRACES: Final = TraceRules(sample=0.2, rate=2.0)
 
 
@@ -84,6 +89,12 @@ class NodeSettings:
     """The disaggregation setting of a decode worker."""
     traces: TraceRules = _TRACES
     """Which of its requests a frontend traces; a rate of 0: it records nothing."""
+    host_blocks: int = 0
+    """Blocks of a worker's host tier; 0: none."""
+    disk_blocks: int = 0
+    """Blocks of its disk tier, about; 0: none."""
+    kv_fetch: KvFetchMode = "auto"
+    """When it fetches from other workers, if it has tiers."""
     moves_kv: bool = True
     """An aggregated worker hands over and fetches the KV of requests that move."""
 
@@ -143,6 +154,7 @@ class Worker(WorkerNode):
                 restart_time=settings.restart_time,
                 stall_timeout=config.stall_timeout,
                 fabric=fabric,
+                tier_faults=TierFaults(Random(f"{node.id} {node.random.random()}")),
                 on_death=on_death,
             )
             return self.engine
@@ -247,6 +259,20 @@ def _worker_config(settings: NodeSettings) -> WorkerConfig:
         disagg=settings.disagg,
         disagg_min_tokens=_BLOCK_SIZE,
         transfer=_transfer(settings),
+        tiers=_tiers(settings),
+    )
+
+
+def _tiers(settings: NodeSettings) -> TierSpec | None:
+    if not settings.host_blocks:
+        return None
+    disk = settings.disk_blocks
+    return TierSpec(
+        host_bytes=settings.host_blocks * _BLOCK_BYTES,
+        disk_path="memory" if disk else "",
+        disk_bytes=disk * _RECORD_BYTES,
+        disk_write_budget=1 << 40,
+        fetch=settings.kv_fetch,
     )
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from pdserve.ids import Seconds
+    from pdserve.messages.tiers import KvFetchMode
     from tests.worlds.load_clients import TrackedRequest
     from tests.worlds.world import VirtualHost
 
@@ -99,6 +100,8 @@ class WorldReport:
     events: Counter[str]
     felt: Counter[tuple[str, str]]
     """(fault, what happened while it lasted)."""
+    tiers: Counter[str]
+    """What the workers' tiers have done: hits in tokens, the rest in blocks."""
     traces: Counter[str]
     """Reasons for which traces were kept, and spans of all requests by name."""
     converged: Seconds
@@ -140,6 +143,7 @@ def draw_plan(seed: int, nodes: int | None = None) -> WorldPlan:
     if RngTree(seed).fork("moves").random() < 0.25:
         settings = {name: replace(one, moves_kv=False) for name, one in settings.items()}
     _give_modes(RngTree(seed).fork("modes"), settings, roles)
+    _give_tiers(RngTree(seed).fork("tiers"), settings)
     lasts = random.choice((15.0, 30.0))
     begin = random.uniform(0.0, 6.0)
     faults = draw_faults(random, roles, begin, begin + lasts, random.choice((0.2, 0.6)))
@@ -192,6 +196,25 @@ def _give_modes(random: Random, settings: dict[str, NodeSettings], roles: dict[s
                 mode="prefill" if name in prefill else "decode",
                 disagg=random.choice(("always", "always", "rule", "predict")),
             )
+
+
+def _give_tiers(random: Random, settings: dict[str, NodeSettings]) -> None:
+    """In one of three worlds some workers have tiers."""
+    if random.random() < 0.33:
+        for name in settings:
+            if random.random() < 0.8:
+                settings[name] = give_tiers(random, settings[name])
+
+
+def give_tiers(random: Random, settings: NodeSettings) -> NodeSettings:
+    """Settings of a worker with tiers."""
+    modes: tuple[KvFetchMode, ...] = ("auto", "always", "always", "never")
+    return replace(
+        settings,
+        host_blocks=random.choice((8, 16, 60)),
+        disk_blocks=random.choice((0, 100, 400)),
+        kv_fetch=random.choice(modes),
+    )
 
 
 def run(seed: int, nodes: int | None = None) -> WorldReport:
@@ -268,6 +291,7 @@ class _Run:
             world.cancelled,
             world.trace.counts,
             world.felt,
+            world.tiers,
             world.judge.traces.seen,
             converged,
             world.loop.time(),

@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.tracing.rules import TraceRules
+from tests.engine_core.tiers.test_planted_bugs import planted as planted_in_tiers
 from tests.worlds.batch import BatchResult, run_blocks, total
-from tests.worlds.faults import KINDS, Fault
+from tests.worlds.faults import KINDS, TIER_KINDS, Fault
 from tests.worlds.handoff_scenarios import draw_handoffs
 from tests.worlds.migration_scenarios import draw_migrations
 from tests.worlds.oracle.coverage import Cells, count_visits
 from tests.worlds.oracle.outcomes import completed_of
-from tests.worlds.plans import everything, handed_over, plan
+from tests.worlds.plans import everything, handed_over, plan, with_tiers
 from tests.worlds.planted_bugs import planted
 from tests.worlds.run import WorldFailure, draw_plan, run, run_plan
+from tests.worlds.tier_scenarios import draw_tiers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,6 +58,12 @@ def test_a_slice_of_handoffs(seed: int, part: int) -> None:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_slice_of_migrations(seed: int, part: int) -> None:
     run_plan(draw_migrations(seed % 10**9 + part))
+
+
+@pytest.mark.timeout(240)
+def test_a_slice_of_tiers(seed: int, long: bool) -> None:
+    for number in range(40 if long else 2):
+        run_plan(draw_tiers(seed % 10**9 + number))
 
 
 @pytest.mark.long(one_in=3)
@@ -141,6 +149,25 @@ def test_handoffs_take_every_usual_turn(seed: int) -> None:
         ("prefill worker notified", "sent"),
     ):
         assert cells[cell], cell
+
+
+@pytest.mark.timeout(240)
+def test_tiers_and_fetches_are_used_whatever_goes_wrong() -> None:
+    report = with_tiers(0)
+    assert report.effects == report.faults
+    assert set(TIER_KINDS) <= set(report.effects)
+    assert {name for name, count in report.tiers.items() if count} == {
+        *("host stored", "host hits", "disk stored", "disk hits"),
+        *("fetched", "fetches failed"),
+    }
+
+
+@pytest.mark.long(one_in=3)
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", ["failed_reads_are_valid", "a_full_disk_keeps_the_frames_claimed"])
+def test_a_cluster_notices_bugs_of_tiers(name: str) -> None:
+    with planted_in_tiers(name), pytest.raises(WorldFailure):
+        with_tiers(0)
 
 
 def test_nothing_goes_wrong_without_faults(seed: int) -> None:

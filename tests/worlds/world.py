@@ -118,6 +118,8 @@ class World:
         self.outcomes: Counter[str] = Counter()
         self.cancelled: Counter[str] = Counter()
         """Clients that turned away, by where their requests were."""
+        self.tiers: Counter[str] = Counter()
+        """What the tiers of all workers have done: hits in tokens, the rest in blocks."""
         self.judge = OutcomeOracle(self)
         self.lost_with_frontend = 0
         self._cuts: dict[tuple[str, str], Counter[int]] = {}
@@ -252,6 +254,7 @@ class World:
         """Notes the end of a process: everything that it owned is gone."""
         if isinstance(host.part, Worker):
             host.part.engine.free()
+            self.tiers += host.part.engine.tally
         host.process = host.part = host.callers = None
         host.ready = False
         host.members.clear()

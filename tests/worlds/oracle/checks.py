@@ -18,6 +18,7 @@ from pdserve.runtime.topics.service import LogTopic, StateTopic
 from pdserve.runtime.topics.subscription import LogFollower, StateFollower
 from pdserve.worker.disagg.queue.client import PrefillQueueClient
 from tests.worlds.roles import Frontend, Router, Worker
+from tests.worlds.virtual_tiers import blocks_below, names_below, what_tiers_hold
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -134,24 +135,26 @@ def _index(world: World, host: VirtualHost, index: PrefixIndex) -> Iterator[str]
 
 
 def _indexed(where: str, index: PrefixIndex, worker: Worker) -> Iterator[str]:
-    """What a router knows of a worker's pool is what is in it."""
+    """What a router knows of a worker's pool and its lower tiers is what is in them."""
     chains = list(pool_chains(worker))
     node = worker.node.id
-    known, held = index.known_blocks(node), len({n for chain in chains for n in _split(chain)})
+    known, held = index.known_blocks(node), _held(worker)
     if known != held:
         yield f"the index at {where} knows {known} blocks, its pool holds {held}"
     for chain in chains:
-        depth, wanted = index.told(node, chain), len(chain) // SHORT_HASH_BYTES
-        if depth != wanted:
-            yield f"the index at {where} finds {depth} of a chain of {wanted} blocks"
+        life = NodeLife(node, worker.node.epoch)
+        found = index.holders(chain).get(life, (0, 0))
+        wanted = _on_device(worker, chain), len(chain) // SHORT_HASH_BYTES
+        if found != wanted:
+            yield f"the index at {where} finds {found} of a chain of {wanted} (device, all) blocks"
 
 
 def pool_chains(worker: Worker) -> Iterator[bytes]:
-    """Short names of every chain in the pool, from its first block to a leaf."""
+    """Short names of every chain in the pool and on lower tiers, from its first block to a leaf."""
     core = worker.engine.core
     if not isinstance(core, EngineCore):
         return
-    parents = core.pool.names()
+    parents = core.pool.names() | names_below(core)
     for leaf in parents.keys() - set(parents.values()):
         chain = [leaf]
         while (parent := parents[chain[-1]]) in parents:
@@ -159,9 +162,29 @@ def pool_chains(worker: Worker) -> Iterator[bytes]:
         yield short_hashes(b"".join(reversed(chain)))
 
 
+def _on_device(worker: Worker, chain: bytes) -> int:
+    """Leading blocks of a chain that are on the device."""
+    core = worker.engine.core
+    assert isinstance(core, EngineCore)
+    joined = short_hashes(b"".join(core.pool.names()))
+    there = set(_split(joined))
+    return next(
+        (i for i, name in enumerate(_split(chain)) if name not in there),
+        len(chain) // SHORT_HASH_BYTES,
+    )
+
+
 def _split(names: bytes) -> Iterator[bytes]:
     for start in range(0, len(names), SHORT_HASH_BYTES):
         yield names[start : start + SHORT_HASH_BYTES]
+
+
+def _held(worker: Worker) -> int:
+    """Number of blocks, one for each tier that has it."""
+    core = worker.engine.core
+    if not isinstance(core, EngineCore):
+        return 0
+    return len(core.pool.names()) + blocks_below(core)
 
 
 def _follows(
@@ -211,6 +234,8 @@ def _engine(world: World, host: VirtualHost, worker: Worker) -> Iterator[str]:
     """All reservations and paths of an engine belong to a request or a live node."""
     core = worker.engine.core
     if isinstance(core, EngineCore):
+        if held := what_tiers_hold(core):
+            yield f"the tiers of {host.name} keep {held}"
         reservations = core.scheduler.reservations
         if len(reservations) or reservations.unfilled or reservations.unbound:
             words = f"{len(reservations)} reservations of {reservations.unfilled} blocks"
