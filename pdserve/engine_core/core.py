@@ -392,6 +392,8 @@ class EngineCore:
                 self._mover.take(command)
                 if isinstance(command, PeerGone) and self._fetches is not None:
                     self._fetches.peer_gone(command, self._clock.now())
+                    if self._onboarder is not None:
+                        self._onboarder.peer_gone(command.node, command.epoch)
         elif isinstance(command, InboundControl):
             error = TransferRefused("this engine neither sends KV nor receives any")
             kind = type(error).__name__

@@ -16,7 +16,7 @@ The engine core owns it. It decides; it never waits.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -38,6 +38,8 @@ __all__ = ["BlockFetch", "FetchPlan", "Onboarder"]
 
 SHARE: Final = 0.25
 """Most of the pool that fetches fill at once, as a share; a single one may take more."""
+
+MOST_GONE: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,8 @@ class Onboarder:
         self._onboardings: dict[int, BlockFetch] = {}
         self._coming: dict[bytes, BlockFetch] = {}
         """First fetched hash, and every later one, of each fetch."""
+        self._gone: OrderedDict[str, int] = OrderedDict()
+        """The last life of each node that has ended, of the last `MOST_GONE` nodes."""
         self._numbers = 0
         self._most = max(1, int(SHARE * pool.num_blocks))
 
@@ -244,7 +248,7 @@ class Onboarder:
         sooner than to compute it or not."""
         first = len(shared)
         local = [] if self._tiers is None else self._tiers.run(hashes, first)
-        peers = sources if self.puller is not None else ()
+        peers = [one for one in sources if self._may_pull(one)]
         if not local and not peers:
             return None
         if all_local:
@@ -262,6 +266,16 @@ class Onboarder:
         onboarding.done = done
         self._start(onboarding, now)
         return onboarding
+
+    def _may_pull(self, source: KvSource) -> bool:
+        return self.puller is not None and source.epoch > self._gone.get(source.node, -1)
+
+    def peer_gone(self, node: str, epoch: int) -> None:
+        """This life of a node has ended. A router may name it for some time, but a path to it would
+        be closed by nobody."""
+        self._gone[node] = max(epoch, self._gone.pop(node, epoch))
+        if len(self._gone) > MOST_GONE:
+            self._gone.popitem(last=False)
 
     def _note(
         self,

@@ -165,6 +165,20 @@ def test_a_request_can_be_aborted_while_it_fetches(turns: int):
     end(both)
 
 
+def test_a_life_that_has_ended_is_not_asked():
+    """A router names it still; only a later life of the node is asked."""
+    both = pair()
+    prompt = known(both, 33)
+    both.die(both.o)
+    both.run()
+    answered(both, fetching(prompt))
+    assert both.r.stats.pulls == 0
+    onboarder = both.r.core._onboarder
+    assert onboarder is not None
+    assert onboarder._may_pull(KvSource("p", 2, 8))
+    end(both)
+
+
 @pytest.mark.parametrize("turns", range(1, 22, 3))
 def test_the_owner_dies_while_a_request_waits(turns: int):
     both = pair()
