@@ -547,6 +547,8 @@ class EngineCore:
         """Take in what lower tiers have copied, and let them go on."""
         if self._onboarder is not None:
             self._onboarder.now = now
+        if self._fetch_lane is not None:
+            self._fetch_lane.age(now)
         if self._tiers is None:
             return
         assert self._onboarder is not None

@@ -234,7 +234,7 @@ class WorkerConfig:
             why = WITHOUT_TIERS[self.engine]
             raise ConfigError(
                 f"{asked}: engine {self.engine} has no KV tiers, since {why}; leave {asked} out, "
-                "or use engine torch"
+                "or use engine torch or vllm"
             )
         if not self.prefix_cache:
             raise ConfigError(

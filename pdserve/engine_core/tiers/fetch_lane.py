@@ -51,6 +51,10 @@ class FetchLane:
         else:
             self._lane.failed(size, now)
 
+    def age(self, now: Seconds) -> None:
+        """As `Lane.age`."""
+        self._lane.age(now)
+
     def estimate(self) -> LaneEstimate:
         """What the next fetch is predicted to take."""
         return self._lane.estimate()

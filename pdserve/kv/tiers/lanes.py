@@ -29,6 +29,8 @@ _LARGE: Final = 8 << 20
 """Bytes after which a busy period that goes on counts as one observation."""
 _MEMORY: Final = 2.0
 """Busy seconds after which an observation of the bandwidth counts for a third."""
+_FORGET: Final[Seconds] = 60.0
+"""Seconds after which a lane that is not used is not taken for slow any more."""
 _LATENCY_WEIGHT: Final = 0.1
 """Weight of the newest observation of the latency."""
 
@@ -63,7 +65,7 @@ def estimate_of(load: LaneLoad) -> LaneEstimate:
     """The estimate that a worker's report of a lane stands for."""
     if not load.bandwidth:
         assumed = ASSUMED[load.lane]
-        return LaneEstimate(assumed.bandwidth, assumed.latency, load.backlog)
+        return LaneEstimate(assumed.bandwidth, load.latency or assumed.latency, load.backlog)
     return LaneEstimate(load.bandwidth, load.latency, load.backlog)
 
 
@@ -89,8 +91,9 @@ class Lane:
         """Sum of the jobs' own times in it."""
         self._fresh = False
         """Whether it contains the start of a busy period, and so a latency."""
-        self._large = _Rate()
-        self._any = _Rate()
+        self._rate = _Rate()
+        self._learnt: Seconds = 0.0
+        """When something was learnt last."""
         self._latency: Seconds | None = None
 
     @property
@@ -131,15 +134,23 @@ class Lane:
 
     def load(self) -> LaneLoad:
         """The record for routers."""
-        return LaneLoad(self.name, self.backlog, self._bandwidth(), self._latency or 0.0)
+        return LaneLoad(self.name, self.backlog, self._rate.value, self._latency or 0.0)
+
+    def age(self, now: Seconds) -> None:
+        """Forget that the lane was slow, a while after it was used last: nothing is planned through
+        a lane that seems slow, so nothing would ever correct one bad moment."""
+        if self._jobs or now - self._learnt < _FORGET:
+            return
+        assumed = ASSUMED[self.name]
+        if 0.0 < self._rate.value < assumed.bandwidth:
+            self._rate = _Rate()
+        if (self._latency or 0.0) > assumed.latency:
+            self._latency = None
 
     def _end(self, size: Bytes) -> None:
         if not self._jobs or size > self.backlog:
             raise ValueError(f"{size} bytes were not submitted to lane {self.name}")
         self._jobs -= 1
-
-    def _bandwidth(self) -> float:
-        return self._large.value or self._any.value
 
     def _observe(self, now: Seconds) -> None:
         """Learn from the jobs since the last observation."""
@@ -150,12 +161,14 @@ class Lane:
         self._since, self._bytes, self._seconds, self._fresh = now, 0, 0.0, False
         if busy <= 0.0 or not size:
             return
-        self._any.add(size, busy)
+        self._learnt = now
         if size >= _SMALL:
             started = (self._latency or 0.0) if first else 0.0
-            self._large.add(size, max(busy - started, busy / 2))
-        elif first and self._large.value:
-            self._learn_latency(max(0.0, busy - size / self._large.value))
+            self._rate.add(size, max(busy - started, busy / 2))
+        elif first:
+            # Most of such a time is latency, whatever the bandwidth is.
+            bandwidth = self._rate.value or ASSUMED[self.name].bandwidth
+            self._learn_latency(max(0.0, busy - size / bandwidth))
 
     def _learn_latency(self, seen: Seconds) -> None:
         before = seen if self._latency is None else self._latency

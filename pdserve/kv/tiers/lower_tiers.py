@@ -684,6 +684,8 @@ class LowerTiers:
         that have ended."""
         for done in self._io.poll():
             self._take(done, now)
+        for lane in self._lanes.values():
+            lane.age(now)
         for fetch in [each for each in self._fetches.values() if each.deadline <= now]:
             self._shorten(fetch, 0, "deadline", now)
         if self.disk is not None and not self.disk_paused:

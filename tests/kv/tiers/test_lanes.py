@@ -70,13 +70,39 @@ def test_jobs_at_the_same_time_share_the_lane() -> None:
     assert lane.load().bandwidth == pytest.approx(32 * MIB / 0.040)
 
 
-def test_small_jobs_alone_give_a_speed_until_a_large_one_comes() -> None:
+def test_small_jobs_alone_tell_the_latency_and_no_speed() -> None:
     lane, now = Lane("h2d"), 0.0
     for _ in range(50):
         now = work(lane, 10_000, now, 0.001)
-    assert lane.load().bandwidth == pytest.approx(1e7)
-    work(lane, 32 * MIB, now, 0.010)
-    assert lane.load().bandwidth == pytest.approx(32 * MIB / 0.010)
+    assert lane.load().bandwidth == 0.0
+    assert lane.estimate().bandwidth == ASSUMED["h2d"].bandwidth
+    assert lane.estimate().latency == pytest.approx(0.001, rel=0.01)
+    work(lane, 32 * MIB, now, 0.011)
+    assert lane.load().bandwidth == pytest.approx(32 * MIB / 0.010, rel=0.01)
+
+
+def test_one_slow_moment_is_forgotten() -> None:
+    lane = Lane("disk_read")
+    now = work(lane, 4 * MIB, 0.0, 20.0)
+    now = work(lane, 1000, now, 3.0)
+    slow = lane.estimate()
+    assert slow.seconds(MIB) > 1.0
+    lane.age(now + 30.0)
+    assert lane.estimate() == slow
+    lane.submit(1000, now + 90.0)
+    lane.age(now + 90.0)
+    assert lane.load().bandwidth == slow.bandwidth, "it is being measured"
+    lane.failed(1000, now + 91.0)
+    lane.age(now + 91.0)
+    assert lane.estimate() == ASSUMED["disk_read"]
+
+
+def test_a_fast_lane_is_remembered() -> None:
+    lane = Lane("disk_read")
+    now = work(lane, 64 * MIB, 0.0, 0.01)
+    fast = lane.estimate()
+    lane.age(now + 1e6)
+    assert lane.estimate() == fast
 
 
 def test_a_lane_that_slows_down_is_noticed_within_seconds() -> None:
