@@ -174,10 +174,12 @@ _TIERS: Final = Row(
                 Query(
                     "sum by (outcome) (rate(pdserve_kv_pulls_ended_total{PROCESS}[RATE]))",
                     "{{outcome}}",
+                    rare=True,
                 ),
                 Query(
                     "sum by (reason) (rate(pdserve_kv_pulls_refused_total{PROCESS}[RATE]))",
                     "refused to others: {{reason}}",
+                    rare=True,
                 ),
             ),
         ),
@@ -190,6 +192,7 @@ _TIERS: Final = Row(
                     "pdserve_kv_lane_backlog_bytes{WORKER}"
                     " / (pdserve_kv_lane_bandwidth_bytes_per_second{WORKER} > 0)",
                     f"{_NAMED} {{{{lane}}}}",
+                    rare=True,
                 ),
             ),
         ),

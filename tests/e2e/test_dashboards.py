@@ -151,7 +151,8 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
     program("prometheus")
     home = {"XDG_CONFIG_HOME": str(tmp_path)}
     probes = "--metrics-port=0"
-    kept = ("--threads=1", "--kv-memory=64MiB", "--max-sequences=4", probes, *request.param)
+    tiers = ("--host-kv=16MiB", f"--disk-kv={tmp_path / 'kv'}:64MiB")
+    kept = ("--threads=1", "--kv-memory=64MiB", "--max-sequences=4", probes, *request.param, *tiers)
     port = free_port()
     slo = ("--slo-ttft=50ms", "--slo-itl=1s")
     with Server(None, "--role=router", "--listen=127.0.0.1:0", probes, **home) as router:

@@ -39,7 +39,9 @@ def adapter(folder: Path, name: str, weights: str = "") -> str:
 
 def worker(cluster: Cluster, name: str, *loras: str, mode: str = "aggregated") -> Node:
     engine = ("--engine", "sim", "--engine-option", "content=on", "--engine-option", "blocks=2000")
+    # Without fetches: what a worker finds it has computed itself.
     flags = [*engine, "--mode", mode, "--disagg", "always", "--verify-kv", "all"]
+    flags += ["--kv-fetch", "never"]
     for lora in loras:
         flags += ["--lora", lora]
     return cluster.start("worker", name, "--join", cluster.address, *flags)

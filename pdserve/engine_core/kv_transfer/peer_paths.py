@@ -215,7 +215,8 @@ class PeerPaths:
         if known.failures < MAX_FAILURES * self._choices.in_common(known.offers):
             return
         if not known.obstacle:
-            _log.error("KV cannot be moved to or from %s: %s", peer, error.message)
+            # Not always an error: a peer that leaves may be asked for its blocks until its end.
+            _log.warning("KV cannot be moved to or from %s: %s", peer, error.message)
         known.obstacle = error.message
         known.until = self._now() + RETRY_INTERVAL
         self._changed()

@@ -14,7 +14,7 @@ from pdserve.messages.kv_pull import HASH_BYTES, KvChains
 from pdserve.runtime.rendezvous import key_of, score
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from pdserve.messages.kv_pull import OfferedChain
     from pdserve.runtime.registry import Member
@@ -22,21 +22,24 @@ if TYPE_CHECKING:
 __all__ = ["divided", "heirs"]
 
 
-def heirs(members: Iterable[Member], compat_hash: str, names_id: bytes) -> list[NodeLife]:
-    """The workers that could use the blocks, sorted by name."""
+def heirs(
+    members: Iterable[Member], compat_hash: str, names_id: bytes, transfers: Collection[str]
+) -> list[NodeLife]:
+    """The workers that could use the blocks, sorted by name. `transfers`: the back ends by which
+    KV leaves this worker."""
     found = [
         NodeLife(member.node, member.epoch)
         for member in members
-        if _can_use(member, compat_hash, names_id)
+        if _can_use(member, compat_hash, names_id, transfers)
     ]
     return sorted(found)
 
 
-def _can_use(member: Member, compat_hash: str, names_id: bytes) -> bool:
+def _can_use(member: Member, compat_hash: str, names_id: bytes, transfers: Collection[str]) -> bool:
     card = member.card
     if card is None or member.role != "worker" or member.suspect or not member.reachable:
         return False
-    if card.draining or not card.transfers or card.names_id != names_id:
+    if card.draining or card.names_id != names_id or not {*card.transfers} & {*transfers}:
         return False
     return any(model.compat_hash == compat_hash for model in card.models)
 

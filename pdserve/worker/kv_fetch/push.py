@@ -90,7 +90,10 @@ class KvPusher:
         pulled. Cancellation: heirs stop at their next block."""
         until = self._node.now() + timeout
         compat_hash, names_id = self._compat_hash(), self._worker.names_id
-        to = heirs(self._node.registry, compat_hash, names_id) if compat_hash else []
+        able = self._worker.engine.capabilities
+        if not compat_hash or able is None:
+            return 0
+        to = heirs(self._node.registry, compat_hash, names_id, able.transfers)
         if not to:
             return 0
         shares = divided(await self._chains(MAX_LISTED), to)

@@ -43,8 +43,11 @@ def member(name: str, **changes: Any) -> Member:
 
 def test_every_worker_that_could_use_the_blocks_is_an_heir() -> None:
     members = [member("b"), member("a")]
-    assert heirs(members, "same", b"secret") == [NodeLife(NodeId("a"), 1), NodeLife(NodeId("b"), 1)]
-    assert heirs(members, "other", b"secret") == []
+    assert heirs(members, "same", b"secret", ("tcp",)) == [
+        NodeLife(NodeId("a"), 1),
+        NodeLife(NodeId("b"), 1),
+    ]
+    assert heirs(members, "other", b"secret", ("tcp",)) == []
 
 
 @pytest.mark.parametrize(
@@ -52,6 +55,7 @@ def test_every_worker_that_could_use_the_blocks_is_an_heir() -> None:
     [
         member("a", draining=True),
         member("a", transfers=()),
+        member("a", transfers=("shm",)),
         member("a", names_id=b"another"),
         member("a", models=()),
         replace(member("a"), role="frontend"),
@@ -61,7 +65,7 @@ def test_every_worker_that_could_use_the_blocks_is_an_heir() -> None:
     ],
 )
 def test_others_are_not(one: Member) -> None:
-    assert heirs([one], "same", b"secret") == []
+    assert heirs([one], "same", b"secret", ("tcp",)) == []
 
 
 def name(number: int) -> bytes:
