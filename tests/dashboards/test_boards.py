@@ -17,7 +17,7 @@ PANELS = [panel for board in BOARDS for row in board.rows for panel in row.panel
 QUERIES = [query for panel in PANELS for query in panel.queries]
 UNITS = {name for name in vars(units).values() if isinstance(name, str)}
 """Grafana's names of units: an unknown one would be printed behind each number."""
-MOST_RARE = 7
+MOST_RARE = 9
 """Queries that may be empty on a sound cluster."""
 
 
