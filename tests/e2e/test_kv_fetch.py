@@ -167,6 +167,7 @@ def test_a_new_worker_is_warmed_from_another(workers, heir):
 
 def test_a_worker_that_leaves_gives_its_newest_blocks_to_an_heir(workers, heir):
     there = workers.ask("asker", "last words")
+    workers.ask("heir", "first words")  # others know by then what it serves
     assert workers.nodes["asker"].end(signal.SIGTERM) == 0
     workers.nodes["asker"].wait_for_line(r"\d+ cached blocks moved to 1 other workers")
     again = workers.ask("heir", "last words")
