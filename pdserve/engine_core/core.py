@@ -156,7 +156,7 @@ class EngineCore:
         self._outgoing: KvSender | None = None
         self._fetches: KvFetches | None = None
         self._uses: DeviceUses | None = None
-        """How cached blocks were used; None: the lower tiers know, or nobody needs to."""
+        """How cached blocks were used. None if lower tiers keep that, or KV is not transferred."""
         self._region: Region | None = None
         """The KV storage that the connector reads and writes."""
         self._moved = False

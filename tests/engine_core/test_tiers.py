@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from msgspec.structs import replace
 
 from pdserve.blocks.hashing import block_hashes, prompt_root
 from pdserve.clock import ManualClock
 from pdserve.engine_core.core import EngineCore
 from pdserve.engine_core.tiers import core_tiers
+from pdserve.errors import ConfigError
 from pdserve.kv.tiers.virtual_io import VirtualTierIo
 from pdserve.messages.engine import EngineSpec, SetHashSecret
 from pdserve.messages.kv_events import BlockStored
@@ -20,8 +22,6 @@ from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
     from pdserve.ids import Bytes
     from pdserve.kv.tiers.job_runner import JobRunner
@@ -209,3 +209,20 @@ def test_a_large_disk_is_told_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
         assert bench.stored() >= set(bench.hashes(first))
         parents = {e.parent for e in bench.engine.kv_events if isinstance(e, BlockStored)}
         assert bench.hashes(first)[2] in parents, "a piece follows the one before it"
+
+
+def test_host_memory_that_cannot_be_had_names_its_flag_and_leaves_the_disk_unlocked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*_: object) -> None:
+        raise ConfigError("no memory is left: lower --kv-memory")
+
+    tiers = replace(DISK, disk_path=str(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr(core_tiers, "BlockMemory", none_left)
+        core = EngineCore(ScriptedExecutor(), ManualClock())
+        with pytest.raises(ConfigError, match="lower --host-kv"):
+            core.load(replace(SPEC, tiers=tiers), lambda progress: None)
+        core.close()
+    with Bench(tiers=tiers):
+        assert len([*tmp_path.glob("tier-*")]) == 1, "the same subdirectory is taken again"

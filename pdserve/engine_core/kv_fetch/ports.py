@@ -63,8 +63,8 @@ REASONS: Final = frozenset(PullEnd.__args__) - {""}  # type: ignore[attr-defined
 
 
 def is_pull(handle: int) -> bool:
-    """Whether a connector's event belongs to a pull. Handles of requests are positive, those of
-    pulls negative."""
+    """Return True for the handle of a pull. Handles of requests are positive, those of pulls
+    negative."""
     return handle < 0
 
 

@@ -138,10 +138,10 @@ class KvPuller:
         now: Seconds,
         listener: PullListener,
     ) -> None:
-        """Fill `blocks`, which the caller holds and nobody else uses, with those that have these
-        hashes at `source`. `first_token` is the position of the first one in its chain. `listener`
-        hears of the end, never within this call. `number` is free again after the pull's end and
-        its fence."""
+        """Fetch the blocks with these hashes from `source` into `blocks`. The caller holds `blocks`
+        as their only user. `first_token` is the position of the first one in its chain. `listener`
+        is called at the end, never within this call. `number` can be used again after the pull's
+        end and its fence."""
         if not blocks or len(blocks) != len(hashes) or number in self._live:
             raise ValueError(f"pull {number} of {len(hashes)} hashes into {len(blocks)} blocks")
         self._serial += 1

@@ -119,8 +119,8 @@ class StagingPool:
 
 
 def host_blocks(layout: RankKvLayout, blocks: int) -> tuple[BlockMemory, StagingHandle]:
-    """Blocks of this layout in host memory that nobody gives out, and how ranks reach them. Raises
-    `ConfigError` if they cannot be allocated or not be shared."""
+    """Allocate blocks of this layout in host memory, without a pool over them; returns the memory
+    and what ranks need to map it. Raises `ConfigError` if they cannot be allocated or shared."""
     memory = _shared_memory(layout, blocks)
     fd = memory.export().fd
     return memory, StagingHandle(os.getpid(), fd, os.fstat(fd).st_ino, memory.size, blocks, layout)

@@ -310,13 +310,18 @@ def open_storage(
         raise ConfigError("this engine has no KV that tiers could hold: leave out the tiers")
     block_bytes = region.size // region.blocks
     frames = frames_of(spec, block_bytes)
-    arena = BlockMemory(frames, (block_bytes,))
     layout = info.layout
     shape = (layout.num_layers, 2, layout.kv_heads, layout.block_size, layout.head_dim)
     disk = open_disk(
         spec, disk_fingerprint(info.compat_hash, secret_id, block_bytes, shape, info.dtype)
     )
-    copier = _copier(executor, region, arena, block_bytes)
+    try:
+        arena = _arena(frames, block_bytes)
+        copier = _copier(executor, region, arena, block_bytes)
+    except ConfigError:
+        if disk is not None:
+            disk.close()
+        raise
     runner = JobRunner(copier, arena, None if disk is None else disk.files)
     io = make_io(runner, block_bytes, disk is not None)
 
@@ -327,6 +332,16 @@ def open_storage(
         arena.close()
 
     return TierStorage(frames, block_bytes, io, disk, runner, free)
+
+
+def _arena(frames: int, block_bytes: Bytes) -> BlockMemory:
+    try:
+        return BlockMemory(frames, (block_bytes,))
+    except ConfigError as error:
+        raise ConfigError(
+            f"{frames * block_bytes} bytes of host memory for KV cannot be allocated: "
+            "lower --host-kv"
+        ) from error
 
 
 def _divided(event: BlockStored, count: int) -> tuple[BlockStored, BlockStored]:

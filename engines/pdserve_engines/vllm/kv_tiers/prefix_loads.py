@@ -57,7 +57,7 @@ class _Chain:
     wait: Seconds = 0.0
     """How long the offered blocks may take."""
     refused: bool = False
-    """Whether a load came short: nothing more is loaded for it."""
+    """True once a load has brought less than planned; the rest is computed, not loaded."""
 
 
 @dataclass(frozen=True, slots=True)
