@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Final
 
 import pdserve
 from bench.machine import facts
+from bench.pages import kept
 from pdserve.clock import SystemClock
 from pdserve.engine_core.core import EngineCore
 from pdserve.kv.storage import BlockMemory
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from pdserve.messages.request import FirstTokenStats
 
 RESULT = Path(__file__).parent / "results" / "tiers.md"
+_BY_HAND: Final = "## What is missed, and why"
+"""The text from this heading on is written by hand and kept in the result."""
 COPY_TOTAL: Final = 128 << 20
 SIZES: Final = (64 << 10, 128 << 10, 512 << 10, 1280 << 10, 2 << 20)
 RECORD: Final = 1280 << 10
@@ -513,8 +516,9 @@ def main() -> None:
         *cold(given.dir, given.rounds),
         "",
     ]
-    RESULT.write_text("\n".join(page))
-    print("\n".join(page))
+    text = "\n".join(page) + kept(RESULT, _BY_HAND)
+    RESULT.write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":
