@@ -138,6 +138,7 @@ class VllmCore(StagedCore):
         self._tiers = open_tiers(
             spec.tiers, engine.core, engine.capabilities, names, secret, self.clock
         )
+        engine.after_preemptions(self._tiers.preempted)
         self._tiers.start(self._on_tier_done)
         self._tiers_woken = True  # routers hear at once of what is on disk
 

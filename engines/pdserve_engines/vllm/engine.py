@@ -7,6 +7,7 @@ before anybody runs it. It decides nothing about requests.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import os
@@ -536,6 +537,22 @@ class Engine:
             return computing
 
         executor.execute_model = execute_model
+
+    def after_preemptions(self, call: Callable[[Any, list[int], int], None]) -> None:
+        """Have `call` run whenever vLLM has just preempted a request: with the request, the blocks
+        that it had, and how many of its tokens were computed. Before that vLLM gives none of these
+        blocks to another one. The newest `call` replaces the one before."""
+        scheduler = self._scheduler
+        preempt = getattr(scheduler._preempt_request, "__wrapped__", scheduler._preempt_request)
+
+        @functools.wraps(preempt)
+        def preempt_request(request: Any, *args: Any, **kwargs: Any) -> None:
+            (blocks,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+            had, computed = list(blocks), int(request.num_computed_tokens)
+            preempt(request, *args, **kwargs)
+            call(request, had, computed)
+
+        scheduler._preempt_request = preempt_request
 
     def progress(self, key: str) -> tuple[int, int] | None:
         """(computed tokens, cached ones among them) of a request; None: it has ended."""

@@ -262,6 +262,25 @@ def test_random_traffic_is_answered_as_by_a_cold_engine(opened: Any, seed: int) 
     assert core.router.blocks["host"] == set(core.tiers.lower.host.names())
 
 
+def test_blocks_of_a_preempted_request_come_back(opened: Any) -> None:
+    """Every prompt is asked for once, so nothing but preempted requests has anything to load."""
+    core = opened(host(120))
+    prompts = [prompt_of(60 + number, 3 * BLOCK + 10) for number in range(9)]
+    ledgers = [core.inline.submit(real.request(each, max_tokens=60)) for each in prompts]
+    core.run()
+    preempted = [
+        number
+        for number, ledger in enumerate(ledgers)
+        if (finish := ledger.finishes[0]) is not None and finish.preemptions
+    ]
+    assert preempted
+    assert core.stats.tiers[0].hit_tokens >= 2 * BLOCK
+    assert core.stats.blocks_used == 0
+    for number in preempted[:2]:
+        core.core.handle(ClearCache())
+        assert core.ask(prompts[number], max_tokens=60).tokens == ledgers[number].tokens
+
+
 # ------------------------------------------------------------------ the disk
 
 

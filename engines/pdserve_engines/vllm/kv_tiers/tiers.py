@@ -119,17 +119,30 @@ class VllmTiers(DeviceTiers):
         key, now = request.request_id, self._clock.now()
         wanted = self._requests.pop(key, None)
         if wanted is not None and self.loads.knows(key):
-            self._left(request, wanted, blocks)
+            hashes = self._left(request, blocks, int(request.num_computed_tokens))
+            prompt = int(request.num_prompt_tokens) // self._size
+            self._now = now
+            if hashes:
+                self.note_left(hashes, prompt, self._names.owner_mark(wanted.cache_salt), wanted)
         self.loads.finished(key, now)
 
-    def _left(self, request: Any, wanted: GenerateRequest, blocks: Sequence[int]) -> None:
+    def preempted(self, request: Any, blocks: Sequence[int], computed: int) -> None:
+        """vLLM has taken its blocks from a request, of which `computed` tokens were computed. The
+        step that is being planned may overwrite them, so they are stored at once."""
+        key = request.request_id
+        wanted = self._requests.get(key)
+        if wanted is None or not self.loads.knows(key):
+            return
+        self._now = self._clock.now()
+        use = self.use_of(wanted, self._names.owner_mark(wanted.cache_salt))
+        self.cleaner.left(self._left(request, blocks, computed), use, self._now)
+        self.clean(len(blocks), self._now, busy=True)
+
+    def _left(self, request: Any, blocks: Sequence[int], computed: int) -> Sequence[bytes]:
+        """Note the blocks that a request leaves; returns the hashes of those that are cached."""
         hashes, root = self._whole_chain(request)
-        full = min(int(request.num_computed_tokens) // self._size, len(hashes))
-        hashes = hashes[: self.view.left(blocks[:full], hashes, root)]
-        if hashes:
-            prompt = int(request.num_prompt_tokens) // self._size
-            self._now = self._clock.now()
-            self.note_left(hashes, prompt, self._names.owner_mark(wanted.cache_salt), wanted)
+        full = min(computed // self._size, len(hashes))
+        return hashes[: self.view.left(blocks[:full], hashes, root)]
 
     def _whole_chain(self, request: Any) -> tuple[Sequence[bytes], bytes]:
         """The hashes of a request with its output, and its root."""
