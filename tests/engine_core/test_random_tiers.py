@@ -155,8 +155,8 @@ class TieredMachine(CoreMachine):
     def next_wake(self) -> float | None:
         """What waits for a disk that takes nothing may wait for ever."""
         assert self.core._tiers is not None
-        at, due = self.core.wake_at(), self.core._tiers.lower._io.next_due()
-        return at if due is not None or not self.core._tiers.lower._no_room else None
+        at, due = self.core.wake_at(), self.core._tiers.lower._jobs.io.next_due()
+        return at if due is not None or not self.core._tiers.lower._spilling.no_room else None
 
     def run_to_the_end(self) -> None:
         tiers = self.core._tiers
@@ -167,7 +167,7 @@ class TieredMachine(CoreMachine):
         assert self.lower["host"] == set(tiers.lower.host.names())
         if tiers.lower.disk is not None:
             assert self.lower["disk"] == set(tiers.lower.disk.hashes())
-        for lane in tiers.lower._lanes.values():
+        for lane in tiers.lower._jobs._lanes.values():
             assert lane.backlog == 0
 
 

@@ -479,8 +479,8 @@ class TieredLife:
     def _next_wake(self) -> Seconds | None:
         """What waits for a disk that takes nothing may wait for ever."""
         at = self.core.wake_at()
-        waits = self.io.next_due() is None and self.lower._no_room
-        return None if waits and not self.lower._fetches else at
+        waits = self.io.next_due() is None and self.lower._spilling.no_room
+        return None if waits and not self.lower._fetching else at
 
     def step(self) -> None:
         """One step of the peer and of the core; then every oracle looks."""
@@ -806,9 +806,9 @@ class TieredLife:
         counts, held = self.core.pool.counts(), self.lower.host.counts()
         assert counts.used == counts.quarantined == 0, counts
         assert held.claimed == held.filling == held.leaving == 0, held
-        assert not self.lower._fetches
-        assert not self.lower._filling
-        assert self.lower._spills == self.lower._disk_jobs == 0
+        assert not self.lower._fetching
+        assert not self.lower._fills
+        assert self.lower._spilling.under_way == self.lower._jobs.disk_jobs == 0
         assert not self._fetches()
         assert self.onboarder.in_flight == 0
         assert not self.onboarder._coming

@@ -213,8 +213,8 @@ def test_a_block_that_is_read_while_it_is_dropped_is_not_kept(tmp_path: Path) ->
         blocks = pool.reserve(1)
         assert blocks is not None
         lower.fetch(99, alone, lower.parent(alone[0]) or b"", blocks, now, now + 60.0)
-        assert list(lower._filling) == alone
+        assert list(lower._fills) == alone
         assert told(bench, DropKv(1, owners=("tenant:t",))).blocks["disk"] > 0
-        assert not lower._filling
+        assert not lower._fills
         assert not any(block.hash in named for block in lower.blocks())
         pool.release(blocks)

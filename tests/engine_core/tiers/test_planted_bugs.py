@@ -7,7 +7,7 @@ noticed. Other lives, with every commit, pass without bugs (`test_random_tiers`)
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,8 +16,13 @@ from pdserve.engine_core.tiers.core_tiers import CoreTiers
 from pdserve.engine_core.tiers.onboarder import BlockFetch, Onboarder
 from pdserve.kv.tiers.cleaner import Cleaner
 from pdserve.kv.tiers.job_runner import MemoryCopier
-from pdserve.kv.tiers.jobs import CopyIn, CopyOut, Fill, JobDone, Spill, bytes_of, lane_of
+from pdserve.kv.tiers.jobs import CopyOut, Fill, JobDone, Spill, bytes_of, lane_of
 from pdserve.kv.tiers.lower_tiers import FetchDone, LowerTiers
+from pdserve.kv.tiers.moves.fetching import Fetching
+from pdserve.kv.tiers.moves.fills import Fills
+from pdserve.kv.tiers.moves.job_lanes import JobLanes
+from pdserve.kv.tiers.moves.spilling import Spilling
+from pdserve.kv.tiers.moves.storing import Storing
 from pdserve.messages.kv_events import BlockRemoved, PoolCleared
 from tests.engine_core.tiers.lives import OracleError, TieredLife
 
@@ -59,80 +64,80 @@ def without_error(done: JobDone) -> JobDone:
 
 @found_by("content", "tokens")
 def failed_copies_out_count(patch: pytest.MonkeyPatch) -> None:
-    whole = LowerTiers._stored
-    patch.setattr(LowerTiers, "_stored", lambda self, job, error, now: whole(self, job, "", now))
+    whole = Storing.stored
+    patch.setattr(Storing, "stored", lambda self, job, error, now: whole(self, job, "", now))
 
 
 @found_by("content", "tokens")
 def failed_copies_in_count(patch: pytest.MonkeyPatch) -> None:
-    whole = LowerTiers._copied_in
+    whole = Fetching.copied_in
     patch.setattr(
-        LowerTiers,
-        "_copied_in",
+        Fetching,
+        "copied_in",
         lambda self, done, job, now: whole(self, without_error(done), job, now),
     )
 
 
 @found_by("content", "tokens")
 def failed_reads_are_valid(patch: pytest.MonkeyPatch) -> None:
-    whole = LowerTiers._filled
+    whole = Fetching.filled
     patch.setattr(
-        LowerTiers,
-        "_filled",
+        Fetching,
+        "filled",
         lambda self, done, job, now: whole(self, without_error(done), job, now),
     )
 
 
 @found_by("books")
 def a_failed_read_keeps_its_frame(patch: pytest.MonkeyPatch) -> None:
-    whole = LowerTiers._fill_failed
+    whole = Fills._failed
 
-    def failed(self: LowerTiers, *arguments: Any) -> None:
-        abandon, self.host.abandon = self.host.abandon, lambda frame: None  # type: ignore[method-assign]
+    def failed(self: Fills, *arguments: Any) -> None:
+        abandon, self._host.abandon = self._host.abandon, lambda frame: None  # type: ignore[method-assign]
         try:
             whole(self, *arguments)
         finally:
-            self.host.abandon = abandon  # type: ignore[method-assign]
+            self._host.abandon = abandon  # type: ignore[method-assign]
 
-    patch.setattr(LowerTiers, "_fill_failed", failed)
+    patch.setattr(Fills, "_failed", failed)
 
 
 @found_by("books")
 def a_full_disk_keeps_the_frames_claimed(patch: pytest.MonkeyPatch) -> None:
-    whole = LowerTiers._spilled
+    whole = Spilling.spilled
 
-    def spilled(self: LowerTiers, done: JobDone, job: Spill, now: float) -> None:
+    def spilled(self: Spilling, done: JobDone, job: Spill, now: float) -> None:
         if done.error:
             for frame in job.frames:
-                self.host.claim(frame)
+                self._host.claim(frame)
         whole(self, done, job, now)
 
-    patch.setattr(LowerTiers, "_spilled", spilled)
+    patch.setattr(Spilling, "spilled", spilled)
 
 
 @found_by("books")
 def a_read_keeps_its_segment_for_ever(patch: pytest.MonkeyPatch) -> None:
-    whole = LowerTiers._filled
+    whole = Fetching.filled
 
-    def filled(self: LowerTiers, done: JobDone, job: Fill, now: float) -> None:
-        assert self.disk is not None
+    def filled(self: Fetching, done: JobDone, job: Fill, now: float) -> None:
+        assert self._tiers.disk is not None
         if done.error:
-            self.disk.claim(job.place)
+            self._tiers.disk.claim(job.place)
         whole(self, done, job, now)
 
-    patch.setattr(LowerTiers, "_filled", filled)
+    patch.setattr(Fetching, "filled", filled)
 
 
 @found_by("lanes")
 def bytes_of_failed_jobs_stay_in_their_lane(patch: pytest.MonkeyPatch) -> None:
-    whole = LowerTiers._take
+    whole = JobLanes.ended
 
-    def take(self: LowerTiers, done: JobDone, now: float) -> None:
+    def ended(self: JobLanes, done: JobDone, now: float) -> None:
         if done.error:
             self._lanes[lane_of(done.job)].submit(bytes_of(done.job, self._block_bytes), now)
         whole(self, done, now)
 
-    patch.setattr(LowerTiers, "_take", take)
+    patch.setattr(JobLanes, "ended", ended)
 
 
 # ------------------------------------------------------------------ frames and their blocks
@@ -140,60 +145,67 @@ def bytes_of_failed_jobs_stay_in_their_lane(patch: pytest.MonkeyPatch) -> None:
 
 @found_by("events")
 def stored_is_told_when_a_copy_begins(patch: pytest.MonkeyPatch) -> None:
-    whole = LowerTiers._copy_out
+    whole = Storing._copy_out
 
-    def copy_out(self: LowerTiers, chosen: Any, *arguments: Any, **options: Any) -> None:
+    def copy_out(self: Storing, chosen: Any, *arguments: Any, **options: Any) -> None:
         for source in chosen:
-            self.host._changes.stored(source.content)
+            self._host._changes.stored(source.content)
         whole(self, chosen, *arguments, **options)
 
-    patch.setattr(LowerTiers, "_copy_out", copy_out)
+    patch.setattr(Storing, "_copy_out", copy_out)
 
 
 @found_by("content", "tokens", "secret")
 def a_copy_of_what_the_block_was_counts(patch: pytest.MonkeyPatch) -> None:
     """The generation is not looked at again."""
-    whole = LowerTiers._stored
+    whole = Storing.stored
 
-    def stored(self: LowerTiers, job: CopyOut, error: str, now: float) -> None:
+    def stored(self: Storing, job: CopyOut, error: str, now: float) -> None:
         now_there = [self._device.generation(block) for block in job.blocks]
         again = CopyOut(job.blocks, job.frames, job.contents, now_there, job.spare)
         whole(self, again, error, now)
 
-    patch.setattr(LowerTiers, "_stored", stored)
+    patch.setattr(Storing, "stored", stored)
 
 
 @found_by("places")
 def frames_are_claimed_only_until_the_copy_begins(patch: pytest.MonkeyPatch) -> None:
-    whole = LowerTiers._submit
+    whole = Fetching._go_on
 
-    def submit(self: LowerTiers, job: Any, now: float) -> None:
-        whole(self, replace(job, frames=list(job.frames)) if isinstance(job, CopyIn) else job, now)
-        if isinstance(job, CopyIn):
-            fetch = self._fetches[job.fetch]
-            for place in range(job.first, job.first + len(job.frames)):
-                if fetch.sources[place] == "host":
-                    self.host.release(fetch.frames[place])
-                    fetch.frames[place] = -1
+    def go_on(self: Fetching, fetch: Any, now: float) -> None:
+        first = fetch.copying
+        whole(self, fetch, now)
+        for place in range(first, fetch.copying):
+            if fetch.sources[place] == "host":
+                self._host.release(fetch.frames[place])
+                fetch.frames[place] = -1
 
-    patch.setattr(LowerTiers, "_submit", submit)
+    patch.setattr(Fetching, "_go_on", go_on)
 
 
 @found_by("places", "content")
 def frames_that_are_written_to_disk_are_not_claimed(patch: pytest.MonkeyPatch) -> None:
-    whole, spilled = LowerTiers._submit, LowerTiers._spilled
+    whole, spilled = Spilling.spill, Spilling.spilled
 
-    def submit(self: LowerTiers, job: Any, now: float) -> None:
-        whole(self, job, now)
-        if isinstance(job, Spill):
+    def spill(self: Spilling, now: float) -> None:
+        submit = self._jobs.submit
+
+        def unclaimed(job: Any, at: float) -> None:
+            submit(job, at)
             for frame in job.frames:
-                self.host.release(frame)
+                self._host.release(frame)
 
-    def end(self: LowerTiers, done: JobDone, job: Spill, now: float) -> None:
+        self._jobs.submit = unclaimed  # type: ignore[method-assign,assignment]
+        try:
+            whole(self, now)
+        finally:
+            self._jobs.submit = submit  # type: ignore[method-assign]
+
+    def end(self: Spilling, done: JobDone, job: Spill, now: float) -> None:
         spilled(self, done, Spill(job.batch, ()), now)
 
-    patch.setattr(LowerTiers, "_submit", submit)
-    patch.setattr(LowerTiers, "_spilled", end)
+    patch.setattr(Spilling, "spill", spill)
+    patch.setattr(Spilling, "spilled", end)
 
 
 @found_by("content", "tokens")
@@ -206,15 +218,15 @@ def blocks_of_one_copy_change_places(patch: pytest.MonkeyPatch) -> None:
 
 @found_by("pins")
 def pins_do_not_keep_blocks(patch: pytest.MonkeyPatch) -> None:
-    whole = LowerTiers._evict
+    whole = Storing._evict
 
-    def evict(self: LowerTiers, count: int, now: float) -> int:
-        for name in list(self.host._pins):
-            self.host._unpin(name)
-            self.host._place(self.host._by_hash[name])
+    def evict(self: Storing, count: int, now: float) -> int:
+        for name in list(self._host._pins):
+            self._host._unpin(name)
+            self._host._place(self._host._by_hash[name])
         return whole(self, count, now)
 
-    patch.setattr(LowerTiers, "_evict", evict)
+    patch.setattr(Storing, "_evict", evict)
 
 
 # ------------------------------------------------------------------ fetches
@@ -222,13 +234,13 @@ def pins_do_not_keep_blocks(patch: pytest.MonkeyPatch) -> None:
 
 @found_by("time")
 def a_fetch_has_no_deadline(patch: pytest.MonkeyPatch) -> None:
-    whole = LowerTiers._shorten
+    whole = Fetching._shorten
 
-    def shorten(self: LowerTiers, fetch: Any, limit: int, reason: str, now: float) -> None:
+    def shorten(self: Fetching, fetch: Any, limit: int, reason: str, now: float) -> None:
         if reason != "deadline":
             whole(self, fetch, limit, reason, now)
 
-    patch.setattr(LowerTiers, "_shorten", shorten)
+    patch.setattr(Fetching, "_shorten", shorten)
 
 
 @found_by("places")
@@ -320,13 +332,13 @@ def fetches_bring_blocks_of_the_old_secret(patch: pytest.MonkeyPatch) -> None:
 
 @found_by("secret")
 def reads_bring_blocks_of_the_old_secret(patch: pytest.MonkeyPatch) -> None:
-    whole = LowerTiers._keep
+    whole = Fills._keep
 
-    def keep(self: LowerTiers, block_hash: bytes, filling: Any, now: float) -> None:
+    def keep(self: Fills, block_hash: bytes, filling: Any, now: float) -> None:
         filling.unwanted = False
         whole(self, block_hash, filling, now)
 
-    patch.setattr(LowerTiers, "_keep", keep)
+    patch.setattr(Fills, "_keep", keep)
 
 
 @found_by("secret")
@@ -347,7 +359,7 @@ def the_disk_goes_on_under_the_old_secret(patch: pytest.MonkeyPatch) -> None:
 
     def rename(self: CoreTiers, secret_id: bytes) -> None:
         whole(self, secret_id)
-        self._secret, self.lower.disk_paused = None, False
+        self._secret, self.lower._tiers.disk_paused = None, False
 
     patch.setattr(CoreTiers, "rename", rename)
 
@@ -406,7 +418,7 @@ def test_a_planted_bug_is_found(name: str) -> None:
 
 
 def test_a_bug_is_gone_afterwards() -> None:
-    before = LowerTiers._stored
+    before = Storing.stored
     with planted("failed_copies_out_count"):
-        assert LowerTiers._stored is not before
-    assert LowerTiers._stored is before
+        assert Storing.stored is not before
+    assert Storing.stored is before

@@ -18,7 +18,8 @@ from pdserve.kv.tiers.change_log import ChangeLog
 from pdserve.kv.tiers.eviction import EvictionOrder, EvictionQueue
 from pdserve.kv.tiers.host_index import HostIndex
 from pdserve.kv.tiers.lanes import Lane, LaneEstimate
-from pdserve.kv.tiers.lower_tiers import LowerTiers
+from pdserve.kv.tiers.moves.fetching import Fetching
+from pdserve.kv.tiers.moves.storing import Storing
 from tests.kv.tiers import test_admission as admissions
 from tests.kv.tiers import test_eviction as orders
 from tests.kv.tiers import test_host_index as frames
@@ -337,40 +338,40 @@ def a_system_prompt_is_a_conversation(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_block_that_changed_while_it_was_copied_counts(patch: pytest.MonkeyPatch) -> None:
-    whole = LowerTiers._stored
+    whole = Storing.stored
 
-    def stored(self: LowerTiers, job: Any, error: str, now: float) -> None:
+    def stored(self: Storing, job: Any, error: str, now: float) -> None:
         present = [self._device.generation(block) for block in job.blocks]
         whole(self, replace(job, generations=present), error, now)
 
-    patch.setattr(LowerTiers, "_stored", stored)
+    patch.setattr(Storing, "stored", stored)
 
 
 def a_copy_that_failed_counts(patch: pytest.MonkeyPatch) -> None:
-    whole = LowerTiers._copied_in
+    whole = Fetching.copied_in
     patch.setattr(
-        LowerTiers,
-        "_copied_in",
+        Fetching,
+        "copied_in",
         lambda self, done, job, now: whole(self, replace(done, error=""), job, now),
     )
 
 
 def a_read_that_failed_counts(patch: pytest.MonkeyPatch) -> None:
-    whole = LowerTiers._filled
+    whole = Fetching.filled
     patch.setattr(
-        LowerTiers,
-        "_filled",
+        Fetching,
+        "filled",
         lambda self, done, job, now: whole(self, replace(done, error=""), job, now),
     )
 
 
 def a_fetch_lets_its_frames_go_too_early(patch: pytest.MonkeyPatch) -> None:
-    def claimed(self: LowerTiers, block_hash: bytes) -> int:
-        frame = self.host.frame(block_hash)
+    def claimed(self: Fetching, block_hash: bytes) -> int:
+        frame = self._host.frame(block_hash)
         assert frame is not None
         return frame
 
-    patch.setattr(LowerTiers, "_claimed", claimed)
+    patch.setattr(Fetching, "_claimed", claimed)
     patch.setattr(HostIndex, "release", lambda self, frame: None)
 
 
