@@ -190,3 +190,6 @@ class TransferTicket(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     one."""
     life: Size = 0
     """The life of the destination's engine (`BackendProbe.life`)."""
+    path: Size = 0
+    """The source's number for the path of the grant: the fence is on that path alone. 0: the
+    destination is of a release that does not say it."""

@@ -214,8 +214,9 @@ class KvTransport(Protocol):
         Errors: `TransferError`, which the caller sends to the peer."""
         ...
 
-    def path(self, peer: NodeLife) -> KvPath | None:
-        """The path to this life of a peer that is up, whichever end asked for it."""
+    def path(self, peer: NodeLife, number: int = 0) -> KvPath | None:
+        """The path to this life of a peer that is up, whichever end asked for it. `number`: the
+        one that has this number at this end, as `TransferTicket.path` says."""
         ...
 
     async def close(self) -> None:

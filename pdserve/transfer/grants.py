@@ -94,6 +94,7 @@ class GrantTable:
             first_token=order.first_token,
             tokens=order.tokens,
             blocks=tuple(order.blocks),
+            path=path.remote,
         )
         granted = GrantEntry(ticket, path, sink)
         self._current[slot] = granted

@@ -99,9 +99,13 @@ class TransportBase:
 
     # ------------------------------------------------------------------ paths
 
-    def path(self, peer: NodeLife) -> PathBase | None:
-        """The open path to this life of a peer, whichever side opened it; None: there is none."""
-        return self._up.get(peer)
+    def path(self, peer: NodeLife, number: int = 0) -> PathBase | None:
+        """The open path to this life of a peer, whichever side opened it; None: there is none.
+        `number`: the one with this number of ours."""
+        if not number:
+            return self._up.get(peer)
+        path = self._paths.get(number)
+        return path if path is not None and path.peer == peer and path.down is None else None
 
     async def connect(self, peer: NodeLife, *, timeout: Seconds) -> PathBase:
         """Return the path to a peer, and set it up if there is none. Concurrent callers share one

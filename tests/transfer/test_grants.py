@@ -15,7 +15,7 @@ from pdserve.transfer.copy_plan import PlanError
 from pdserve.transfer.grants import GrantTable
 from pdserve.transfer.rdma.imm_data import IMM_GENERATIONS, ImmData
 
-PATH = cast("Any", SimpleNamespace())
+PATH = cast("Any", SimpleNamespace(remote=3))
 SINK = cast("Any", SimpleNamespace())
 
 

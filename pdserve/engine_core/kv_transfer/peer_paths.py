@@ -310,11 +310,14 @@ class PeerPaths:
         self._choices.worked(path.peer, path.backend)
 
     def existing(self, peer: NodeLife, ticket: TransferTicket) -> KvPath:
-        """Return the path that a peer's ticket is for. Raises `PathLost`."""
+        """Return the path that a peer's ticket is for, and no other path to the same peer: the
+        peer stops a ticket on its own path only. Raises `PathLost`."""
         transport = self._transports.get(ticket.backend)
-        path = None if transport is None else transport.path(peer)
+        path = None if transport is None else transport.path(peer, ticket.path)
         if path is None:
-            raise _error(PathLost, peer, "deliver", f"there is no path over {ticket.backend!r}")
+            raise _error(
+                PathLost, peer, "deliver", f"its path over {ticket.backend!r} is not there any more"
+            )
         if self._lives.get(peer) != ticket.life:
             raise _error(PathLost, peer, "deliver", "the ticket is from an earlier engine run")
         return path

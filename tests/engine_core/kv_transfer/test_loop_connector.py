@@ -33,6 +33,7 @@ from pdserve.transfer.backends import TransferBackend
 from tests.engine_core.kv_transfer.world import (
     End,
     World,
+    delivered,
     fake,
     filled,
     granted,
@@ -246,6 +247,55 @@ def test_a_ticket_ends_with_the_engine_that_gave_it(seed: int) -> None:
             await two.until(lambda: bool(two.d.of(PartArrived, key)))
             two.d.mover.finish(key)
             assert two.d.holds({1: 2})
+
+    run(main())
+
+
+def test_parts_come_by_the_path_of_their_ticket(seed: int) -> None:
+    """Both ends connect at once, and there are two paths; a fence stops one of them."""
+
+    async def main() -> None:
+        async with Two(seed) as two:
+            two.d.fill({1: 11})
+            two.p.fill({2: 12})
+            ends = ((two.d, two.p, 1, 5), (two.p, two.d, 2, 6))
+            for end, peer, _, to in ends:
+                end.mover.open(KEY, peer.key, end.order(KEY, [to]))
+            await two.until(lambda: all(end.of(AttemptGranted, KEY) for end, *_ in ends))
+            assert len(two.fabric.pairs) == 2 * 2 * 2, "two paths of two rails, and both their ends"
+            for end, peer, from_, _ in ends:
+                (ours,) = peer.of(AttemptGranted, KEY)
+                end.mover.deliver(1, peer.key, ours.ticket, part(0, [from_]))
+            await two.until(lambda: all(end.of(PartArrived, KEY) for end, *_ in ends), SOON)
+            for end, *_ in ends:
+                end.mover.finish(KEY)
+            assert two.d.holds({1: 11, 5: 12})
+            assert two.p.holds({2: 12, 6: 11})
+
+    run(main())
+
+
+def test_a_ticket_ends_with_its_path(seed: int) -> None:
+    """Its blocks are somebody else's by then: a later path must not write to them."""
+
+    async def main() -> None:
+        async with Two(seed) as two:
+            old = (await granted(two, two.d, two.p, KEY, [1])).ticket
+            paths = loop_mover(two.d)._peer_paths
+            assert paths is not None
+            await paths._close_paths(two.p.key, "the test wants it")
+            await revoked(two, two.d, KEY, SOON)
+            key = AttemptKey(2, 1)
+            new = (await granted(two, two.d, two.p, key, [2])).ticket
+            two.p.fill({3: 13})
+            two.p.mover.deliver(1, two.d.key, old, part(0, [3]))
+            await delivered(two, two.p, 1)
+            (refused,) = two.p.deliveries(1)
+            assert isinstance(refused.error, PathLost)
+            two.p.mover.deliver(2, two.d.key, new, part(0, [3]))
+            await two.until(lambda: bool(two.d.of(PartArrived, key)), SOON)
+            two.d.mover.finish(key)
+            assert two.d.holds({2: 13})
 
     run(main())
 
