@@ -104,6 +104,18 @@ class Bench:
         return found
 
 
+def test_lanes_begin_with_what_was_measured(tmp_path: Path) -> None:
+    tiers = replace(DISK, disk_path=str(tmp_path))
+    core = EngineCore(ScriptedExecutor(), ManualClock())
+    InlineEngine(core, replace(SPEC, tiers=tiers))
+    measured = {lane.lane: lane.bandwidth for lane in core._lanes()}
+    assert core.close() == 0
+    assert set(measured) == {"d2h", "h2d", "disk_read", "disk_write"}
+    assert all(measured.values())
+    with Bench(tiers=tiers) as bench:
+        assert not any(lane.bandwidth for lane in bench.core._lanes()), "its time is simulated"
+
+
 def request(prompt: list[int], **changes: Any) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",

@@ -1,7 +1,8 @@
 """Says which KV tiers can ever win on this machine: `pdserve doctor tiers`.
 
 A tier wins if it brings the KV of a token sooner than the device computes it. The measurements are
-those of `kv.tiers.probe`; what a token costs comes from flags and from a model's config.json.
+those of `kv.tiers.measuring.probe`; what a token costs comes from flags and from a model's
+config.json.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.errors import ConfigError
-from pdserve.kv.tiers.probe import (
+from pdserve.kv.tiers.measuring.probe import (
     break_even,
     can_win,
     describe_disk,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.ids import Seconds
-    from pdserve.kv.tiers.probe import DiskProbe, HostProbe
+    from pdserve.kv.tiers.measuring.probe import DiskProbe, HostProbe
 
 __all__ = ["TierOutlook", "TokenCost", "bytes_of_config", "report_tiers", "token_cost"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -24,6 +24,7 @@ from pdserve.kv.tiers.eviction import EvictionOrder
 from pdserve.kv.tiers.host_index import HostIndex
 from pdserve.kv.tiers.job_runner import JobRunner, MemoryCopier
 from pdserve.kv.tiers.lower_tiers import LowerTiers
+from pdserve.kv.tiers.measuring.first_rates import describe, measure_copies
 from pdserve.kv.tiers.thread_io import ThreadTierIo
 from pdserve.kv.tiers.turns import TurnTracker
 from pdserve.messages.kv_events import BlockStored, PoolCleared
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from pdserve.kv.tiers.jobs import BlockCopier, TierIo
     from pdserve.kv.tiers.lanes import LaneEstimate
     from pdserve.kv.tiers.lower_tiers import FetchDone
+    from pdserve.kv.tiers.measuring.first_rates import Rates
     from pdserve.messages.kv_events import KvEvent, Tier
     from pdserve.messages.request import GenerateRequest
     from pdserve.messages.tiers import LaneLoad, LaneName, TierSpec, TierStats
@@ -84,6 +86,8 @@ class TierStorage:
     """What carries out the jobs; None: nothing does, in a simulation without content."""
     free: Callable[[], None] = lambda: None
     """Gives the memory back."""
+    rates: Rates = field(default_factory=dict)
+    """How fast lanes are, as far as that was measured."""
 
     def close(self) -> None:
         """Close the disk and give the memory back."""
@@ -129,6 +133,7 @@ class DeviceTiers:
             block_bytes=storage.block_bytes,
             block_size=pool.block_size,
             device=pool,
+            rates=storage.rates,
         )
         self.cleaner = Cleaner(pool, self.lower)
 
@@ -331,7 +336,19 @@ def open_storage(
             region.view.release()
         arena.close()
 
-    return TierStorage(frames, block_bytes, io, disk, runner, free)
+    # What takes simulated time does not have this machine's speed.
+    rates = {} if make_io is not threads else _measured(copier, disk, block_bytes, frames, region)
+    return TierStorage(frames, block_bytes, io, disk, runner, free, rates)
+
+
+def _measured(
+    copier: BlockCopier, disk: DiskTier | None, block_bytes: Bytes, frames: int, region: Region
+) -> Rates:
+    rates = measure_copies(copier, min(frames, region.blocks), block_bytes)
+    if disk is not None:
+        rates |= disk.measure()
+    _log.info("KV tiers were measured: %s", describe(rates))
+    return rates
 
 
 def _arena(frames: int, block_bytes: Bytes) -> BlockMemory:

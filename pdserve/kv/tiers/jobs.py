@@ -13,7 +13,7 @@ if the block has kept its generation.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pdserve.messages.tiers import LaneName
 
 __all__ = [
+    "READERS",
     "BlockCopier",
     "CopyIn",
     "CopyOut",
@@ -34,6 +35,11 @@ __all__ = [
     "TierIo",
     "TierJob",
 ]
+
+
+READERS: Final = 4
+"""Reads from disk at the same time: enough for a disk's queue, and one that hangs does not stop
+all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

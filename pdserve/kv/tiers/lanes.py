@@ -2,7 +2,8 @@
 
     finish of a new job = latency + (backlog + bytes) / bandwidth
 
-Bandwidth and latency are learnt from jobs that end. Only busy periods count, because an idle lane
+Both are measured when a lane is opened, where that is possible (`first_rates`), and learnt from
+jobs that end. Only busy periods count, because an idle lane
 says nothing about its speed. Large periods give the bandwidth; small ones give the latency, once
 the bandwidth is known.
 
@@ -29,6 +30,8 @@ _LARGE: Final = 8 << 20
 """Bytes after which a busy period that goes on counts as one observation."""
 _MEMORY: Final = 2.0
 """Busy seconds after which an observation of the bandwidth counts for a third."""
+_FIRST: Final[Seconds] = 0.05
+"""Busy seconds that the measurement at the start counts for."""
 _FORGET: Final[Seconds] = 60.0
 """Seconds after which a lane that is not used is not taken for slow any more."""
 _LATENCY_WEIGHT: Final = 0.1
@@ -72,8 +75,11 @@ def estimate_of(load: LaneLoad) -> LaneEstimate:
 class Lane:
     """One lane. Every submitted byte is given back by `done` or `failed`, once."""
 
-    def __init__(self, name: LaneName, *, width: int = 1) -> None:
-        """`width`: number of jobs that the lane can do at the same time."""
+    def __init__(
+        self, name: LaneName, *, width: int = 1, measured: LaneEstimate | None = None
+    ) -> None:
+        """`width`: number of jobs that the lane can do at the same time. `measured`: how fast it
+        was before the first job; None: that is not known."""
         self.name = name
         self.submitted: Bytes = 0
         """All bytes since the start; `submitted == moved + lost + backlog` at any time."""
@@ -91,10 +97,11 @@ class Lane:
         """Sum of the jobs' own times in it."""
         self._fresh = False
         """Whether it contains the start of a busy period, and so a latency."""
-        self._rate = _Rate()
+        self._measured = measured
+        self._rate = self._first_rate()
         self._learnt: Seconds = 0.0
         """When something was learnt last."""
-        self._latency: Seconds | None = None
+        self._latency = self._first_latency()
 
     @property
     def backlog(self) -> Bytes:
@@ -141,11 +148,20 @@ class Lane:
         a lane that seems slow, so nothing would ever correct one bad moment."""
         if self._jobs or now - self._learnt < _FORGET:
             return
-        assumed = ASSUMED[self.name]
-        if 0.0 < self._rate.value < assumed.bandwidth:
-            self._rate = _Rate()
-        if (self._latency or 0.0) > assumed.latency:
-            self._latency = None
+        first = self._measured or ASSUMED[self.name]
+        if 0.0 < self._rate.value < first.bandwidth:
+            self._rate = self._first_rate()
+        if (self._latency or 0.0) > first.latency:
+            self._latency = self._first_latency()
+
+    def _first_rate(self) -> _Rate:
+        rate = _Rate()
+        if self._measured is not None:
+            rate.add(self._measured.bandwidth * _FIRST, _FIRST)
+        return rate
+
+    def _first_latency(self) -> Seconds | None:
+        return None if self._measured is None else self._measured.latency
 
     def _end(self, size: Bytes) -> None:
         if not self._jobs or size > self.backlog:
@@ -187,7 +203,7 @@ class _Rate:
         """0 before the first observation."""
         return self._bytes / self._seconds if self._seconds else 0.0
 
-    def add(self, size: Bytes, seconds: Seconds) -> None:
+    def add(self, size: float, seconds: Seconds) -> None:
         keep = math.exp(-seconds / _MEMORY)
         self._bytes = self._bytes * keep + size
         self._seconds = self._seconds * keep + seconds

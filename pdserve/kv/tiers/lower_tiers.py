@@ -30,7 +30,7 @@ from pdserve.messages.kv_events import KvEvent, PoolCleared
 from pdserve.messages.tiers import LaneLoad, TierStats
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from pdserve.ids import Bytes, Seconds
     from pdserve.kv.tiers.admission import DiskAdmission, HostAdmission
@@ -59,8 +59,9 @@ class LowerTiers:
         block_bytes: Bytes,
         block_size: int,
         device: DevicePool,
+        rates: Mapping[LaneName, LaneEstimate] | None = None,
     ) -> None:
-        """`device` is the pool above."""
+        """`device` is the pool above. `rates`: the lanes that were measured."""
         self.host = host
         self.disk_trouble = ""
         """Why there is no disk tier any more, in words for the operator."""
@@ -69,7 +70,7 @@ class LowerTiers:
         self._host_admission = host_admission
         self._block_size = block_size
         self._tiers = TierIndexes(host, disk, block_bytes)
-        self._jobs = JobLanes(io, block_bytes)
+        self._jobs = JobLanes(io, block_bytes, rates)
         self._spilling = Spilling(self._tiers, self._jobs, disk_admission)
         self._storing = Storing(self._tiers, self._jobs, self._spilling, device, host_admission)
         self._fills = Fills(self._tiers, self._jobs, self._storing.frame)

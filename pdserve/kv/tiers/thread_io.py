@@ -14,7 +14,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from pdserve.kv.tiers.jobs import CopyIn, CopyOut, Fill
+from pdserve.kv.tiers.jobs import READERS, CopyIn, CopyOut, Fill
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["ThreadTierIo"]
 
 _log = logging.getLogger(__name__)
-
-READERS: Final = 4
-"""Threads that read from disk: enough for a disk's queue, and one that hangs does not stop all."""
 
 _CLOSE: Final[Seconds] = 10.0
 """How long `close` waits for the threads."""

@@ -13,7 +13,7 @@ from pdserve.cli.main import main
 from pdserve.cli.tier import machine
 from pdserve.cli.tier.machine import TierOutlook, TokenCost, bytes_of_config, token_cost
 from pdserve.errors import ConfigError
-from pdserve.kv.tiers.probe import DiskProbe, HostProbe, IoRates
+from pdserve.kv.tiers.measuring.probe import DiskProbe, HostProbe, IoRates
 from pdserve.launch import exit_codes
 
 BUNDLED = Path(pdserve.__file__).parent / "bundled"

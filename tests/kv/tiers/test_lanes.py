@@ -97,6 +97,18 @@ def test_one_slow_moment_is_forgotten() -> None:
     assert lane.estimate() == ASSUMED["disk_read"]
 
 
+def test_a_lane_begins_with_what_was_measured() -> None:
+    measured = LaneEstimate(3e9, 1e-4)
+    lane = Lane("disk_read", measured=measured)
+    assert lane.estimate().bandwidth == pytest.approx(3e9)
+    assert lane.load() == LaneLoad("disk_read", 0, lane.estimate().bandwidth, 1e-4)
+    now = work(lane, 64 * MIB, 0.0, 1.0)
+    assert lane.estimate().bandwidth < 0.2e9, "a second of work counts for more"
+    lane.age(now + 90.0)
+    assert lane.estimate().bandwidth == pytest.approx(3e9), "and not the assumed one"
+    assert lane.estimate().latency == measured.latency
+
+
 def test_a_fast_lane_is_remembered() -> None:
     lane = Lane("disk_read")
     now = work(lane, 64 * MIB, 0.0, 0.01)

@@ -221,7 +221,9 @@ def open_tiers(
     files = None if disk is None else ThreadTierIo(runner, disk=True)
     ranks = int(core.vllm_config.parallel_config.tensor_parallel_size)
     io = StepIo(files, ranks, size, view.holds)
-    storage = TierStorage(frames, size, io, disk, runner, memory.close)
+    # Copies are a part of vLLM's steps: how fast they are shows in steps only.
+    rates = {} if disk is None else disk.measure()
+    storage = TierStorage(frames, size, io, disk, runner, memory.close, rates)
     tiers = VllmTiers(spec, storage, io, arena, view, names, clock)
     connector.tiers = tiers
     where = f", and a disk in {Path(spec.disk_path)}" if disk is not None else ""

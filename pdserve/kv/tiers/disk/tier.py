@@ -20,6 +20,7 @@ from pdserve.kv.tiers.disk.index import DiskIndex, segment_size
 from pdserve.kv.tiers.disk.memory_segments import MemorySegments
 from pdserve.kv.tiers.disk.records import TierWriteError
 from pdserve.kv.tiers.disk.recovery import find_segments
+from pdserve.kv.tiers.measuring.first_rates import measure_disk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from pdserve.kv.tiers.disk.file_system.file_ops import FileOps
     from pdserve.kv.tiers.disk.fingerprint import Fingerprint
     from pdserve.kv.tiers.disk.records import SegmentStore
+    from pdserve.kv.tiers.measuring.first_rates import Rates
 
 __all__ = ["DiskTier", "RecoveryReport"]
 
@@ -83,6 +85,7 @@ class DiskTier:
         clock: Clock,
         settings: _Settings | None = None,
         directory: OwnDirectory | None = None,
+        ops: FileOps | None = None,
     ) -> None:
         self.index = index
         self.files = files
@@ -90,11 +93,20 @@ class DiskTier:
         self._clock = clock
         self._settings = settings
         self._directory = directory
+        self._ops = ops
 
     @property
     def path(self) -> Path | None:
         """The worker's subdirectory; None in memory."""
         return None if self._directory is None else self._directory.path
+
+    def measure(self) -> Rates:
+        """How fast this disk reads and writes records, as far as that can be measured now. It
+        blocks, for a tenth of a second at most on a disk that is not broken."""
+        if self._settings is None or self._directory is None or self._ops is None:
+            return {}
+        size = record_bytes(self._settings.fingerprint.block_bytes)
+        return measure_disk(self._directory.path, self._ops, size, self._settings.segment_bytes)
 
     @staticmethod
     def open(
@@ -188,16 +200,19 @@ def _open(settings: _Settings, clock: Clock) -> DiskTier:
         leftovers=[(leftover.name, leftover.bytes) for leftover in leftovers],
         next_segment=max([name.number + 1 for name in bad], default=0),
     )
+    fastest = settings.ops or _fastest_ops(directory.path, fingerprint)
     files = SegmentFiles(
         directory.path,
         fingerprint,
         directory=directory.directory,
         segment_bytes=settings.segment_bytes,
-        ops=settings.ops or _fastest_ops(directory.path, fingerprint),
+        ops=fastest,
     )
     report = _report(index, directory, leftovers, len(bad), clock.now() - started)
     _log.info("disk tier %s: %s", directory.path, report)
-    return DiskTier(index, files, report, clock=clock, settings=settings, directory=directory)
+    return DiskTier(
+        index, files, report, clock=clock, settings=settings, directory=directory, ops=fastest
+    )
 
 
 def _fastest_ops(folder: Path, fingerprint: Fingerprint) -> FileOps:

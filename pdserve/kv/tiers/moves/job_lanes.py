@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from pdserve.kv.tiers.jobs import Fill, Maintain, Spill, bytes_of, lane_of
+from pdserve.kv.tiers.jobs import READERS, Fill, Maintain, Spill, bytes_of, lane_of
 from pdserve.kv.tiers.lanes import Lane
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pdserve.ids import Bytes, Seconds
     from pdserve.kv.tiers.jobs import JobDone, TierIo, TierJob
     from pdserve.kv.tiers.lanes import LaneEstimate
@@ -22,12 +24,20 @@ _COPY_BYTES: Final[Bytes] = 16 << 20
 """Most bytes of one copy job, so that a fetch is not behind a long copy."""
 
 _DISK_JOBS: Final = (Fill, Spill, Maintain)
+_WIDTHS: Final[dict[LaneName, int]] = {"disk_read": READERS}
+"""Jobs that a lane does at the same time, where it is more than one."""
 
 
 class JobLanes:
     """The way of all jobs to the threads and back."""
 
-    def __init__(self, io: TierIo, block_bytes: Bytes) -> None:
+    def __init__(
+        self,
+        io: TierIo,
+        block_bytes: Bytes,
+        rates: Mapping[LaneName, LaneEstimate] | None = None,
+    ) -> None:
+        """`rates`: the lanes that were measured."""
         self.io = io
         self.disk_jobs = 0
         """Jobs under way that use the disk."""
@@ -35,7 +45,10 @@ class JobLanes:
         """Most blocks of one copy job."""
         self._block_bytes = block_bytes
         names: tuple[LaneName, ...] = ("d2h", "h2d", "disk_read", "disk_write")
-        self._lanes = {name: Lane(name) for name in names}
+        known = rates or {}
+        self._lanes = {
+            name: Lane(name, width=_WIDTHS.get(name, 1), measured=known.get(name)) for name in names
+        }
 
     def submit(self, job: TierJob, now: Seconds) -> None:
         """Begin a job."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.kv.tiers import probe
-from pdserve.kv.tiers.probe import (
+from pdserve.kv.tiers.measuring import probe
+from pdserve.kv.tiers.measuring.probe import (
     SIZES,
     DiskProbe,
     HostProbe,

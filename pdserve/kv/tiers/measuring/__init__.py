@@ -1,0 +1,1 @@
+"""Measures machines: for operators (`probe`), and before the first plans (`first_rates`)."""
