@@ -12,13 +12,14 @@ from pdserve.messages.kv_pull import MAX_CHAINS, OfferedChain
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pdserve.engine_core.kv_fetch.ports import ServedPool
     from pdserve.kv.block_pool import BlockPool
     from pdserve.kv.tiers.cleaner import BlockUse
 
 __all__ = ["blocks_up_to", "worth_most"]
 
 
-def blocks_up_to(pool: BlockPool, block_hash: bytes) -> list[int]:
+def blocks_up_to(pool: ServedPool, block_hash: bytes) -> list[int]:
     """The block with this hash and those before it in its chain, as far as the pool has them, in
     order. Takes no reference."""
     found: list[int] = []

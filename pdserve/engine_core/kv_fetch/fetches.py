@@ -1,11 +1,11 @@
-"""Joins both sides of KV fetches in one core: `KvFetches`.
+"""Joins both sides of KV fetches in one core: `PullsAndServes`, and with the absorber `KvFetches`.
 
     puller     blocks from other workers, for requests that wait and for the absorber
     server     blocks for other workers
     absorber   blocks that no request waits for
 
-It passes commands of the node and events of the connector to the side that they are for. The engine
-core owns it and calls it between steps.
+They pass commands of the node and events of the connector to the side that they are for. The engine
+core owns one of them and calls it between steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 from pdserve.engine_core.kv_fetch.absorber import KvAbsorber
 from pdserve.engine_core.kv_fetch.chains import worth_most
-from pdserve.engine_core.kv_fetch.ports import is_pull
+from pdserve.engine_core.kv_fetch.ports import is_pull, refusal_of
 from pdserve.engine_core.kv_fetch.puller import KvPuller
 from pdserve.engine_core.kv_fetch.server import KvServer
 from pdserve.engine_core.kv_transfer.connector import PartDelivered
@@ -33,7 +33,7 @@ from pdserve.messages.kv_pull import KvChains
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdserve.engine_core.kv_fetch.ports import FetchCommand
+    from pdserve.engine_core.kv_fetch.ports import FetchCommand, ServedPool
     from pdserve.engine_core.kv_fetch.uses import BlockUses
     from pdserve.engine_core.kv_transfer.connector import (
         AttemptBroken,
@@ -47,38 +47,26 @@ if TYPE_CHECKING:
     from pdserve.messages.engine import EngineStats, Event, PeerGone
     from pdserve.transfer.base import Region
 
-__all__ = ["KvFetches", "PullMoved"]
+__all__ = ["KvFetches", "PullMoved", "PullsAndServes"]
 
 if TYPE_CHECKING:
     PullMoved = AttemptGranted | PartArrived | AttemptBroken | AttemptFenced | PartDelivered
 
 
-class KvFetches:
-    """KV fetches of one core, in both directions."""
+class PullsAndServes:
+    """Pulls of one core, and those of its peers that it serves."""
 
     def __init__(
         self,
-        pool: BlockPool,
+        pool: ServedPool,
         mover: KvConnector,
         region: Region,
         say: Callable[[Event], None],
-        uses: BlockUses,
     ) -> None:
-        """`say` sends an event to the node. `uses` knows how cached blocks were used."""
+        """`pool` has the blocks for peers. `say` sends an event to the node."""
         self.puller = KvPuller(mover, region, say)
         self.server = KvServer(pool, mover, region, say)
-        self.absorber = KvAbsorber(pool, self.puller, say, uses)
-        self._pool = pool
         self._say = say
-
-    @property
-    def uses(self) -> BlockUses:
-        """Knows how cached blocks were used."""
-        return self.absorber.uses
-
-    @uses.setter
-    def uses(self, uses: BlockUses) -> None:
-        self.absorber.uses = uses
 
     @staticmethod
     def owns(moved: PullMoved) -> bool:
@@ -102,20 +90,15 @@ class KvFetches:
                 self.server.serve(command, now)
             case StopKvPull():
                 self.server.stop(command.number)
-            case AbsorbKv():
-                self.absorber.absorb(command, now)
-            case ListKvChains():
-                listed = KvChains(worth_most(self._pool, command.blocks, self.uses.use))
-                self._say(KvChainsListed(command.number, listed))
+            case AbsorbKv() | ListKvChains():
+                refusal = refusal_of(command)
+                assert refusal is not None
+                self._say(refusal)
 
     def peer_gone(self, command: PeerGone, now: Seconds) -> None:
         """A peer is dead: end what concerns it."""
         self.puller.take(command, now)
         self.server.peer_gone(command)
-
-    def renamed(self, now: Seconds) -> None:
-        """The pool's blocks get other hashes from now on."""
-        self.absorber.drop(now)
 
     @property
     def has_work(self) -> bool:
@@ -149,3 +132,44 @@ class KvFetches:
         """The connector is closed: end everything and give all blocks back."""
         self.puller.fenced(now)
         self.server.fenced()
+
+
+class KvFetches(PullsAndServes):
+    """KV fetches of one core into and from its device pool, in both directions."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        mover: KvConnector,
+        region: Region,
+        say: Callable[[Event], None],
+        uses: BlockUses,
+    ) -> None:
+        """`say` sends an event to the node. `uses` knows how cached blocks were used."""
+        super().__init__(pool, mover, region, say)
+        self.absorber = KvAbsorber(pool, self.puller, say, uses)
+        self._pool = pool
+
+    @property
+    def uses(self) -> BlockUses:
+        """Knows how cached blocks were used."""
+        return self.absorber.uses
+
+    @uses.setter
+    def uses(self, uses: BlockUses) -> None:
+        self.absorber.uses = uses
+
+    def take(self, command: FetchCommand, now: Seconds) -> None:
+        """Handle a command of the node."""
+        match command:
+            case AbsorbKv():
+                self.absorber.absorb(command, now)
+            case ListKvChains():
+                listed = KvChains(worth_most(self._pool, command.blocks, self.uses.use))
+                self._say(KvChainsListed(command.number, listed))
+            case _:
+                super().take(command, now)
+
+    def renamed(self, now: Seconds) -> None:
+        """The pool's blocks get other hashes from now on."""
+        self.absorber.drop(now)

@@ -1,5 +1,6 @@
-"""Defines what the parts of a KV fetch need of each other: keys, ends, and two ports.
+"""Defines what the parts of a KV fetch need of each other: keys, ends, and three ports.
 
+ServedPool     has the blocks that peers may have
 PullListener   is told how a pull ends, and when its blocks are free of writers
 StageBlocks    brings blocks of lower tiers to the device before they are served
 """
@@ -21,11 +22,19 @@ from pdserve.messages.engine import (
 from pdserve.messages.kv_pull import KvChains, KvPullGrant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from pdserve.messages.engine import Event
 
-__all__ = ["FetchCommand", "PullEnd", "PullListener", "StageBlocks", "is_pull", "refusal_of"]
+__all__ = [
+    "FetchCommand",
+    "PullEnd",
+    "PullListener",
+    "ServedPool",
+    "StageBlocks",
+    "is_pull",
+    "refusal_of",
+]
 
 FetchCommand = KvPullAnswer | ServeKvPull | StopKvPull | AbsorbKv | ListKvChains
 """Commands for KV fetches."""
@@ -81,6 +90,34 @@ def refusal_of(command: FetchCommand) -> Event | None:
             return None
 
 
+class ServedPool(Protocol):
+    """Blocks of the connector's region that peers may have, by hash. The device's `BlockPool` is
+    one; an engine whose device no transport can reach shows frames of its host tier."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that can hold KV."""
+        ...
+
+    def match(self, hashes: Iterable[bytes], /) -> list[int]:
+        """Blocks of the longest leading run of `hashes` that is in the pool. Takes no
+        reference."""
+        ...
+
+    def parent(self, block: int, /) -> bytes:
+        """Hash of the block with which alone this one may be held; the name of none: it may be held
+        by itself."""
+        ...
+
+    def acquire(self, blocks: Sequence[int], /) -> None:
+        """Hold these blocks, which `match` has returned: they keep their content."""
+        ...
+
+    def release(self, blocks: Sequence[int], /) -> None:
+        """Hold them no more."""
+        ...
+
+
 class PullListener(Protocol):
     """Receives the end of a pull, in the core's thread."""
 
@@ -97,15 +134,15 @@ class PullListener(Protocol):
 
 
 class StageBlocks(Protocol):
-    """Brings blocks of lower tiers to the device, under a quota of its own."""
+    """Brings further blocks to the pool that is served, from wherever this worker has them."""
 
     def begin(self, hashes: Sequence[bytes], done: Callable[[], None]) -> int:
-        """Begin to bring the leading run of `hashes` that lower tiers have to the device pool.
-        Returns a number above 0, or 0 if there is nothing to bring or no room for it.
+        """Begin to bring the leading run of `hashes` that this worker has to the pool. Returns a
+        number above 0, or 0 if there is nothing to bring or no room for it.
 
         `done` is called once, in the core's thread and never within this call, when no more blocks
-        come. At that moment the callee still holds the blocks that came, under their hashes in the
-        pool, so that the caller can take references of its own."""
+        come. At that moment the blocks that came are in the pool under their hashes, so that the
+        caller can take references of its own."""
         ...
 
     def cancel(self, number: int) -> None:

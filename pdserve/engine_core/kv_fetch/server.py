@@ -35,10 +35,9 @@ from pdserve.transfer.copy_plan import block_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdserve.engine_core.kv_fetch.ports import PullEnd, StageBlocks
+    from pdserve.engine_core.kv_fetch.ports import PullEnd, ServedPool, StageBlocks
     from pdserve.engine_core.kv_transfer.connector import KvConnector, PartDelivered
     from pdserve.ids import Bytes, Seconds
-    from pdserve.kv.block_pool import BlockPool
     from pdserve.messages.engine import Event, PeerGone, ServeKvPull
     from pdserve.messages.transfer import TransferTicket
     from pdserve.transfer.base import Region
@@ -116,7 +115,7 @@ class KvServer:
 
     def __init__(
         self,
-        pool: BlockPool,
+        pool: ServedPool,
         mover: KvConnector,
         region: Region,
         say: Callable[[Event], None],
