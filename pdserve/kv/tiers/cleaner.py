@@ -164,6 +164,25 @@ class Cleaner:
         )
         return DeviceBlock(block, pool.generation(block), content)
 
+    def lend(self, hashes: Sequence[bytes], now: Seconds) -> int:
+        """Begin to copy leading blocks of these to the host, because a peer wants them; returns
+        how many. It ends before a block that is not on the device, is private, or is on the host
+        or on its way there."""
+        wanted: list[DeviceBlock] = []
+        for block, name in zip(self._pool.match(hashes), hashes, strict=False):
+            if not self._wants(name):
+                break
+            wanted.append(self._source(block, name))
+        self._tiers.store(wanted, now)
+        return next(
+            (
+                place
+                for place, source in enumerate(wanted)
+                if not self._tiers.comes(source.content.hash)
+            ),
+            len(wanted),
+        )
+
     def _store_left(self, now: Seconds) -> None:
         """Store blocks without need, while the host has frames to spare."""
         for _ in range(BACKGROUND):

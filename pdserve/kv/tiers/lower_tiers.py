@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.kv.tiers.jobs import CopyIn, CopyOut, Fill, Maintain, Spill
+from pdserve.kv.tiers.moves.arrivals import Arrivals
 from pdserve.kv.tiers.moves.counts import disk_stats, host_stats
 from pdserve.kv.tiers.moves.fetching import FetchDone, Fetching
 from pdserve.kv.tiers.moves.fills import Fills
@@ -74,6 +75,8 @@ class LowerTiers:
         self._spilling = Spilling(self._tiers, self._jobs, disk_admission)
         self._storing = Storing(self._tiers, self._jobs, self._spilling, device, host_admission)
         self._fills = Fills(self._tiers, self._jobs, self._storing.frame)
+        self.arrivals = Arrivals(host, self._storing)
+        """Takes in blocks that other workers send."""
         self._fetching = Fetching(self._tiers, self._jobs, self._fills)
 
     # ------------------------------------------------------------------ reading
@@ -138,6 +141,16 @@ class LowerTiers:
     def follow(self, events: Sequence[KvEvent], now: Seconds) -> None:
         """Take note of what the device pool has stored and removed."""
         self._storing.follow(events, now)
+
+    # ------------------------------------------------------------------ bringing to the host
+
+    def comes(self, block_hash: bytes) -> bool:
+        """Return whether a block is on its way to the host, from the device or from disk."""
+        return block_hash in self._storing.under_way or block_hash in self._fills
+
+    def lift(self, block_hash: bytes, now: Seconds) -> bool:
+        """Read a block from disk to the host; False: it is not there, or there is no frame."""
+        return self._fills.lift(block_hash, now)
 
     # ------------------------------------------------------------------ fetching
 
@@ -292,8 +305,10 @@ class LowerTiers:
         self.host.check()
         counts = self.host.counts()
         copies, reads = len(self._storing.under_way), len(self._fills)
-        assert counts.filling == copies + reads, (
-            f"{counts.filling} frames are being filled, for {copies} copies and {reads} reads"
+        peers = len(self.arrivals)
+        assert counts.filling == copies + reads + peers, (
+            f"{counts.filling} frames are being filled, for {copies} copies, {reads} reads and "
+            f"{peers} blocks of peers"
         )
         if self.disk is not None:
             self.disk.check()

@@ -2,6 +2,7 @@
 
     storing   device -> host          spilling  host -> disk
     fetching  host -> device          fills     disk -> host
+    arrivals  another worker -> host
 
 Each decides and submits jobs; `LowerTiers` owns them and brings them the ends of their jobs.
 """

@@ -59,6 +59,9 @@ class Fills:
     def __len__(self) -> int:
         return len(self._filling)
 
+    def __contains__(self, block_hash: object) -> bool:
+        return block_hash in self._filling
+
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._filling)
 
@@ -78,6 +81,10 @@ class Fills:
         filling.fetches[number] = index
         filling.readers += 1
         return filling.frame
+
+    def lift(self, block_hash: bytes, now: Seconds) -> bool:
+        """Read a record for which no fetch waits; False as `join` returns None."""
+        return block_hash in self._filling or self._begin(block_hash, b"", now) is not None
 
     def _begin(self, block_hash: bytes, parent: bytes, now: Seconds) -> Filling | None:
         disk = self._tiers.open_disk

@@ -140,6 +140,11 @@ class Storing:
                 self._host.shadow(content.hash, on=job.spare)
                 self._entered(content, now)
 
+    def received(self, frame: int, content: TierBlock, now: Seconds) -> None:
+        """A frame that this tier did not fill itself has a block."""
+        if self._host.commit(frame, content, now):
+            self._entered(content, now)
+
     def _entered(self, content: TierBlock, now: Seconds) -> None:
         """A block is valid on the host."""
         self._tiers.host_counts.stored += 1
