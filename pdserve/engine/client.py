@@ -608,7 +608,7 @@ class CoreClient:
         self._stats = EngineStats(blocks_total=blocks, blocks_free=blocks)
         if self._life is not None and self._spec.hash_secret != self._secret:
             self._life.post(SetHashSecret(hash_secret=self._spec.hash_secret))
-        if event.capabilities.transfers:
+        if event.capabilities.transfers or event.capabilities.fetches:
             self._transfer_control.begin()
             self.kv_pulls.begin()
         self._set_state(EngineState.READY, "ready")

@@ -208,7 +208,7 @@ class CoreLoop:
                 raise ConfigError(f"engine {command.spec.engine!r}: {error}") from error
         if isinstance(core, EngineCore):
             core.tick = self._ticked
-        if mover is not None and capabilities.transfers:
+        if mover is not None and (capabilities.transfers or capabilities.fetches):
             self._control = MidStepControl(self._link, mover)
         if hasattr(core, "on_freed"):
             core.on_freed = self._note_freed

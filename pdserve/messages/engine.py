@@ -132,6 +132,9 @@ class EngineCapabilities(msgspec.Struct, frozen=True, array_like=True, kw_only=T
     """Set with the feature `images`, as in `ModelCard.image`."""
     tiers: tuple[str, ...] = ()
     """Names of the tiers below the device that are in use."""
+    fetches: tuple[str, ...] = ()
+    """Backends by which blocks of the prefix cache can be exchanged, while no other KV is; empty:
+    `transfers`."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

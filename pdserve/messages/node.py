@@ -103,6 +103,9 @@ class NodeCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Backends by which a worker can move KV."""
     kv_block_bytes: int = 0
     """Bytes of a worker's KV block; 0: unknown."""
+    fetches: tuple[str, ...] = ()
+    """Backends by which a worker exchanges cached blocks, while it moves no other KV; empty:
+    `transfers`."""
 
     def has_lora(self, lora: str) -> bool:
         """True if the worker has the LoRA adapter with this id."""

@@ -73,7 +73,7 @@ class WorkerFacts:
             kv=WorkerKv(
                 card.host,
                 card.models[0].compat_hash if card.models else "",
-                frozenset(card.transfers),
+                frozenset(card.transfers or card.fetches),
                 card.kv_block_bytes,
             ),
         )

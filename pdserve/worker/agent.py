@@ -383,6 +383,7 @@ class WorkerAgent:
             max_sequences=0 if capabilities is None else capabilities.max_sequences,
             transfers=() if capabilities is None else capabilities.transfers,
             kv_block_bytes=0 if capabilities is None else capabilities.block_bytes,
+            fetches=() if capabilities is None else capabilities.fetches,
         )
         if card == self._told:
             return

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Epoch, NodeId, Seconds
     from pdserve.messages.engine import PathState
     from pdserve.messages.handoff import TransportCall
+    from pdserve.messages.node import NodeCard
     from pdserve.net.base import IncomingCall
     from pdserve.observe.degraded import Degradations
     from pdserve.observe.metrics import Metrics
@@ -255,4 +256,8 @@ class TransferRpc:
 
 def _lost_its_engine(event: MemberChanged) -> bool:
     before, now = event.before.card, event.member.card
-    return before is not None and now is not None and bool(before.transfers) and not now.transfers
+    return before is not None and now is not None and _moves(before) and not _moves(now)
+
+
+def _moves(card: NodeCard) -> bool:
+    return bool(card.transfers or card.fetches)
