@@ -44,12 +44,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdserve.clock import Clock
+    from pdserve.engine_core.kv_transfer.connector import KvConnector
     from pdserve.engine_core.staged_kv.pool import StagingPool
     from pdserve.engine_core.staged_kv.port import StagedBlocks
+    from pdserve.engine_core.tiers.frames.frame_fetches import FrameFetches
     from pdserve.ids import Seconds
-    from pdserve.messages.engine import EngineCapabilities, EngineSpec, EngineStats, LoadProgress
+    from pdserve.messages.engine import (
+        EngineCapabilities,
+        EngineSpec,
+        EngineStats,
+        Event,
+        LoadProgress,
+    )
     from pdserve.messages.kv_events import KvEvent
     from pdserve.messages.request import GenerateRequest
+    from pdserve.transfer.base import Region
     from pdserve_engines.vllm.image_reader import ReadPrompt
 
 __all__ = ["VllmCore"]
@@ -502,6 +511,15 @@ class VllmCore(StagedCore):
         self._staged = VllmStaging(vllm.core, vllm.capabilities, spec.transfer.unfilled)
         return self._staged.pool
 
+    def fetch_region(self) -> Region | None:
+        """The arena of the host tier."""
+        return None if self._tiers is None else self._tiers.region
+
+    def fetch_by(self, mover: KvConnector, say: Callable[[Event], None]) -> FrameFetches:
+        """Exchange blocks of the host tier with other workers."""
+        assert self._tiers is not None
+        return self._tiers.fetch_by(mover, self._tiers.region, say)
+
     @property
     def _staging(self) -> VllmStaging:
         assert self._staged is not None, "KV is not exchanged"
@@ -600,7 +618,7 @@ class VllmCore(StagedCore):
         blocks = self._engine.block_counts()
         choices = self._choices.values()
         tiers = self._tiers
-        return msgspec.structs.replace(
+        complete = msgspec.structs.replace(
             basic,
             **blocks,
             **self._counts.fields(),
@@ -609,3 +627,4 @@ class VllmCore(StagedCore):
             tiers=() if tiers is None else tiers.stats(self.clock.now()),
             lanes=() if tiers is None else tiers.lanes(),
         )
+        return self.add_fetches(complete)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from pdserve.engine_core.kv_transfer.connector import KvConnector
     from pdserve.engine_core.staged_kv.pool import StagingPool
     from pdserve.engine_core.staged_kv.port import StagedBlocks
+    from pdserve.engine_core.tiers.frames.frame_fetches import FrameFetches
     from pdserve.ids import Seconds
     from pdserve.messages.engine import (
         Command,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
         Rejected,
     )
     from pdserve.messages.request import GenerateRequest
+    from pdserve.transfer.base import Region
 
 __all__ = ["StagedCore"]
 
@@ -63,6 +65,8 @@ class StagedCore(SelfSchedulingCore):
         super().__init__(clock)
         self.transfers: StagedTransfers | None = None
         """Set while this core exchanges KV."""
+        self.fetches: FrameFetches | None = None
+        """Set while this core exchanges blocks of its host tier, and no other KV."""
         self._mover: KvConnector | None = None
         self._moved = False
         """Whether the connector has events."""
@@ -106,6 +110,16 @@ class StagedCore(SelfSchedulingCore):
     def prefill_staged(self, handle: int, request: GenerateRequest, blocks: StagedBlocks) -> None:
         """As `StagedEngine.prefill_staged`."""
 
+    def fetch_region(self) -> Region | None:
+        """The host tier's arena, which peers may read and write while this core exchanges no other
+        KV; None: there is none."""
+        return None
+
+    def fetch_by(self, mover: KvConnector, say: Callable[[Event], None]) -> FrameFetches:
+        """Exchange blocks of the host tier by this connector, which has been started with
+        `fetch_region`."""
+        raise NotImplementedError
+
     def check_submission(self, request: GenerateRequest) -> None:
         """Raise `Overloaded` if too many choices run or wait, those of this newest submission
         included, and `InvalidRequest` for what the engine cannot compute.
@@ -140,7 +154,8 @@ class StagedCore(SelfSchedulingCore):
         if self._mover is not None and spec.transfer is not None:
             progress(LoadProgress(stage="registering KV blocks"))
             names = self._start_moving(spec, self._mover)
-            capabilities = msgspec.structs.replace(capabilities, transfers=names)
+            fetches = self._start_fetching(self._mover)
+            capabilities = msgspec.structs.replace(capabilities, transfers=names, fetches=fetches)
             self._capabilities = capabilities
         return capabilities
 
@@ -170,6 +185,22 @@ class StagedCore(SelfSchedulingCore):
         )
         return names
 
+    def _start_fetching(self, mover: KvConnector) -> tuple[str, ...]:
+        """Start the connector for the host tier alone; returns its usable back ends, or none."""
+        region = self.fetch_region()
+        if region is None:
+            return ()
+        if self.transfers is not None:
+            _log.info("blocks of tiers are not exchanged with others: transports move staged KV")
+            return ()
+        try:
+            names = mover.start(region, self._on_moved)
+        except ConfigError as error:
+            _log.info("blocks of tiers are not exchanged with other workers: %s", error.message)
+            return ()
+        self.fetches = self.fetch_by(mover, self._events_append)
+        return names
+
     def _limits(self, spec: EngineSpec) -> SchedulerLimits:
         return SchedulerLimits(
             max_model_len=self._capabilities.max_model_len,
@@ -190,7 +221,10 @@ class StagedCore(SelfSchedulingCore):
         """Take a command in; its results come from `step`."""
         transfers = self.transfers
         if transfers is None:
-            super().handle(command)
+            if self.fetches is not None and self.fetches.take(command, self.clock.now()):
+                self._changed = True
+            else:
+                super().handle(command)
             return
         match command:
             case SubmitRemote() | PrefillForPeer():
@@ -273,15 +307,18 @@ class StagedCore(SelfSchedulingCore):
         transfers = self.transfers
         if transfers is not None and (self._moved or transfers.has_work):
             return True
+        if self.fetches is not None and (self._moved or self.fetches.has_work):
+            return True
         return super().has_work
 
     def wake_at(self) -> Seconds | None:
         """The next deadline of a request, an attempt or the engine; None: never."""
-        due = super().wake_at()
-        waits = None if self.transfers is None else self.transfers.next_deadline()
-        if due is None or waits is None:
-            return waits if due is None else due
-        return min(due, waits)
+        due = [super().wake_at()]
+        if self.transfers is not None:
+            due.append(self.transfers.next_deadline())
+        if self.fetches is not None:
+            due.append(self.fetches.next_deadline())
+        return min((time for time in due if time is not None), default=None)
 
     def step(self) -> list[Event]:
         """Handle what the transports report, give out staging blocks, then step the engine."""
@@ -293,7 +330,16 @@ class StagedCore(SelfSchedulingCore):
                 self._changed = True
                 self._note_freed(transfers.poll(now))
             transfers.advance(now)
+        if self.fetches is not None:
+            self._advance_fetches(self.fetches, self.clock.now())
         return super().step()
+
+    def _advance_fetches(self, fetches: FrameFetches, now: Seconds) -> None:
+        if self._moved:
+            self._moved = False
+            self._changed = True
+            fetches.poll(now)
+        fetches.advance(now, busy=self.sequences > 0)
 
     def _report_output(self) -> None:
         if self.transfers is not None:
@@ -312,11 +358,18 @@ class StagedCore(SelfSchedulingCore):
         stats = super().stats()
         return stats if self.transfers is None else self.transfers.stats(stats)
 
+    def add_fetches(self, stats: EngineStats) -> EngineStats:
+        """The engine's stats with those of fetches."""
+        return stats if self.fetches is None else self.fetches.add_stats(stats)
+
     def close(self) -> int:
         """End the transfers, then close the engine; returns leaked blocks. Raises `EngineError` if
         transfers cannot be ended; the memory then stays allocated."""
         if self._mover is not None:
             self._mover.close()
+        fetches, self.fetches = self.fetches, None
+        if fetches is not None:
+            fetches.fenced(self.clock.now())
         leaked = super().close()
         transfers, self.transfers = self.transfers, None
         return leaked if transfers is None else leaked + transfers.end()

@@ -31,6 +31,7 @@ from pdserve_engines.vllm.engine import load_engine
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from pdserve.engine_core.kv_transfer.connector import KvConnector
     from pdserve.messages.engine import EngineCapabilities
     from pdserve_engines.vllm.block_names import BlockNames
     from pdserve_engines.vllm.engine import Engine
@@ -104,8 +105,12 @@ def quiet() -> Iterator[None]:
 
 
 def loaded(spec: EngineSpec) -> _Loaded:
-    """The engine of a spec, whose tiers the core opens; the first call loads it."""
+    """The engine of a spec; the first call loads it. The core opens its tiers, and decides what
+    its connector is for."""
     spec = msgspec.structs.replace(spec, tiers=None)
+    if spec.transfer is not None:
+        must = msgspec.structs.replace(spec.transfer, optional=False)
+        spec = msgspec.structs.replace(spec, transfer=must)
     key = msgspec.msgpack.encode(spec)
     if key not in _LOADED:
         _LOADED[key] = _Loaded(spec)
@@ -243,9 +248,12 @@ class RealEngine(InlineEngine):
             assert time.monotonic() < deadline, "the core makes no progress"
 
 
-def inline(spec: EngineSpec = MAIN) -> InlineEngine:
+def inline(spec: EngineSpec = MAIN, mover: KvConnector | None = None) -> InlineEngine:
     """A core in the test's own thread."""
-    return RealEngine(SharedCore(), spec)
+    core = SharedCore()
+    if mover is not None:
+        core.use_connector(mover)
+    return RealEngine(core, spec)
 
 
 def answer(engine: InlineEngine, **changes: Any) -> list[list[int]]:

@@ -12,7 +12,7 @@ import pytest
 from pdserve.messages.tiers import CachedSource
 from tests.engines.vllm import real
 from tests.engines.vllm.real_pair import BLOCK, P, alone, asked, make_pair
-from tests.engines.vllm.test_real_tiers import Tiered, disk, sources
+from tests.engines.vllm.real_tiers import Tiered, disk, sources
 
 if TYPE_CHECKING:
     from pathlib import Path

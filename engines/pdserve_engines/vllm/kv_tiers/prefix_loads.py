@@ -7,6 +7,9 @@ ended meanwhile keeps its blocks until the fetch has ended, too.
 
 A request whose first missing block is already coming for another one waits for that one's, which
 vLLM then has cached.
+
+What another worker has is pulled to the host before vLLM gives the request blocks: vLLM asks again
+until the pull has ended, and what has come is loaded as any other block of the host.
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ from pdserve.messages.tiers import CachedSource
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.engine_core.tiers.onboarder import FetchChooser
+    from pdserve.engine_core.tiers.frames.frame_pulls import FramePulls
+    from pdserve.engine_core.tiers.onboarder import FetchChooser, FetchPlan
     from pdserve.ids import Seconds
     from pdserve.kv.tiers.lower_tiers import FetchDone, LowerTiers
+    from pdserve.messages.tiers import KvSource, SourceName
 
 __all__ = ["LoadDone", "PrefixLoads"]
 
@@ -58,6 +63,14 @@ class _Chain:
     """How long the offered blocks may take."""
     refused: bool = False
     """True once a load has brought less than planned; the rest is computed, not loaded."""
+    peers: Sequence[KvSource] = ()
+    """Workers that may have more of it; each request pulls once."""
+    owner: bytes = b""
+    """Mark of the owner of its blocks."""
+    pull: int = 0
+    """The pull that it waits for; 0: none."""
+    pulled: dict[bytes, str] = field(default_factory=dict)
+    """The worker from which a block was pulled for it, by hash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +93,8 @@ class PrefixLoads:
 
     def __init__(self, lower: LowerTiers, planner: FetchChooser, block_size: int) -> None:
         self.planner = planner
+        self.pulls: FramePulls | None = None
+        """Pulls blocks from other workers; None: nothing does."""
         self._lower = lower
         self._size = block_size
         self._chains: dict[str, _Chain] = {}
@@ -101,9 +116,17 @@ class PrefixLoads:
         """Return whether a request has told its hashes."""
         return key in self._chains
 
-    def begin(self, key: str, hashes: Sequence[bytes], root: bytes) -> None:
-        """A request comes, whose full blocks have these hashes."""
-        self._chains[key] = _Chain(hashes, root)
+    def begin(
+        self,
+        key: str,
+        hashes: Sequence[bytes],
+        root: bytes,
+        peers: Sequence[KvSource] = (),
+        owner: bytes = b"",
+    ) -> None:
+        """A request comes, whose full blocks have these hashes. `peers` may have more of them than
+        this worker; `owner` is the mark of their owner."""
+        self._chains[key] = _Chain(hashes, root, peers=peers, owner=owner)
 
     def chain(self, key: str) -> tuple[Sequence[bytes], bytes]:
         """The hashes that a request came with, and its root."""
@@ -129,14 +152,53 @@ class PrefixLoads:
             return 0
         if self._coming[chain.hashes[chain.local]]:
             return None
-        found = self._lower.run(chain.hashes[:usable], chain.local)
-        if not found:
-            return 0
-        plan = self.planner.choose(chain.local, found, (), usable, 0.0)
+        if chain.pull:
+            return None
+        hashes = chain.hashes[:usable]
+        found = self._lower.run(hashes, chain.local)
+        if self._is_pulled(hashes[chain.local + len(found) :]) or self._pull(chain, found, usable):
+            return None
+        plan = self.planner.choose(chain.local, found, (), usable, 0.0) if found else None
         if plan is None or not plan.local:
             return 0
         chain.count, chain.wait = plan.local, max(plan.deadline, PATIENCE)
         return chain.count * self._size
+
+    def _is_pulled(self, missing: Sequence[bytes]) -> bool:
+        """Return whether the first of these blocks is being pulled for another request."""
+        return bool(missing) and self.pulls is not None and self.pulls.coming(missing[0])
+
+    def _pull(self, chain: _Chain, found: Sequence[SourceName], usable: int) -> bool:
+        """Begin to pull blocks behind those that are here, if that is worth it."""
+        pulls = self.pulls
+        if pulls is None or not chain.peers:
+            return False
+        peers = [each for each in chain.peers if pulls.may_pull(each)]
+        chain.peers = ()
+        plan = self.planner.choose(chain.local, found, peers, usable, 0.0) if peers else None
+        if plan is None or plan.source is None:
+            return False
+        chain.pull = self._pull_as_planned(pulls, chain, plan, plan.source)
+        return bool(chain.pull)
+
+    def _pull_as_planned(
+        self, pulls: FramePulls, chain: _Chain, plan: FetchPlan, source: KvSource
+    ) -> int:
+        first = chain.local + plan.local
+
+        def ended(hashes: Sequence[bytes]) -> None:
+            chain.pull = 0
+            chain.pulled = dict.fromkeys(hashes, source.node)
+
+        return pulls.begin(
+            source,
+            chain.hashes[first : first + plan.peer],
+            first,
+            chain.hashes[first - 1] if first else chain.root,
+            chain.owner,
+            plan.deadline,
+            ended,
+        )
 
     def allocated(self, key: str, external: int, blocks: Sequence[int], now: Seconds) -> None:
         """vLLM has given a request all of its blocks, and counts on `external` tokens to be
@@ -177,18 +239,33 @@ class PrefixLoads:
         if chain is not None:
             chain.count = done.blocks
             chain.refused = done.blocks < load.count
-        counts = Counter(done.sources)
         return LoadDone(
             load.key,
             load.local * self._size,
             done.blocks * self._size,
             done.blocks == load.count,
-            tuple(CachedSource(name, count * self._size) for name, count in counts.items()),
+            self._sources(done, () if chain is None else chain.hashes[load.local :], chain),
+        )
+
+    def _sources(
+        self, done: FetchDone, hashes: Sequence[bytes], chain: _Chain | None
+    ) -> tuple[CachedSource, ...]:
+        """Where the loaded blocks came from; those that were pulled for this request, from the
+        worker that had them."""
+        counts: Counter[tuple[SourceName, str]] = Counter()
+        for place, name in enumerate(done.sources):
+            known = chain is not None and place < len(hashes)
+            node = chain.pulled.get(hashes[place], "") if chain is not None and known else ""
+            counts["peer" if node else name, node] += 1
+        return tuple(
+            CachedSource(name, count * self._size, node) for (name, node), count in counts.items()
         )
 
     def finished(self, key: str, now: Seconds) -> None:
         """vLLM has ended a request, in any way."""
-        self._chains.pop(key, None)
+        chain = self._chains.pop(key, None)
+        if chain is not None and chain.pull and self.pulls is not None:
+            self.pulls.cancel(chain.pull)
         if key not in self._loading:
             return
         for number, load in list(self._numbers.loads.items()):
@@ -199,3 +276,4 @@ class PrefixLoads:
         """The hashes are void: nothing more is loaded for the requests that are here."""
         for chain in self._chains.values():
             chain.hashes, chain.count, chain.refused = (), 0, True
+            chain.peers = ()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdserve.blocks.hashing import hash_secret_id
+from pdserve.engine_core.kv_transfer.kv_region import region_in_memory
 from pdserve.engine_core.staged_kv.pool import host_blocks
 from pdserve.engine_core.tiers.core_tiers import (
     DeviceTiers,
@@ -22,6 +23,7 @@ from pdserve.engine_core.tiers.core_tiers import (
     open_disk,
 )
 from pdserve.engine_core.tiers.fetch_planner import FetchPlanner
+from pdserve.engine_core.tiers.frames.frame_fetches import FrameFetches
 from pdserve.engine_core.tiers.prefill_cost import StepCost
 from pdserve.kv.tiers.job_runner import JobRunner
 from pdserve.kv.tiers.thread_io import ThreadTierIo
@@ -33,16 +35,19 @@ from pdserve_engines.vllm.kv_tiers.step_io import StepIo
 from pdserve_engines.vllm.kv_transfer.disagg import block_layout, common_form
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from pdserve.clock import Clock
+    from pdserve.engine_core.kv_transfer.connector import KvConnector
     from pdserve.engine_core.staged_kv.pool import StagingHandle
     from pdserve.engine_core.tiers.prefill_cost import Chunk
     from pdserve.ids import Seconds
-    from pdserve.messages.engine import EngineCapabilities
+    from pdserve.kv.tiers.lanes import LaneEstimate
+    from pdserve.messages.engine import EngineCapabilities, Event
     from pdserve.messages.request import GenerateRequest
-    from pdserve.messages.tiers import TierSpec
+    from pdserve.messages.tiers import LaneName, TierSpec
     from pdserve.messages.transfer import RankKvLayout
+    from pdserve.transfer.base import Region
     from pdserve_engines.vllm.block_names import BlockNames
     from pdserve_engines.vllm.kv_tiers.prefix_loads import LoadDone
     from pdserve_engines.vllm.kv_tiers.step_io import RankReport, TierCopies
@@ -61,6 +66,7 @@ class VllmTiers(DeviceTiers):
         storage: TierStorage,
         io: StepIo,
         arena: StagingHandle,
+        region: Region,
         view: PoolView,
         names: BlockNames,
         clock: Clock,
@@ -68,6 +74,8 @@ class VllmTiers(DeviceTiers):
         super().__init__(spec, storage, view, clock.now())
         self.arena = arena
         """How ranks reach the frames."""
+        self.region = region
+        """The frames as transports see them."""
         self.io = io
         self.view = view
         self._names = names
@@ -76,11 +84,14 @@ class VllmTiers(DeviceTiers):
         self._requests: dict[str, GenerateRequest] = {}
         """What vLLM does not know of the requests that it has."""
         self._cost = StepCost()
+        self._mode = spec.fetch
+        self._fetches: FrameFetches | None = None
         planner = FetchPlanner(
             self._cost,
-            self.lower.lane_estimates,
+            self.lane_estimates,
             block_tokens=self._size,
             block_bytes=storage.block_bytes,
+            mode=spec.fetch,
         )
         self.loads = PrefixLoads(self.lower, planner, self._size)
 
@@ -101,9 +112,18 @@ class VllmTiers(DeviceTiers):
         vLLM has; None: ask again later."""
         key = request.request_id
         if not self.loads.knows(key):
-            root = root_of(request.cache_salt) or b""
-            self.loads.begin(key, self._hashes(request), root)
+            self._begin(key, request)
         return self.loads.matched(key, local, request.num_tokens)
+
+    def _begin(self, key: str, request: Any) -> None:
+        hashes, root = self._hashes(request), root_of(request.cache_salt) or b""
+        wanted = self._requests.get(key)
+        if wanted is None or wanted.cache_scope == "never":
+            # What is pulled is on the host, where blocks of such a request must not be.
+            self.loads.begin(key, hashes, root)
+            return
+        owner = self._names.owner_mark(wanted.cache_salt)
+        self.loads.begin(key, hashes, root, wanted.kv_sources, owner)
 
     def _hashes(self, request: Any) -> Sequence[bytes]:
         return self._names.chain(
@@ -165,6 +185,23 @@ class VllmTiers(DeviceTiers):
         """Ranks have done the copies of a step."""
         self.io.reported(report)
 
+    # ------------------------------------------------------------------ other workers
+
+    def fetch_by(
+        self, mover: KvConnector, region: Region, say: Callable[[Event], None]
+    ) -> FrameFetches:
+        """Exchange blocks with other workers by this connector, which moves the arena: `region`.
+        `say` sends an event to the node."""
+        self._fetches = fetches = FrameFetches(self, mover, region, self._mode, say)
+        self.loads.pulls = fetches.pulls
+        return fetches
+
+    def lane_estimates(self) -> dict[LaneName, LaneEstimate]:
+        """What each lane is predicted to do, that from other workers included."""
+        known = super().lane_estimates()
+        pulls = self.loads.pulls
+        return known if pulls is None else known | {"fetch": pulls.lane.estimate()}
+
     # ------------------------------------------------------------------ between steps
 
     def advance(self, now: Seconds) -> list[LoadDone]:
@@ -177,15 +214,21 @@ class VllmTiers(DeviceTiers):
         self._cost.note_chunks(chunks, sum(chunk.count for chunk in chunks), took)
 
     def clear(self) -> None:
-        """Forget every block, those that are being copied included."""
+        """Forget every block, those that are being copied or pulled included."""
+        self._drop_pulls()
         self.view.clear()
         super().clear()
 
     def rename(self, secret_id: bytes) -> None:
         """The hash secret has changed: no block can be found by its old hash any more."""
+        self._drop_pulls()
         super().rename(secret_id)
         self.loads.forget_names()
         self.view.clear()
+
+    def _drop_pulls(self) -> None:
+        if self._fetches is not None:
+            self._fetches.drop(self._clock.now())
 
     def close(self) -> None:
         """End the threads and give the memory back; the files stay. vLLM must make no step any
@@ -212,10 +255,17 @@ def open_tiers(
     view = PoolView(core.scheduler.kv_cache_manager.block_pool, layout.tokens)
     frames = frames_of(spec, size)
     memory, arena = host_blocks(layout, frames)
+    region = region_in_memory(layout, memory)
+
+    def free() -> None:
+        assert region.view is not None
+        region.view.release()
+        memory.close()
+
     try:
         disk = open_disk(spec, _fingerprint(layout, capabilities, secret))
     except BaseException:
-        memory.close()
+        free()
         raise
     runner = JobRunner(None, memory, None if disk is None else disk.files)
     files = None if disk is None else ThreadTierIo(runner, disk=True)
@@ -223,8 +273,8 @@ def open_tiers(
     io = StepIo(files, ranks, size, view.holds)
     # Copies are a part of vLLM's steps: how fast they are shows in steps only.
     rates = {} if disk is None else disk.measure()
-    storage = TierStorage(frames, size, io, disk, runner, memory.close, rates)
-    tiers = VllmTiers(spec, storage, io, arena, view, names, clock)
+    storage = TierStorage(frames, size, io, disk, runner, free, rates)
+    tiers = VllmTiers(spec, storage, io, arena, region, view, names, clock)
     connector.tiers = tiers
     where = f", and a disk in {Path(spec.disk_path)}" if disk is not None else ""
     _LOG.info("KV that vLLM evicts goes to %d blocks of %d bytes%s", frames, size, where)
