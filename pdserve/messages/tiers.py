@@ -106,6 +106,12 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Seconds that a block stays before it is evicted, recently; 0: nothing was evicted yet."""
     trouble: str = ""
     """Why the tier works in part or not at all, in words for the operator; empty: it works."""
+    shared_blocks: Count = 0
+    """Blocks that other workers have sealed below the same directory, and that can be read."""
+    shared_read: Count = 0
+    """Blocks of them that were read."""
+    shared_failed: Count = 0
+    """Blocks of them that were gone or bad when they were read."""
 
 
 class KvSource(msgspec.Struct, frozen=True, array_like=True):

@@ -42,6 +42,9 @@ class TierSample:
     failed: int = 0
     read: int = 0
     written: int = 0
+    shared: int = 0
+    shared_read: int = 0
+    shared_failed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +129,24 @@ TIER_METRICS: Final[tuple[NamedMetric[TierSample], ...]] = (
     ),
     NamedMetric("kv_tier_read_bytes_total", "counter", "read", "Bytes read from the tier."),
     NamedMetric("kv_tier_written_bytes_total", "counter", "written", "Bytes written to the tier."),
+    NamedMetric(
+        "kv_tier_shared_blocks",
+        "gauge",
+        "shared",
+        "Blocks that other workers have sealed below the same directory, and that can be read.",
+    ),
+    NamedMetric(
+        "kv_tier_shared_read_blocks_total",
+        "counter",
+        "shared_read",
+        "Blocks of other workers that were read; their tokens count as hits of the disk.",
+    ),
+    NamedMetric(
+        "kv_tier_shared_read_failures_total",
+        "counter",
+        "shared_failed",
+        "Blocks of other workers that were gone or bad: they were computed again.",
+    ),
 )
 """All metrics of tiers, in the order of `docs/metrics.md`. The label is the tier's name: `host`,
 `disk`, or `remote` for what other workers have."""

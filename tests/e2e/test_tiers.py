@@ -233,6 +233,52 @@ def test_a_killed_worker_takes_its_own_part_of_a_shared_directory(pair, one_back
     assert (foreign.text, foreign.cached) == (theirs.text, {"peer": REUSED})
 
 
+# ---------------------------------------------------------------------- one that stays dead
+
+SMALL = "1MiB"
+"""Size of a disk tier with segments of a few blocks, so that most of what is written is sealed."""
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """The files of a subdirectory, and when each was changed."""
+    return {
+        path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.glob("seg-*")
+    }
+
+
+def test_what_a_dead_worker_sealed_is_read_by_another(tmp_path):
+    """Two workers on one directory; one dies and stays dead. Nothing told the router or the other
+    one of its blocks: the other finds them in the files."""
+    with Cluster(tmp_path) as cluster:
+        cluster.router()
+        tiers = ("--host-kv", str(400 * FRAME), "--disk-kv", f"{tmp_path / 'disk'}:{SMALL}")
+        a, b = (
+            cluster.start("worker", name, "--join", cluster.address, *ENGINE, *tiers)
+            for name in ("a", "b")
+        )
+        front = cluster.frontend()
+        cluster.wait_ready()
+        wait_served(front, "a", "b")
+        cold = [ask(front, prompt(f"dead {seed}"), "a") for seed in range(6)]
+        wait_tier(a, "disk", "stored_blocks_total", 6 * BLOCKS)
+        a.kill()
+        left = tmp_path / "disk" / directory_of(a).rpartition("/")[2].rstrip(":")
+        before = contents(left)
+        assert before
+        wait_tier(b, "disk", "shared_blocks", 2 * BLOCKS)
+        warm = ask(front, prompt("dead 0"), "b")
+        assert (warm.text, warm.worker, warm.cached) == (cold[0].text, "b", {"disk": REUSED})
+        wait_tier(b, "disk", "shared_read_blocks_total", BLOCKS - 1)
+        assert tier_count(b, "disk", "shared_read_blocks_total") == BLOCKS - 1
+        assert tier_count(b, "disk", "shared_read_failures_total") == 0
+        assert contents(left) == before
+        for path in left.glob("seg-*"):
+            path.unlink()
+        gone = ask(front, prompt("dead 1"), "b")
+        assert (gone.text, gone.cached) == (cold[1].text, {})
+        wait_tier(b, "disk", "shared_read_failures_total", 1)
+
+
 # ---------------------------------------------------------------------- everything killed
 
 

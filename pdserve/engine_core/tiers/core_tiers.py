@@ -102,7 +102,7 @@ class TierStorage:
             return None
         self.disk = tier.renamed(secret_id)
         if self.runner is not None:
-            self.runner.files = self.disk.files
+            self.runner.files, self.runner.shared = self.disk.files, self.disk.shared
         return self.disk.index
 
 
@@ -134,6 +134,7 @@ class DeviceTiers:
             block_size=pool.block_size,
             device=pool,
             rates=storage.rates,
+            shared=None if storage.disk is None else storage.disk.shared,
         )
         self.cleaner = Cleaner(pool, self.lower)
 
@@ -161,7 +162,9 @@ class DeviceTiers:
         except ConfigError as error:
             index, trouble = None, error.message
             _log.warning("there is no disk tier any more: %s", error.message)
-        self._events += self.lower.reopen_disk(index, trouble)
+        disk = self._storage.disk
+        shared = None if disk is None else disk.shared
+        self._events += self.lower.reopen_disk(index, trouble, shared)
 
     def clean(self, soon: int, now: Seconds, *, busy: bool) -> None:
         """Store what is evicted soon, and more while the core is not busy. `soon`: blocks that the
@@ -327,7 +330,7 @@ def open_storage(
         if disk is not None:
             disk.close()
         raise
-    runner = JobRunner(copier, arena, None if disk is None else disk.files)
+    runner = disk_runner(copier, arena, disk)
     io = make_io(runner, block_bytes, disk is not None)
 
     def free() -> None:
@@ -349,6 +352,13 @@ def _measured(
         rates |= disk.measure()
     _log.info("KV tiers were measured: %s", describe(rates))
     return rates
+
+
+def disk_runner(copier: BlockCopier | None, arena: BlockMemory, disk: DiskTier | None) -> JobRunner:
+    """What carries out the jobs. `copier` None: copies are not its task."""
+    if disk is None:
+        return JobRunner(copier, arena, None)
+    return JobRunner(copier, arena, disk.files, disk.shared)
 
 
 def _arena(frames: int, block_bytes: Bytes) -> BlockMemory:

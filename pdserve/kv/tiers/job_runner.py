@@ -11,7 +11,16 @@ from errno import EIO
 from typing import TYPE_CHECKING, Final
 
 from pdserve.kv.tiers.disk.records import TierReadError, TierWriteError
-from pdserve.kv.tiers.jobs import CopyIn, CopyOut, Fill, JobDone, Maintain, Spill
+from pdserve.kv.tiers.jobs import (
+    CopyIn,
+    CopyOut,
+    Fill,
+    FillShared,
+    JobDone,
+    LookShared,
+    Maintain,
+    Spill,
+)
 from pdserve.transfer.copying import copy_runs
 
 if TYPE_CHECKING:
@@ -20,6 +29,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Bytes, Seconds
     from pdserve.kv.storage import BlockMemory
     from pdserve.kv.tiers.disk.records import SegmentStore
+    from pdserve.kv.tiers.disk.sealed_reader import SealedReader
     from pdserve.kv.tiers.jobs import BlockCopier, TierJob
 
 __all__ = ["JobRunner", "MemoryCopier"]
@@ -67,17 +77,27 @@ class JobRunner:
     """Carries out jobs, one at a time in each calling thread."""
 
     def __init__(
-        self, copier: BlockCopier | None, arena: BlockMemory, files: SegmentStore | None
+        self,
+        copier: BlockCopier | None,
+        arena: BlockMemory,
+        files: SegmentStore | None,
+        shared: SealedReader | None = None,
     ) -> None:
-        """`copier` None: copies are not its task. `files` None: there is no disk tier."""
+        """`copier` None: copies are not its task. `files` None: there is no disk tier. `shared`
+        None: nothing of other workers is read."""
         self._copier = copier
         self._arena = arena
         self.files = files
+        self.shared = shared
 
     def run(self, job: TierJob, began: Seconds, clock: Callable[[], Seconds]) -> JobDone:
         """Carry out a job. `began`: when it did, on `clock`."""
+        scan = None
         try:
-            self._carry_out(job)
+            if isinstance(job, LookShared):
+                scan = self._shared.scan(job.known)
+            else:
+                self._carry_out(job)
         except TierReadError as error:
             return JobDone(job, clock() - began, error.message, error.reason, error.errno)
         except TierWriteError as error:
@@ -86,7 +106,7 @@ class JobRunner:
             # The tier must learn of any error: its frames and claims wait for the end of the job.
             _log.exception("a job of the KV tiers failed")
             return JobDone(job, clock() - began, f"{type(error).__name__}: {error}", errno=EIO)
-        return JobDone(job, clock() - began)
+        return JobDone(job, clock() - began, scan=scan)
 
     def _carry_out(self, job: TierJob) -> None:
         match job:
@@ -96,6 +116,8 @@ class JobRunner:
                 self._copies.copy_in(job.frames, job.blocks)
             case Fill():
                 self._disk.read(job.place, job.hash, self._arena.view(job.frame))
+            case FillShared():
+                self._shared.read(job.place, job.hash, self._arena.view(job.frame))
             case Spill():
                 self._disk.write(job.batch, [self._arena.view(frame) for frame in job.frames])
             case Maintain():
@@ -110,6 +132,11 @@ class JobRunner:
     def _disk(self) -> SegmentStore:
         assert self.files is not None
         return self.files
+
+    @property
+    def _shared(self) -> SealedReader:
+        assert self.shared is not None
+        return self.shared
 
 
 def _int64(numbers: Iterable[int]) -> array[int]:

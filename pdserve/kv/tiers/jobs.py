@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Bytes, Seconds
     from pdserve.kv.tiers.block import TierBlock
     from pdserve.kv.tiers.disk.records import ReadFault, RecordPlace, SegmentCommand, WriteBatch
+    from pdserve.kv.tiers.disk.sealed_reader import SealedScan, SharedPlace, SharedSegment
     from pdserve.messages.tiers import LaneName
 
 __all__ = [
@@ -29,7 +30,9 @@ __all__ = [
     "CopyIn",
     "CopyOut",
     "Fill",
+    "FillShared",
     "JobDone",
+    "LookShared",
     "Maintain",
     "Spill",
     "TierIo",
@@ -77,6 +80,23 @@ class Fill:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class FillShared:
+    """Reads a record that another worker has stored into a frame and checks it."""
+
+    hash: bytes
+    place: SharedPlace
+    frame: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LookShared:
+    """Looks for segments that other workers have sealed."""
+
+    known: frozenset[SharedSegment]
+    """Those that need not be read again."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Spill:
     """Writes frames to disk, as one batch of records."""
 
@@ -91,7 +111,7 @@ class Maintain:
     command: SegmentCommand
 
 
-TierJob = CopyOut | CopyIn | Fill | Spill | Maintain
+TierJob = CopyOut | CopyIn | Fill | FillShared | LookShared | Spill | Maintain
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,6 +127,8 @@ class JobDone:
     """Why a read failed, in one word."""
     errno: int = 0
     """The system's error number; 0: none."""
+    scan: SealedScan | None = None
+    """What a look has found."""
 
 
 class BlockCopier(Protocol):
@@ -156,7 +178,7 @@ def lane_of(job: TierJob) -> LaneName:
             return "d2h"
         case CopyIn():
             return "h2d"
-        case Fill():
+        case Fill() | FillShared():
             return "disk_read"
         case _:
             return "disk_write"
@@ -167,7 +189,7 @@ def bytes_of(job: TierJob, block_bytes: Bytes) -> Bytes:
     match job:
         case CopyOut() | CopyIn() | Spill():
             return len(job.frames) * block_bytes
-        case Fill():
+        case Fill() | FillShared():
             return block_bytes
         case _:
             return 0

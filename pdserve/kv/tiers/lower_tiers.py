@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.kv.tiers.jobs import CopyIn, CopyOut, Fill, Maintain, Spill
+from pdserve.kv.tiers.jobs import CopyIn, CopyOut, Fill, FillShared, LookShared, Maintain, Spill
 from pdserve.kv.tiers.moves.arrivals import Arrivals
 from pdserve.kv.tiers.moves.counts import disk_stats, host_stats
 from pdserve.kv.tiers.moves.fetching import FetchDone, Fetching
 from pdserve.kv.tiers.moves.fills import Fills
 from pdserve.kv.tiers.moves.indexes import TierIndexes
 from pdserve.kv.tiers.moves.job_lanes import JobLanes
+from pdserve.kv.tiers.moves.sharing import Sharing
 from pdserve.kv.tiers.moves.spilling import Spilling
 from pdserve.kv.tiers.moves.storing import DeviceBlock, DevicePool, Storing
 from pdserve.messages.kv_events import KvEvent, PoolCleared
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from pdserve.kv.tiers.admission import DiskAdmission, HostAdmission
     from pdserve.kv.tiers.block import TierBlock
     from pdserve.kv.tiers.disk.index import DiskIndex
+    from pdserve.kv.tiers.disk.sealed_reader import SealedReader
     from pdserve.kv.tiers.host_index import HostIndex
     from pdserve.kv.tiers.jobs import JobDone, TierIo
     from pdserve.kv.tiers.lanes import LaneEstimate
@@ -61,8 +63,10 @@ class LowerTiers:
         block_size: int,
         device: DevicePool,
         rates: Mapping[LaneName, LaneEstimate] | None = None,
+        shared: SealedReader | None = None,
     ) -> None:
-        """`device` is the pool above. `rates`: the lanes that were measured."""
+        """`device` is the pool above. `rates`: the lanes that were measured. `shared` knows what
+        other workers have sealed."""
         self.host = host
         self.disk_trouble = ""
         """Why there is no disk tier any more, in words for the operator."""
@@ -70,11 +74,12 @@ class LowerTiers:
         """Why the host tier works in part, in words for the operator."""
         self._host_admission = host_admission
         self._block_size = block_size
-        self._tiers = TierIndexes(host, disk, block_bytes)
+        self._tiers = TierIndexes(host, disk, block_bytes, shared)
         self._jobs = JobLanes(io, block_bytes, rates)
         self._spilling = Spilling(self._tiers, self._jobs, disk_admission)
         self._storing = Storing(self._tiers, self._jobs, self._spilling, device, host_admission)
-        self._fills = Fills(self._tiers, self._jobs, self._storing.frame)
+        self._sharing = Sharing(self._tiers, self._jobs)
+        self._fills = Fills(self._tiers, self._jobs, self._sharing, self._storing.frame)
         self.arrivals = Arrivals(host, self._storing)
         """Takes in blocks that other workers send."""
         self._fetching = Fetching(self._tiers, self._jobs, self._fills)
@@ -110,12 +115,14 @@ class LowerTiers:
         return self._tiers.run(hashes, start)
 
     def blocks(self) -> Iterator[TierBlock]:
-        """Every block on host and disk, once for each; also those that are read from disk now.
-        O(all)."""
+        """Every block on host and disk, once for each; also those that are read from disk now, and
+        those of other workers. O(all)."""
         yield from filter(None, map(self.host.block, self.host.names()))
         yield from self._fills.contents()
         if self.disk is not None:
             yield from filter(None, map(self.disk.block, self.disk.hashes()))
+        if self._tiers.shared is not None:
+            yield from self._tiers.shared.blocks()
 
     # ------------------------------------------------------------------ storing
 
@@ -180,7 +187,12 @@ class LowerTiers:
 
     def next_deadline(self) -> Seconds | None:
         """Time at which `advance` must be called at the latest; None: never."""
-        due = self._fetching.next_deadline(), self._spilling.due(), self._jobs.io.next_due()
+        due = (
+            self._fetching.next_deadline(),
+            self._spilling.due(),
+            self._sharing.due(),
+            self._jobs.io.next_due(),
+        )
         return min((time for time in due if time is not None), default=None)
 
     def advance(self, now: Seconds) -> list[FetchDone]:
@@ -193,6 +205,7 @@ class LowerTiers:
         disk = self._tiers.open_disk
         if disk is not None:
             self._spilling.spill(now)
+            self._sharing.look(now)
             for command in disk.commands(now):
                 self._jobs.submit(Maintain(command), now)
         return self._fetching.take_done()
@@ -204,10 +217,12 @@ class LowerTiers:
                 self._storing.stored(job, done.error, now)
             case CopyIn() as job:
                 self._fetching.copied_in(done, job, now)
-            case Fill() as job:
+            case Fill() | FillShared() as job:
                 self._fetching.filled(done, job, now)
             case Spill() as job:
                 self._spilling.spilled(done, job, now)
+            case LookShared():
+                self._sharing.looked(done, now)
             case Maintain(command):
                 assert self.disk is not None
                 self.disk.finished(command, now, done.errno if done.error else 0)
@@ -223,6 +238,9 @@ class LowerTiers:
     def clear(self) -> None:
         """Forget every block that nothing reads now, on host and disk."""
         self._forget_host()
+        # Files of other workers may have what is not to be used any more, and are not for it to
+        # remove: so they are not looked at again.
+        self._tiers.shared = None
         if self.disk is not None:
             self.disk.clear()
 
@@ -251,6 +269,8 @@ class LowerTiers:
             self._spilling.withdraw(name)
             self.host.drop(name)
         self._fills.drop(lambda name: wanted(name, 0.0))
+        if self._tiers.shared is not None:
+            self._tiers.shared.drop(lambda name: wanted(name, 0.0))
         gone: dict[Tier, int] = {"host": len(host)}
         disk = self.disk
         if disk is not None:
@@ -268,10 +288,13 @@ class LowerTiers:
         self._forget_host()
         self._tiers.disk_paused = self.disk is not None
 
-    def reopen_disk(self, disk: DiskIndex | None, trouble: str = "") -> list[KvEvent]:
+    def reopen_disk(
+        self, disk: DiskIndex | None, trouble: str = "", shared: SealedReader | None = None
+    ) -> list[KvEvent]:
         """Go on with another index of the disk, or with none, for the reason `trouble`. Only while
         the old one is paused and idle. Returns the event of the change."""
-        self._tiers.disk, self._tiers.disk_paused = disk, False
+        self._tiers.disk, self._tiers.shared, self._tiers.disk_paused = disk, shared, False
+        self._sharing.restart()
         self.disk_trouble = trouble
         return [PoolCleared(tier="disk")]
 
@@ -287,7 +310,7 @@ class LowerTiers:
         retention = self._host_admission.retention.seconds(now) or 0.0
         host = host_stats(self.host, tiers.host_counts, size, retention, self.trouble)
         if tiers.disk is not None:
-            return host, disk_stats(tiers.disk, tiers.disk_counts, size, tiers.block_bytes, now)
+            return host, disk_stats(tiers, tiers.disk, self._sharing.counts, size, now)
         return (
             (host, TierStats(tier=2, trouble=self.disk_trouble)) if self.disk_trouble else (host,)
         )

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from pdserve.kv.tiers.jobs import READERS, CopyIn, CopyOut, Fill
+from pdserve.kv.tiers.jobs import READERS, CopyIn, CopyOut, Fill, FillShared
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +64,7 @@ class ThreadTierIo:
         match job:
             case CopyOut() | CopyIn():
                 self._copies.put(job)
-            case Fill():
+            case Fill() | FillShared():
                 self._reads.put(job)
             case _:
                 self._writes.put(job)

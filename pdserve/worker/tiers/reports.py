@@ -48,6 +48,9 @@ def tier_sample(tier: TierStats, block_bytes: Bytes) -> TierSample:
         failed=tier.failed,
         read=tier.read_bytes,
         written=tier.written_bytes,
+        shared=tier.shared_blocks,
+        shared_read=tier.shared_read,
+        shared_failed=tier.shared_failed,
     )
 
 

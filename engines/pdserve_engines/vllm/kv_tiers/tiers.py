@@ -19,13 +19,13 @@ from pdserve.engine_core.tiers.core_tiers import (
     DeviceTiers,
     TierStorage,
     disk_fingerprint,
+    disk_runner,
     frames_of,
     open_disk,
 )
 from pdserve.engine_core.tiers.fetch_planner import FetchPlanner
 from pdserve.engine_core.tiers.frames.frame_fetches import FrameFetches
 from pdserve.engine_core.tiers.prefill_cost import StepCost
-from pdserve.kv.tiers.job_runner import JobRunner
 from pdserve.kv.tiers.thread_io import ThreadTierIo
 from pdserve.transfer.copy_plan import block_bytes
 from pdserve_engines.renamed_blocks import root_of
@@ -267,7 +267,7 @@ def open_tiers(
     except BaseException:
         free()
         raise
-    runner = JobRunner(None, memory, None if disk is None else disk.files)
+    runner = disk_runner(None, memory, disk)
     files = None if disk is None else ThreadTierIo(runner, disk=True)
     ranks = int(core.vllm_config.parallel_config.tensor_parallel_size)
     io = StepIo(files, ranks, size, view.holds)

@@ -4,8 +4,7 @@ On a file system that several machines share, a worker can serve blocks from the
 others with its fingerprint. It only reads: it locks nothing and removes nothing. Their owners may
 erase records and remove segments at any time; then a read fails, which is a miss.
 
-`scan` and `read` block and are for threads. `apply`, `place` and `failed` are for the thread that
-owns the reader.
+`scan` and `read` block and are for threads. All else is for the thread that owns the reader.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from pdserve.kv.tiers.block import TierBlock
 from pdserve.kv.tiers.disk.directory import SegmentName, read_description, subdirectories
 from pdserve.kv.tiers.disk.file_system.file_ops import OsFileOps
 from pdserve.kv.tiers.disk.files import read_error, read_record
@@ -21,17 +21,20 @@ from pdserve.kv.tiers.disk.records import RecordPlace
 from pdserve.kv.tiers.disk.recovery import find_segment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from pdserve.kv.tiers.disk.file_system.file_ops import FileOps
     from pdserve.kv.tiers.disk.fingerprint import Fingerprint
+    from pdserve.kv.tiers.disk.format import RecordEntry
     from pdserve.kv.tiers.disk.segment import FoundSegment
 
 __all__ = ["SealedReader", "SealedScan", "SharedPlace", "SharedSegment"]
 
-_MOST_RECORDS: Final = 1 << 20
-"""Most blocks of others that are known."""
+_MOST_RECORDS: Final = 1 << 18
+"""Most blocks of others that are known; each takes about 0.4 KB."""
+_MOST_READ: Final = 64
+"""Most tables that one scan reads; the next scan reads others."""
 
 
 class SharedSegment(NamedTuple):
@@ -46,7 +49,20 @@ class SharedPlace:
     """Where a block is in another worker's subdirectory."""
 
     segment: SharedSegment
-    place: RecordPlace
+    entry: RecordEntry
+
+    @property
+    def record(self) -> RecordPlace:
+        """Its place in the segment."""
+        name, entry = self.segment.name, self.entry
+        return RecordPlace(name.number, name.epoch, entry.offset, entry.payload_bytes, entry.seq)
+
+    @property
+    def block(self) -> TierBlock:
+        """What is known of the block."""
+        entry = self.entry
+        root = entry.root if any(entry.root) else b""
+        return TierBlock(entry.key, entry.parent, entry.turns, entry.tokens, root=root)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,21 +121,38 @@ class SealedReader:
             if segment not in self._segments and len(self._where) < self._most:
                 self._add(segment, found)
 
-    def failed(self, place: SharedPlace, hash: bytes) -> None:
-        """A read failed: the block is not looked for there any more."""
+    def blocks(self) -> Iterator[TierBlock]:
+        """Every block that is known. O(all)."""
+        return (place.block for place in self._where.values())
+
+    def failed(self, place: SharedPlace, hash: bytes, *, gone: bool = False) -> None:
+        """A read failed: the block is not looked for there any more. `gone`: no block of the
+        segment is."""
         if self._where.get(hash) == place:
             del self._where[hash]
+        if gone and place.segment in self._segments:
+            self._forget(place.segment)
+
+    def drop(self, unwanted: Callable[[bytes], bool]) -> None:
+        """Forget blocks, by an operator's order. Their files are for their owners to change."""
+        for name in [name for name in self._where if unwanted(name)]:
+            # A segment that is read again would bring it back.
+            self._partial.discard(self._where.pop(name).segment)
 
     # ------------------------------------------------------------------ for threads
 
     def scan(self, known: frozenset[SharedSegment]) -> SealedScan:
         """Look for segments, and read the tables of those that are not in `known`."""
-        present, added = set(), []
+        present: set[SharedSegment] = set()
+        added: list[tuple[SharedSegment, FoundSegment]] = []
         for path, directory in self._others():
             for segment in self._segments_of(path):
                 if segment in known:
                     present.add(segment)
-                elif (found := self._sealed(segment, directory)) is not None:
+                elif (
+                    len(added) < _MOST_READ
+                    and (found := self._sealed(segment, directory)) is not None
+                ):
                     present.add(segment)
                     added.append((segment, found))
         return SealedScan(frozenset(present), tuple(added))
@@ -130,11 +163,11 @@ class SealedReader:
             fd = self._ops.open(place.segment.path / str(place.segment.name))
             try:
                 identity = self._fingerprint.id
-                read_record(self._ops, fd, place.place, hash, identity, into)
+                read_record(self._ops, fd, place.record, hash, identity, into)
             finally:
                 self._ops.close(fd)
         except OSError as error:
-            raise read_error(error, place.place) from error
+            raise read_error(error, place.record) from error
 
     # ------------------------------------------------------------------ inside
 
@@ -165,10 +198,7 @@ class SealedReader:
         names = []
         for entry in found.entries:
             if entry.key not in self._where:
-                place = RecordPlace(
-                    found.number, found.epoch, entry.offset, entry.payload_bytes, entry.seq
-                )
-                self._where[entry.key] = SharedPlace(segment, place)
+                self._where[entry.key] = SharedPlace(segment, entry)
                 names.append(entry.key)
         self._segments[segment] = names
         if len(names) < len(found.entries):

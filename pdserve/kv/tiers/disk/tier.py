@@ -20,6 +20,7 @@ from pdserve.kv.tiers.disk.index import DiskIndex, segment_size
 from pdserve.kv.tiers.disk.memory_segments import MemorySegments
 from pdserve.kv.tiers.disk.records import TierWriteError
 from pdserve.kv.tiers.disk.recovery import find_segments
+from pdserve.kv.tiers.disk.sealed_reader import SealedReader
 from pdserve.kv.tiers.measuring.first_rates import measure_disk
 
 if TYPE_CHECKING:
@@ -86,10 +87,13 @@ class DiskTier:
         settings: _Settings | None = None,
         directory: OwnDirectory | None = None,
         ops: FileOps | None = None,
+        shared: SealedReader | None = None,
     ) -> None:
+        """`shared`: what reads the sealed segments of other workers."""
         self.index = index
         self.files = files
         self.report = report
+        self.shared = shared
         self._clock = clock
         self._settings = settings
         self._directory = directory
@@ -211,7 +215,14 @@ def _open(settings: _Settings, clock: Clock) -> DiskTier:
     report = _report(index, directory, leftovers, len(bad), clock.now() - started)
     _log.info("disk tier %s: %s", directory.path, report)
     return DiskTier(
-        index, files, report, clock=clock, settings=settings, directory=directory, ops=fastest
+        index,
+        files,
+        report,
+        clock=clock,
+        settings=settings,
+        directory=directory,
+        ops=fastest,
+        shared=SealedReader(settings.root, fingerprint, directory.path, ops=settings.ops),
     )
 
 

@@ -9,9 +9,11 @@ from pdserve.kv.tiers.disk.format import record_bytes
 from pdserve.messages.tiers import TierStats
 
 if TYPE_CHECKING:
-    from pdserve.ids import Bytes, Seconds
+    from pdserve.ids import Seconds
     from pdserve.kv.tiers.disk.index import DiskIndex
     from pdserve.kv.tiers.host_index import HostIndex
+    from pdserve.kv.tiers.moves.indexes import TierIndexes
+    from pdserve.kv.tiers.moves.sharing import SharedCounts
 
 __all__ = ["TierCounts", "disk_stats", "host_stats"]
 
@@ -55,13 +57,13 @@ def host_stats(
 
 
 def disk_stats(
-    disk: DiskIndex, counts: TierCounts, block_size: int, block_bytes: Bytes, now: Seconds
+    tiers: TierIndexes, disk: DiskIndex, others: SharedCounts, block_size: int, now: Seconds
 ) -> TierStats:
-    """The record of the disk tier."""
-    held = disk.counts()
+    """The record of the disk tier. `others`: what was read of other workers' blocks."""
+    held, counts = disk.counts(), tiers.disk_counts
     return TierStats(
         tier=2,
-        blocks_total=held.block_slots or held.capacity // record_bytes(block_bytes),
+        blocks_total=held.block_slots or held.capacity // record_bytes(tiers.block_bytes),
         blocks_valid=held.blocks,
         blocks_filling=held.writing,
         blocks_claimed=held.claims,
@@ -75,4 +77,7 @@ def disk_stats(
         written_bytes=counts.written_bytes,
         retention=held.retention,
         trouble=disk.trouble.text(now),
+        shared_blocks=0 if tiers.shared is None else len(tiers.shared),
+        shared_read=others.read,
+        shared_failed=others.failed,
     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.ids import Seconds
-    from pdserve.kv.tiers.jobs import Fill, JobDone
+    from pdserve.kv.tiers.jobs import Fill, FillShared, JobDone
     from pdserve.kv.tiers.moves.fills import Fills
     from pdserve.kv.tiers.moves.indexes import TierIndexes
     from pdserve.kv.tiers.moves.job_lanes import JobLanes
@@ -153,7 +153,7 @@ class Fetching:
 
     # ------------------------------------------------------------------ ends of jobs
 
-    def filled(self, done: JobDone, job: Fill, now: Seconds) -> None:
+    def filled(self, done: JobDone, job: Fill | FillShared, now: Seconds) -> None:
         """A read from disk ended: those that wait for it go on, or end before it."""
         filling = self._fills.ended(done, job, now)
         waiting, filling.fetches = filling.fetches, {}

@@ -1,7 +1,7 @@
 """Reads records from disk into host frames: one read for all fetches that want the block.
 
-The record's segment is claimed while it is read. The frame is in no index before the last fetch
-that waits for it has copied from it; then it is an ordinary one.
+The record's segment is claimed while it is read, unless it is another worker's. The frame is in no
+index before the last fetch that waits for it has copied from it; then it is an ordinary one.
 
 Pure but for the jobs: times are arguments.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdserve.kv.tiers.block import TierBlock
-from pdserve.kv.tiers.jobs import Fill
+from pdserve.kv.tiers.jobs import Fill, FillShared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pdserve.kv.tiers.jobs import JobDone
     from pdserve.kv.tiers.moves.indexes import TierIndexes
     from pdserve.kv.tiers.moves.job_lanes import JobLanes
+    from pdserve.kv.tiers.moves.sharing import Sharing
 
 __all__ = ["Filling", "Fills"]
 
@@ -47,12 +48,17 @@ class Fills:
     """The reads from disk, and the frames that fetches still copy from."""
 
     def __init__(
-        self, tiers: TierIndexes, jobs: JobLanes, take_frame: Callable[[Seconds], int | None]
+        self,
+        tiers: TierIndexes,
+        jobs: JobLanes,
+        sharing: Sharing,
+        take_frame: Callable[[Seconds], int | None],
     ) -> None:
         """`take_frame`: a frame of the host to read into; None: all are in use."""
         self._tiers = tiers
         self._host = tiers.host
         self._jobs = jobs
+        self._sharing = sharing
         self._take_frame = take_frame
         self._filling: dict[bytes, Filling] = {}
 
@@ -88,16 +94,24 @@ class Fills:
 
     def _begin(self, block_hash: bytes, parent: bytes, now: Seconds) -> Filling | None:
         disk = self._tiers.open_disk
-        place = None if disk is None else disk.place(block_hash)
-        if disk is None or place is None:
+        own = None if disk is None else disk.place(block_hash)
+        other = self._tiers.shared_place(block_hash) if own is None else None
+        if own is None and other is None:
             return None
         frame = self._take_frame(now)
         if frame is None:
             return None
-        disk.claim(place)
-        content = disk.block(block_hash) or TierBlock(block_hash, parent)
+        job: Fill | FillShared
+        if other is not None:
+            content, job = other.block, FillShared(block_hash, other, frame)
+        else:
+            assert disk is not None
+            assert own is not None
+            disk.claim(own)
+            content = disk.block(block_hash) or TierBlock(block_hash, parent)
+            job = Fill(block_hash, own, frame)
         filling = self._filling[block_hash] = Filling(frame, content)
-        self._jobs.submit(Fill(block_hash, place, frame), now)
+        self._jobs.submit(job, now)
         return filling
 
     def leave(self, number: int, block_hash: bytes, now: Seconds) -> None:
@@ -111,28 +125,34 @@ class Fills:
 
     # ------------------------------------------------------------------ ends of reads
 
-    def ended(self, done: JobDone, job: Fill, now: Seconds) -> Filling:
+    def ended(self, done: JobDone, job: Fill | FillShared, now: Seconds) -> Filling:
         """A read ended; returns its frame, which is `valid` if it succeeded, with the fetches that
         wait for it. `settle` follows when they have been told."""
-        disk = self._tiers.disk
-        assert disk is not None
         filling = self._filling[job.hash]
-        if done.error:
-            self._failed(done, job, filling, now)
-            disk.release(job.place)
+        if isinstance(job, FillShared):
+            self._sharing.filled(done, job)
         else:
-            disk.release(job.place)
+            self._own_ended(done, job, now)
+        if done.error:
+            self._failed(job.hash, filling)
+        else:
             filling.valid = True
             self._tiers.disk_counts.read_bytes += self._tiers.block_bytes
-            disk.touch(job.hash, now)
         return filling
 
-    def _failed(self, done: JobDone, job: Fill, filling: Filling, now: Seconds) -> None:
-        assert self._tiers.disk is not None
-        self._tiers.disk_counts.failed += 1
-        _log.warning("a KV block was not read from disk: %s", done.error)
-        self._tiers.disk.read_failed(job.place, job.hash, done.reason, now, done.errno)
-        del self._filling[job.hash]
+    def _own_ended(self, done: JobDone, job: Fill, now: Seconds) -> None:
+        disk = self._tiers.disk
+        assert disk is not None
+        if done.error:
+            self._tiers.disk_counts.failed += 1
+            _log.warning("a KV block was not read from disk: %s", done.error)
+            disk.read_failed(job.place, job.hash, done.reason, now, done.errno)
+        else:
+            disk.touch(job.hash, now)
+        disk.release(job.place)
+
+    def _failed(self, block_hash: bytes, filling: Filling) -> None:
+        del self._filling[block_hash]
         self._host.abandon(filling.frame)
 
     def settle(self, block_hash: bytes, now: Seconds) -> None:

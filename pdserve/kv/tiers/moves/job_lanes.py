@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from pdserve.kv.tiers.jobs import READERS, Fill, Maintain, Spill, bytes_of, lane_of
+from pdserve.kv.tiers.jobs import (
+    READERS,
+    Fill,
+    FillShared,
+    LookShared,
+    Maintain,
+    Spill,
+    bytes_of,
+    lane_of,
+)
 from pdserve.kv.tiers.lanes import Lane
 
 if TYPE_CHECKING:
@@ -23,7 +32,7 @@ __all__ = ["JobLanes", "parts"]
 _COPY_BYTES: Final[Bytes] = 16 << 20
 """Most bytes of one copy job, so that a fetch is not behind a long copy."""
 
-_DISK_JOBS: Final = (Fill, Spill, Maintain)
+_DISK_JOBS: Final = (Fill, FillShared, LookShared, Spill, Maintain)
 _WIDTHS: Final[dict[LaneName, int]] = {"disk_read": READERS}
 """Jobs that a lane does at the same time, where it is more than one."""
 
