@@ -21,7 +21,7 @@ have been verified, or quarantined when their attempt was aborted.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -63,6 +63,8 @@ class BlockPool:
         self._parent: list[bytes] = [b""] * num_blocks
         self._generation = [0] * num_blocks
         self._by_hash: dict[bytes, int] = {}
+        self._children: dict[bytes, int] = {}
+        """Number of blocks that continue the block with this hash, or begin at this root."""
         # Ids are popped from the end, so a fresh pool hands them out in ascending order.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -192,6 +194,23 @@ class BlockPool:
                 self._cached[block] = None
         self.releases += 1
 
+    def release_early(self, blocks: Sequence[int]) -> None:
+        """`release`, for blocks that are not worth keeping: they are evicted next, the leaf first.
+        A block that has another holder, or that another block continues, is kept as usual, and so
+        are those before it."""
+        self.release(blocks)
+        hashes, cached, children = self._hash, self._cached, self._children
+        early: list[int] = []
+        for block in reversed(blocks):
+            block_hash = hashes[block]
+            if block_hash is None:
+                continue
+            if block not in cached or children.get(block_hash, 0) != bool(early):
+                break
+            early.append(block)
+        for block in reversed(early):
+            cached.move_to_end(block, last=False)
+
     # ------------------------------------------------------------------ content
 
     def commit(self, block: int, block_hash: bytes, parent: bytes) -> int:
@@ -213,6 +232,7 @@ class BlockPool:
         self._hash[block] = block_hash
         self._parent[block] = parent
         self._by_hash[block_hash] = block
+        self._children[parent] = self._children.get(parent, 0) + 1
         self._note_stored([block_hash], parent)
         return block
 
@@ -223,6 +243,7 @@ class BlockPool:
         to use. A block that has its hash already keeps it. After misuse, the blocks before the
         misused one stay committed."""
         refs, names, parents, by_hash = self._refs, self._hash, self._parent, self._by_hash
+        children = self._children
         used: list[int] = []
         fresh: list[bytes] = []
         before = parent
@@ -231,6 +252,7 @@ class BlockPool:
                 names[block] = block_hash
                 parents[block] = parent
                 by_hash[block_hash] = block
+                children[parent] = children.get(parent, 0) + 1
                 fresh.append(block_hash)
             else:
                 self._note_stored(fresh, before)
@@ -273,6 +295,7 @@ class BlockPool:
         self._free.extend(self._cached)
         self._cached.clear()
         self._by_hash.clear()
+        self._children.clear()
         self._hash = [None] * self.num_blocks
         self._generation = [number + 1 for number in self._generation]
         self.releases += 1
@@ -305,6 +328,10 @@ class BlockPool:
         self._hash[block] = None
         self._generation[block] += 1
         del self._by_hash[block_hash]
+        parent = self._parent[block]
+        self._children[parent] -= 1
+        if not self._children[parent]:
+            del self._children[parent]
         return block_hash
 
     # ------------------------------------------------------------------ quarantine
@@ -379,6 +406,7 @@ class BlockPool:
         assert not named & nameless, "a free or quarantined block has a hash"
         assert cached <= named, "a cached block has no hash"
         assert {self._hash[block]: block for block in named} == self._by_hash
+        assert Counter(self._parent[block] for block in named) == self._children
         if not self._in_order:
             return
         age = {block: position for position, block in enumerate(self._cached)}

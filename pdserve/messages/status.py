@@ -80,6 +80,10 @@ class RouterStats(msgspec.Struct, frozen=True, array_like=True):
     """What happened to items of those queues, ever: see `router.prefill_queue.queue`."""
     moves_asked: Count = 0
     """Migration hints sent: another worker would have begun the request sooner."""
+    copies_kept: Count = 0
+    """Decisions for a worker that fetches a prefix and keeps it."""
+    copies_let_go: Count = 0
+    """The same, where enough workers had the prefix already."""
 
 
 class LatencyCounts(msgspec.Struct, frozen=True, array_like=True):

@@ -125,6 +125,9 @@ class KvSource(msgspec.Struct, frozen=True, array_like=True):
     """Leading blocks of the prompt that it has in any tier."""
     device_blocks: Count = 0
     """Those of them that are on its device; the others are on lower tiers."""
+    retain: bool = True
+    """False: enough workers have them already. What is fetched is for this request, and is not
+    worth keeping after it."""
 
 
 class CachedSource(msgspec.Struct, frozen=True, array_like=True):

@@ -24,6 +24,7 @@ class RouterSample:
     ever_held: float | None = None
     held_seconds: float | None = None
     held_ended: Mapping[str, float] = field(default_factory=dict)
+    kv_copies: Mapping[str, float] = field(default_factory=dict)
     prompt_tokens: Mapping[str, float] = field(default_factory=dict)
     first_token_seconds: Mapping[str, float] = field(default_factory=dict)
     prediction: Mapping[str, float] = field(default_factory=dict)
@@ -165,6 +166,14 @@ NODE_METRICS = (
         "held_ended",
         "Requests whose wait in this router ended without a worker: expired, withdrawn.",
         "reason",
+    ),
+    NodeMetric(
+        "router_kv_copies_total",
+        "counter",
+        "kv_copies",
+        "Requests whose worker was expected to fetch a prefix from another one, by what becomes of"
+        " the copy: kept, or let_go since enough workers had the prefix.",
+        "copy",
     ),
     NodeMetric(
         "router_prompt_tokens_total",

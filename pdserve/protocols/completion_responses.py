@@ -104,6 +104,8 @@ class RouteSource(msgspec.Struct, kw_only=True):
     """Leading prompt tokens that it has."""
     device_tokens: int
     """Those of them that are on its device."""
+    kept: bool = True
+    """False: enough workers have them, so the chosen one lets go of them after the request."""
 
 
 class RouteExplanation(msgspec.Struct, kw_only=True):

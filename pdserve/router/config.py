@@ -36,6 +36,11 @@ class RouterConfig:
     """Order of one tenant's waiting requests: `sjf`, least predicted work first, corrected by the
     time waited; `fifo`, by arrival.
     """
+    kv_copies: int = 0
+    """Workers that may keep a prefix which they fetched from each other; 0: half of the model's, at
+    least 2. Copies follow demand up to there. Beyond, one costs the room of other prefixes and
+    saves no computation, only the next fetch.
+    """
     rebalance: bool = True
     """Tell frontends to move waiting requests to a worker that would begin them sooner."""
     hold_limit: int = 4096
@@ -101,6 +106,8 @@ class RouterConfig:
                 raise ConfigError(f"{_key(name)} must be more than 0 seconds")
         if not self.hold_work >= 0:
             raise ConfigError("hold-work must be 0 seconds or more")
+        if self.kv_copies < 0:
+            raise ConfigError("kv-copies must be at least 1, or auto")
         if self.queue_order not in ORDERS:
             raise ConfigError(f"queue-order must be one of {', '.join(ORDERS)}")
         for name in (

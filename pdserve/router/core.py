@@ -47,7 +47,13 @@ from pdserve.router.admission_queue import AdmissionQueue, PlacedRequest, Queued
 from pdserve.router.bookings import Bookings, DecisionBasis
 from pdserve.router.drain_rate import DrainRate
 from pdserve.router.eligibility import RouteRejection, candidates, explain_eligibility
-from pdserve.router.kv_sources import KvHolder, kv_sources, longest_first
+from pdserve.router.kv_sources import (
+    KvHolder,
+    count_copies,
+    kv_sources,
+    longest_first,
+    most_copies,
+)
 from pdserve.router.onboarding import BlocksBySource, onboarding_plans
 from pdserve.router.policies.base import Explains, RoutingState
 from pdserve.router.prefix_index.index import PrefixIndex
@@ -122,6 +128,10 @@ class RouterCounters:
     """The predictions for `waited_seconds`."""
     moves_asked: int = 0
     """Bookings that frontends were told to move to another worker."""
+    copies_kept: int = 0
+    """Decisions for a worker that was expected to fetch a prefix, and to keep it."""
+    copies_let_go: int = 0
+    """The same, where enough workers had it already."""
 
 
 class RouterCore:
@@ -496,7 +506,14 @@ class RouterCore:
             held=len(queue) if queue else 0,
             holders=holders,
             onboarding=onboarding_plans(
-                request, workers, found.overlaps, found.lower, holders, learnt, now
+                request,
+                workers,
+                found.overlaps,
+                found.lower,
+                holders,
+                learnt,
+                now,
+                most_copies(self._config.kv_copies, len(workers)),
             )
             if self.pool.tiered
             else _NO_PLANS,
@@ -523,7 +540,12 @@ class RouterCore:
         own = state.own_blocks(chosen.node)
         if not any(state.own_blocks(node) > own for node in state.overlaps.keys() | state.lower):
             return ()
-        return kv_sources(chosen, own, state.holders or self._holders(request))
+        most = most_copies(self._config.kv_copies, len(state.workers))
+
+        def keeps(blocks: int) -> bool:
+            return count_copies(blocks, state.overlaps, state.lower) < most
+
+        return kv_sources(chosen, own, state.holders or self._holders(request), keeps)
 
     def _place(
         self,
@@ -559,13 +581,18 @@ class RouterCore:
             bool(request.allowed or request.lora),
         )
         sources = self._sources(request, state, chosen)
-        self.index.placed(now, worker, request.names, request.names_id)  # may raise: charge last
+        kept = plan is None or plan.kept
+        if kept:  # else it is there for no other request
+            self.index.placed(now, worker, request.names, request.names_id)
         lanes = () if plan is None else tuple(plan.sizes.items())
         booking = self.bookings.place(
             now, worker, frontend, request.n, request.prompt_tokens, cached, work, dispatch, lanes
         )
         self.pool.chosen(request.model, chosen.node)
         self.numbers.placed += 1
+        if plan is not None and plan.peer is not None:
+            self.numbers.copies_kept += kept
+            self.numbers.copies_let_go += not kept
         self.decisions[policy] += 1
         basis = (len(state.workers), state.held, chosen.sequences) if request.trace else (0, 0, 0)
         routed = RouteDecision(

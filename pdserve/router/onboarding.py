@@ -18,10 +18,10 @@ Pure. `RouterCore` makes the plans for each decision; policies see them in their
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pdserve.router.kv_sources import reachable
+from pdserve.router.kv_sources import count_copies, reachable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -97,6 +97,8 @@ class Onboarding:
     """By how much its bytes delay those that wait in the same lanes."""
     peer: NodeId | None = None
     """The other worker, if there is one."""
+    kept: bool = True
+    """False: enough workers have what is fetched, so this one lets go of it after the request."""
     groups: int = _GROUPS
 
     @property
@@ -124,12 +126,15 @@ def onboarding_plans(
     holders: Sequence[KvHolder],
     model: LatencyModel,
     now: Seconds,
+    most_copies: int = 1 << 30,
 ) -> dict[NodeId, Onboarding]:
-    """The plans of the workers whose first token comes sooner with one. `holders`: longest first.
-    The other arguments are those of `RoutingState`."""
+    """The plans of the workers whose first token comes sooner with one. `holders`: longest first;
+    `most_copies`: workers that may keep what is fetched. The other arguments are those of
+    `RoutingState`."""
     if not lower and not holders:
         return {}
-    plans = {}
+    plans: dict[NodeId, Onboarding] = {}
+    kept: dict[int, bool] = {}
     for worker in workers:
         kv = worker.kv
         if not kv.lanes or not kv.block_bytes:
@@ -140,8 +145,13 @@ def onboarding_plans(
         peer = _peer_of(worker, with_disk, holders) if "fetch" in kv.lanes else None
         if with_disk > device or peer is not None:
             plan = _soonest(request, worker, own, peer, model, worker.wait(now))
-            if plan is not None:
-                plans[worker.node] = plan
+            if plan is None:
+                continue
+            if plan.peer is not None and (depth := plan.blocks.total) not in kept:
+                kept[depth] = count_copies(depth, overlaps, lower) < most_copies
+            plans[worker.node] = (
+                plan if plan.peer is None or kept[plan.blocks.total] else replace(plan, kept=False)
+            )
     return plans
 
 

@@ -300,6 +300,8 @@ class RouterService:
             prefill=self.prefill.states(),
             prefill_events=dict(self.prefill.counters),
             moves_asked=numbers.moves_asked,
+            copies_kept=numbers.copies_kept,
+            copies_let_go=numbers.copies_let_go,
         )
 
     # ------------------------------------------------------------------ rebalancing

@@ -453,6 +453,7 @@ class WorkerTable:
             decode=worker.facts.decode,
             window_work=prefills.window,
             kv=self._kv(worker, load),
+            reported_at=worker.load_at,
         )
 
     def _kv(self, worker: _Worker, load: WorkerLoad) -> WorkerKv:

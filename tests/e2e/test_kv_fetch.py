@@ -173,3 +173,47 @@ def test_a_worker_that_leaves_gives_its_newest_blocks_to_an_heir(workers, heir):
     again = workers.ask("heir", "last words")
     assert (again.text, again.cached) == (there.text, {"device": REUSED})
     wait_released(heir)
+
+
+# ---------------------------------------------------------------------- copies of a hot prefix
+
+
+COPIES = 2
+CROWD = ("w1", "w2", "w3", "w4")
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    """Four workers of a cluster whose routers let two of them keep what they fetch."""
+    with Cluster(tmp_path_factory.mktemp("copies")) as cluster:
+        cluster.router("--kv-copies", str(COPIES))
+        found = Workers(cluster, cluster.frontend(), {})
+        found.start(*CROWD)
+        cluster.wait_ready()
+        found.wait_ready(*CROWD)
+        yield found
+
+
+def holding(workers: Workers, seed: object) -> set[str]:
+    """Workers that have all of a prompt on their devices, by their own events."""
+    explained = workers.front.post("/route", {"prompt": prompt(seed)})
+    return {one["worker"] for one in explained["candidates"] if one["overlap_tokens"] >= REUSED}
+
+
+def test_a_hot_prefix_lies_on_k_workers_and_not_on_more(crowd):
+    """Every worker is asked for it between other work, for some of which it has to make room."""
+    texts = set()
+    for worker in CROWD:
+        for number in range(2):
+            crowd.ask(worker, f"before {number} {worker}")
+        found = crowd.ask(worker, "hot")
+        texts.add(found.text)
+        assert found.cached == ({"peer": REUSED} if worker != "w1" else {})
+        wait_released(crowd.nodes[worker])
+    assert len(texts) == 1
+    for worker in CROWD:
+        for number in range(2):
+            crowd.ask(worker, f"after {number} {worker}")
+    eventually(lambda: holding(crowd, "hot") == {"w1", "w2"}, lambda: holding(crowd, "hot"))
+    again = crowd.ask("w2", "hot")
+    assert (again.text in texts, again.cached) == (True, {"device": REUSED})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
+from random import Random
 
 import pytest
 from hypothesis import settings
@@ -478,3 +479,67 @@ def test_a_generation_grows_when_content_may_change() -> None:
     pool.release((0, 1))
     pool.unname()
     assert pool.generation(block) == before + 2
+
+
+# ---------------------------------------------------------------------- early eviction
+
+
+def chain(pool: BlockPool, name: str, count: int, before: list[int] | None = None) -> list[int]:
+    """Blocks of one chain, held: those before it, and fresh ones."""
+    shared = before or []
+    fresh = pool.reserve(count, shared=shared)
+    assert fresh is not None
+    parent = pool.name(shared[-1]) if shared else b"root"
+    assert parent is not None
+    pool.commit_run(fresh, [f"{name}{i}".encode() for i in range(count)], parent)
+    return [*shared, *fresh]
+
+
+def order(pool: BlockPool) -> list[str]:
+    return [name.decode() for _, name in pool.oldest(99)]
+
+
+def test_blocks_that_are_released_early_go_first_and_the_leaf_before_all():
+    pool = BlockPool(16, 4)
+    pool.release(chain(pool, "old", 2))
+    blocks = chain(pool, "hot", 3)
+    pool.release_early([*blocks, *(pool.reserve(1) or [])])
+    assert order(pool) == ["hot2", "hot1", "hot0", "old1", "old0"]
+    pool.check()
+
+
+def test_what_another_chain_continues_is_kept_as_usual():
+    pool = BlockPool(16, 4)
+    hot = chain(pool, "hot", 3)
+    other = chain(pool, "own", 1, hot[:2])
+    pool.release(chain(pool, "old", 1))
+    pool.release_early(hot)
+    assert order(pool) == ["hot2", "old0"]
+    pool.release(other)
+    assert order(pool) == ["hot2", "old0", "own0", "hot1", "hot0"]
+    pool.check()
+
+
+def test_what_another_holder_has_is_released_by_the_last_one():
+    pool = BlockPool(16, 4)
+    pool.release(chain(pool, "old", 1))
+    hot = chain(pool, "hot", 2)
+    pool.acquire(hot)
+    pool.release_early(hot)
+    assert order(pool) == ["old0"]
+    pool.release_early(hot)
+    assert order(pool) == ["hot1", "hot0", "old0"]
+    pool.check()
+
+
+def test_random_early_releases_keep_leaves_first(seed: int):
+    rng, pool = Random(seed), BlockPool(40, 4)
+    held: list[list[int]] = []
+    for number in range(600):
+        if held and (rng.random() < 0.5 or pool.available < 5):
+            blocks = held.pop(rng.randrange(len(held)))
+            (pool.release_early if rng.random() < 0.5 else pool.release)(blocks)
+        else:
+            near = rng.choice(held)[: rng.randint(0, 3)] if held else []
+            held.append(chain(pool, f"c{number}-", rng.randint(1, 4), near))
+        pool.check()

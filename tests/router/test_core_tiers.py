@@ -271,3 +271,110 @@ def test_a_preview_shows_blocks_by_source_and_seconds_of_each_worker():
     without = World("a", lanes=())
     without.has("a", 1, 7)
     assert without.core.explain(10.0, without.request()).candidates[0].sources == {"device": 7}
+
+
+# ---------------------------------------------------------------------- stale reports
+
+
+def streams(world: World, node: str, running: int, age: float = 0.0) -> None:
+    """A worker's report: so many streams, of 2,000 tokens each, some time ago."""
+    world.core.load(
+        life(node),
+        load(running, max_sequences=256, lanes=LANES, kv_tokens=2000 * running),
+        world.now - age,
+    )
+
+
+@pytest.mark.parametrize("age", [0.0, 0.3, 2.0])
+def test_the_next_turn_goes_where_the_last_one_was_though_the_report_still_has_it(age: float):
+    """The turn's stream is counted at the owner, and an idle neighbour could fetch in 2 ms."""
+    near = (*LANES[:2], LaneLoad("fetch", 0, 1e12, 0.002))
+    world = World("a", "b", lanes=near)
+    world.has("b", 1, 40)
+    streams(world, "b", 1, age)
+    assert world.ask(1, 41).worker == "b"
+
+
+def test_an_owner_that_is_busy_by_its_bookings_is_left_all_the_same():
+    world = World("a", "b")
+    world.has("b", 1, 240)
+    streams(world, "b", 1)
+    world.core.bookings.peer_up(life("r"))
+    world.core.bookings.peer_placed(life("r"), booked(5, life("b"), prompt_tokens=30_000))
+    assert world.ask().worker == "a"
+
+
+def test_the_older_a_report_is_the_more_a_fetch_has_to_gain():
+    terms = []
+    for age in (0.0, 1.0, 5.0, 500.0):
+        world = World("a", "b")
+        world.has("b", 1, 200)
+        streams(world, "b", 8, age)
+        preview = world.core.explain(world.now, world.request())
+        (found,) = [one.terms["fetch"] for one in preview.candidates if one.worker == "a"]
+        terms.append(found)
+    assert 0.01 < terms[0] < terms[1] < terms[2] <= terms[3]
+    world = World("a", "b")
+    world.has("b", 1, 200)
+    preview = world.core.explain(world.now, world.request())
+    idle = [one.terms["fetch"] for one in preview.candidates if one.worker == "a"]
+    assert idle == [0.01], "the report of an idle owner overstates nothing"
+
+
+# ---------------------------------------------------------------------- copies
+
+
+def test_copies_follow_demand_up_to_a_bound():
+    """Bursts of requests for one prefix: the workers beyond the bound are told to let go of it."""
+    world, kept = World(*"abcdef"), {"a"}
+    world.has("a", 1, 240)
+    let_go = 0
+    for _ in range(300):
+        request = world.request(1)
+        answer = world.core.offer(world.now, life("f"), request, lambda _: None)
+        assert isinstance(answer, PlacedRequest)
+        routed = answer.routed
+        for source in routed.kv_sources:
+            if source.retain and routed.worker not in kept:
+                kept.add(routed.worker)
+                world.has(routed.worker, 1, 240)
+            let_go += not source.retain
+        world.now += 0.001
+    assert len(kept) == 3, kept
+    assert let_go > 0, "the load was too low to say anything"
+    numbers = world.core.numbers
+    assert numbers.copies_kept == 2
+    assert numbers.copies_let_go >= 1
+
+
+def test_without_a_shortage_of_workers_that_have_it_they_are_preferred():
+    placed: list[set[str]] = []
+    for copies in (1, 2):
+        world = World(*"abcd")
+        for node in "ab"[:copies]:
+            world.has(node, 1, 240)
+        found = set()
+        for _ in range(12):
+            answer = world.ask()
+            found.add(answer.worker)
+            world.core.bookings.release(answer.booking.id)
+            world.now += 10.0
+        placed.append(found)
+    assert placed == [{"a"}, {"a", "b"}]
+
+
+def test_a_conversation_that_only_one_worker_has_is_moved_with_all_of_it():
+    world = World(*"abcd")
+    for node in "abc":
+        world.has(node, 1, 100)
+    world.has("a", 1, 140, start=100)
+    preview = world.core._sources(
+        request := world.request(),
+        state := world.core._state(world.now, request),
+        next(view for view in state.workers if view.node == "d"),
+    )
+    assert [(one.node, one.blocks, one.retain) for one in preview] == [
+        ("a", 240, True),
+        ("b", 100, False),
+        ("c", 100, False),
+    ]

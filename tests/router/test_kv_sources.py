@@ -14,7 +14,13 @@ from pdserve.messages.tiers import KvSource, LaneLoad
 from pdserve.router.admission_queue import PlacedRequest
 from pdserve.router.config import RouterConfig
 from pdserve.router.core import RouterCore
-from pdserve.router.kv_sources import MOST_SOURCES, KvHolder, kv_sources
+from pdserve.router.kv_sources import (
+    MOST_SOURCES,
+    KvHolder,
+    count_copies,
+    kv_sources,
+    most_copies,
+)
 from pdserve.router.policies import random as random_policy
 from pdserve.router.policies.base import WorkerKv
 from pdserve.router.policies.least_loaded import choose
@@ -70,6 +76,25 @@ def test_what_cannot_be_used_or_sent_is_not_offered():
 def test_a_source_says_whose_blocks_and_how_many_are_on_the_device():
     (source,) = kv_sources(worker("me", kv=TCP), 0, [holder("a", 9)])
     assert source == KvSource(NodeId("a"), 1, 9, 4)
+
+
+# ---------------------------------------------------------------------- copies
+
+
+def test_auto_is_half_of_the_workers_and_at_least_two():
+    assert [most_copies(0, workers) for workers in (1, 4, 5, 8)] == [2, 2, 2, 4]
+    assert [most_copies(setting, 100) for setting in (1, 7)] == [1, 7]
+
+
+def test_a_worker_counts_as_a_copy_if_all_its_tiers_together_have_the_blocks():
+    a, b, c, d = map(NodeId, "abcd")
+    overlaps, lower = {a: 9, b: 3, c: 9}, {b: (5, 9), c: (9, 12), d: (0, 4)}
+    assert [count_copies(blocks, overlaps, lower) for blocks in (4, 9, 10)] == [4, 3, 1]
+
+
+def test_each_source_says_whether_what_it_has_may_be_kept():
+    found = kv_sources(worker("me", kv=TCP), 0, [holder("a", 9), holder("b", 5)], lambda n: n > 5)
+    assert [(one.node, one.retain) for one in found] == [("a", True), ("b", False)]
 
 
 # ---------------------------------------------------------------------- of a decision

@@ -307,6 +307,7 @@ class SchedulerState:
     def _preempt(self, sequence: Sequence) -> None:
         """Return a sequence to the queue with its tokens; its KV may survive in the prefix
         cache."""
+        sequence.borrowed = range(0)  # it comes back for them
         self._leave(sequence)
         sequence.status = SequenceStatus.WAITING
         self._set_computed(sequence, 0)
@@ -367,7 +368,10 @@ class SchedulerState:
             self._pool.release((sequence.copy_from,))
             sequence.copy_from = None
         if not self.keeps(sequence):
-            self._pool.release(sequence.blocks)
+            kept = sequence.kept_blocks
+            if kept < len(sequence.blocks):
+                self._pool.release_early(sequence.blocks[kept:])
+            self._pool.release(sequence.blocks[:kept])
         sequence.blocks = []
         self._released.append(sequence)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pdserve.messages.request import MAX_WORKER_PHASES, WorkerPhase
 
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds, SequenceKey
     from pdserve.messages.request import GenerateRequest, SamplingParams
     from pdserve.messages.tiers import CachedSource
+
+
+_OWN: Final = 8
+"""A block of a request's own is worth the room of so many borrowed ones."""
 
 
 class SequenceStatus(enum.Enum):
@@ -89,6 +93,8 @@ class Sequence:
     """Whether it was considered for a fetch since it last lost its blocks."""
     sources: tuple[CachedSource, ...] = ()
     """Where leading tokens came from that were not on the device."""
+    borrowed: range = range(0)
+    """Leading blocks that were fetched, and of which enough other workers have a copy."""
 
     def note(self, name: str, start: Seconds, end: Seconds, tokens: int = 0) -> None:
         """Records a phase to be reported; later ones than can be reported are left out."""
@@ -100,6 +106,15 @@ class Sequence:
         """The phases since the last call."""
         phases, self.phases = tuple(self.phases), []
         return phases
+
+    @property
+    def kept_blocks(self) -> int:
+        """Leading blocks that are worth keeping after the request: all, unless nearly all of the
+        others are borrowed. A conversation's own part is found only where the part before it is."""
+        own = self.num_committed - self.borrowed.stop
+        if not self.borrowed or own * _OWN > len(self.borrowed):
+            return len(self.blocks)
+        return self.borrowed.start
 
     @property
     def key(self) -> SequenceKey:

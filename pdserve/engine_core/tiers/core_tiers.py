@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -209,12 +209,20 @@ class DeviceTiers:
         )
 
     def note_left(
-        self, hashes: Sequence[bytes], prompt: int, owner: bytes, request: GenerateRequest
+        self,
+        hashes: Sequence[bytes],
+        prompt: int,
+        owner: bytes,
+        request: GenerateRequest,
+        kept: int | None = None,
     ) -> None:
         """A request gives back the blocks of a chain, the first `prompt` of which are full of its
-        prompt."""
+        prompt. Of those behind the first `kept` no copy is stored; None: all are kept."""
         turns = self._turns.turn(hashes[:prompt])
-        self.cleaner.left(hashes, self.use_of(request, owner, turns), self._now)
+        use = self.use_of(request, owner, turns)
+        if kept is not None:
+            self.cleaner.left(hashes[kept:], replace(use, private=True), self._now)
+        self.cleaner.left(hashes[:kept], use, self._now)
 
     def next_deadline(self) -> Seconds | None:
         """Time at which `advance` must be called at the latest; None: never."""
@@ -292,7 +300,7 @@ class CoreTiers(DeviceTiers):
             return
         prompt = sequence.prompt_len // self._pool.block_size
         owner = self._scheduler.owner_mark(sequence.request.cache_salt)
-        self.note_left(hashes, prompt, owner, sequence.request)
+        self.note_left(hashes, prompt, owner, sequence.request, sequence.kept_blocks)
 
     def came(self, sequence: EngineSequence, hashes: Sequence[bytes]) -> None:
         """Blocks have come for a sequence; it may end without having used them."""

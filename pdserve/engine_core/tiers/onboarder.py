@@ -104,6 +104,15 @@ class BlockFetch:
         local = not self.plan.local or self.local_done is not None
         return local and (not self.plan.peer or self.pulled is not None)
 
+    @property
+    def borrowed(self) -> range:
+        """Blocks of the chain that came from a peer, and need not stay after their use."""
+        source = self.plan.source
+        if source is None or source.retain or not self.pulled:
+            return range(0)
+        first = self.first + self.plan.local
+        return range(first, first + self.pulled)
+
     def sources(self, block_size: int) -> tuple[CachedSource, ...]:
         """Tokens that have come, by source."""
         counts = Counter(self.arrived())
@@ -410,6 +419,7 @@ class Onboarder:
                 del self._coming[block_hash]
         waiting, onboarding.waiting = onboarding.waiting, []
         for sequence in waiting:
+            sequence.borrowed = onboarding.borrowed
             self._ended(sequence, onboarding)
 
     def _forget(self, onboarding: BlockFetch) -> None:

@@ -125,4 +125,5 @@ def _source(one: KvSource, block_size: int) -> RouteSource:
         worker=one.node,
         tokens=one.blocks * block_size,
         device_tokens=one.device_blocks * block_size,
+        kept=one.retain,
     )

@@ -945,6 +945,14 @@ OPTIONS: tuple[Option, ...] = (
         units.parse_duration,
         units.format_duration,
     ),
+    _count(
+        "kv-copies",
+        "router.kv_copies",
+        "cluster",
+        "Workers that may keep a prefix which they fetch from each other; auto: half of the "
+        "model's, at least 2. Further ones let go of it after the request.",
+        auto=True,
+    ),
     _switch(
         "rebalance",
         "router.rebalance",

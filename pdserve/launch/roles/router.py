@@ -90,6 +90,7 @@ def _sampled(service: RouterService) -> RouterSample:
         ever_held=numbers.held,
         held_seconds=numbers.held_seconds,
         held_ended={"expired": numbers.expired, "withdrawn": numbers.withdrawn},
+        kv_copies={"kept": numbers.copies_kept, "let_go": numbers.copies_let_go},
         prompt_tokens={
             "all": numbers.prompt_tokens,
             "expected": numbers.expected_tokens,

@@ -102,6 +102,8 @@ class WorkerView:
     window_work: Seconds = 0.0
     """Prefill and decode time placed there in the last three minutes."""
     kv: WorkerKv = _NO_KV
+    reported_at: Seconds = 0.0
+    """When its load report arrived, on the clock of `RoutingState.now`."""
 
     def wait(self, now: Seconds) -> Seconds:
         """Predicted time until a prompt placed now starts: `work` less the time passed since

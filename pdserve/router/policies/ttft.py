@@ -39,7 +39,12 @@ warm is the least that any worker would compute, and there are two more terms:
              delay those which others wait for
 
 What would be fetched counts in the opportunity term as if it were computed, times `fetched`: the
-copy takes the room of another prefix, and where the prefix is, it stays.
+copy takes the room of another prefix, and where the prefix is, it stays. A copy that will not be
+kept counts in full: no later request finds it.
+
+    fetch    what a fetch has to gain: `fetch_gain`, and the harm that its owner's load report
+             overstates. Of d streams in a report, one may be this conversation's last turn, which
+             has ended; and of the others one ends every  output_tokens * step / d
 
 All within `tolerance` of the best count as equal and one is drawn, so that routers which know the
 same do not all choose the same; once in a while (`explore`) one within `explore_within` of the best
@@ -96,6 +101,10 @@ class Ttft:
     room of another prefix. Near saturation of a conversation trace, 0 loses a tenth of the hits and
     1 some of the balance.
     """
+    fetch_gain: Seconds = 0.01
+    """What a fetch from another worker has to gain: it costs time at both, and predictions of short
+    times are off by this much.
+    """
     elsewhere: bool = True
     """Take remote prefill into account."""
     most_itl: Seconds = 0.0
@@ -130,7 +139,7 @@ class Ttft:
         """The cost of each of the state's workers, in their order."""
         if state.model.fitted or state.elsewhere is not None:
             return self._timed(request, state)
-        waits, prices = _counted(request, state)
+        waits, prices = self._counted(request, state)
         warm, held = min(prices), state.held / len(state.workers)
         return [
             wait + price + self._harm(worker.prefills + held, price, warm)
@@ -160,6 +169,7 @@ class Ttft:
         costs: list[Seconds] = []
         add = costs.append
         plans = state.onboarding
+        doubts = self._doubts(request, state) if plans else {}
         for worker in state.workers:
             speed = worker.speed
             price = cold
@@ -173,7 +183,7 @@ class Ttft:
             lacks = price
             if plan is not None:
                 price = plan.compute
-                lacks = price + fetched * (plan.alone - price)
+                lacks = price + (fetched if plan.kept else 1.0) * (plan.alone - price)
             wait = worker.work
             if wait:
                 passed, most = now - worker.as_of, 0.9 * worker.head
@@ -208,6 +218,8 @@ class Ttft:
                 cost += self._late(request, state, worker)
             if plan is not None:
                 wait = plan.ttft(wait) - price + gamma * plan.delay
+                if plan.peer is not None:
+                    wait += doubts[plan.peer]
             add(wait + cost)
         return costs
 
@@ -216,8 +228,8 @@ class Ttft:
         fitted.
         """
         if state.model.fitted or state.elsewhere is not None:
-            warm = _warmest(request, state)
-            found = {w.node: self._terms_of(request, state, w, warm) for w in state.workers}
+            warm, doubts = _warmest(request, state), self._doubts(request, state)
+            found = {w.node: self._terms_of(request, state, w, warm, doubts) for w in state.workers}
         else:
             found = self._counted_terms(request, state)
         return {node: {**terms, "cost": sum(terms.values())} for node, terms in found.items()}
@@ -225,7 +237,7 @@ class Ttft:
     def _counted_terms(
         self, request: RouteRequest, state: RoutingState
     ) -> dict[NodeId, dict[str, float]]:
-        waits, prices = _counted(request, state)
+        waits, prices = self._counted(request, state)
         warm, held = min(prices), state.held / len(state.workers)
         return {
             worker.node: {
@@ -246,9 +258,14 @@ class Ttft:
         }
 
     def _terms_of(
-        self, request: RouteRequest, state: RoutingState, worker: WorkerView, warm: Seconds
+        self,
+        request: RouteRequest,
+        state: RoutingState,
+        worker: WorkerView,
+        warm: Seconds,
+        doubts: Mapping[NodeId, Seconds],
     ) -> dict[str, float]:
-        """The terms of one worker; `warm`: at speed 1."""
+        """The terms of one worker; `warm`: at speed 1; `doubts`: those of fetches, by owner."""
         moved = self._moved(request, state, worker)
         if moved is not None:
             return moved
@@ -259,10 +276,12 @@ class Ttft:
             lacking, brought = price - worker.speed * warm, {}
         else:
             price = plan.compute
-            lacking = price + self.fetched * (plan.alone - price) - worker.speed * warm
+            share = self.fetched if plan.kept else 1.0
+            lacking = price + share * (plan.alone - price) - worker.speed * warm
             brought = {
                 "onboard": max(0.0, plan.ttft(wait) - wait - price),
                 "lanes": self.gamma * plan.delay,
+                "fetch": 0.0 if plan.peer is None else doubts[plan.peer],
             }
         waiting = worker.prefills + state.held / len(state.workers)
         return {
@@ -271,6 +290,31 @@ class Ttft:
             **self._prefill_terms(waiting, price, lacking),
             "decode": self._streams(request, state, worker, price),
         }
+
+    def _doubts(self, request: RouteRequest, state: RoutingState) -> dict[NodeId, Seconds]:
+        """What fetches have to gain, by the worker that owns the prefix."""
+        owners = {plan.peer for plan in state.onboarding.values() if plan.peer is not None}
+        if not owners:
+            return {}
+        doubts = dict.fromkeys(owners, self.fetch_gain)
+        for worker in state.workers:
+            if worker.node in owners and worker.decodes:
+                doubts[worker.node] += self._overstated(request, state, worker)
+        return doubts
+
+    def _overstated(
+        self, request: RouteRequest, state: RoutingState, worker: WorkerView
+    ) -> Seconds:
+        """Harm at a worker of the streams in its report that may have ended since."""
+        model, streams = state.model, worker.decodes
+        step = worker.speed * model.step(streams, worker.kv_tokens)
+        age = max(0.0, state.now - worker.reported_at)
+        ended = min(streams, 1.0 + streams * age / max(step * self.output_tokens, _TINY))
+        price = worker.speed * model.prefill(
+            request.prompt_tokens, state.reused_tokens(request, worker)
+        )
+        harm = self.lambda_decode * self._decode(request, state, worker, price) + 0.5 * step
+        return harm * ended / streams
 
     def _moved(
         self, request: RouteRequest, state: RoutingState, worker: WorkerView
@@ -343,12 +387,37 @@ class Ttft:
         """The externality and opportunity terms."""
         return self.gamma * waiting * price + (self.kappa0 + self.kappa1 * waiting) * (price - warm)
 
+    def _counted(
+        self, request: RouteRequest, state: RoutingState
+    ) -> tuple[list[float], list[float]]:
+        """Waits and prices without a latency model: tokens at a fixed price, or requests. Then a
+        fetch is not known to be any sooner than to compute: only what the worker has counts."""
+        length = max(1, request.prompt_tokens)
+        uncached = [length - _own_tokens(request, state, worker) for worker in state.workers]
+        if state.model.blind:
+            return [float(w.sequences) for w in state.workers], [u / length for u in uncached]
+        base, each = _FIXED.base, _FIXED.per_token
+        return (
+            [base * w.prefills + each * w.prefill_tokens for w in state.workers],
+            [base + each * u for u in uncached],
+        )
+
     def _output(self, request: RouteRequest) -> int:
         return min(self.output_tokens, request.max_tokens)
 
 
+_TINY = 1e-9
+
 _BLOCK = 32
 """Tokens per block if the request does not say."""
+
+
+def _own_tokens(request: RouteRequest, state: RoutingState, worker: WorkerView) -> int:
+    """Prompt tokens that the worker would reuse without another worker."""
+    plan = state.onboarding.get(worker.node)
+    if plan is None or plan.peer is None:
+        return state.reused_tokens(request, worker)
+    return min(plan.blocks.own * request.block_size, max(0, request.prompt_tokens - 1))
 
 
 def _blocks(request: RouteRequest) -> int:
@@ -382,19 +451,6 @@ def _warmest(request: RouteRequest, state: RoutingState) -> Seconds:
     plans = state.onboarding
     speeds = {worker.node: worker.speed for worker in state.workers if worker.node in plans}
     return min([warm, *(plans[node].compute / speed for node, speed in speeds.items())])
-
-
-def _counted(request: RouteRequest, state: RoutingState) -> tuple[list[float], list[float]]:
-    """Waits and prices without a latency model: tokens at a fixed price, or requests."""
-    length = max(1, request.prompt_tokens)
-    uncached = [length - state.reused_tokens(request, worker) for worker in state.workers]
-    if state.model.blind:
-        return [float(w.sequences) for w in state.workers], [u / length for u in uncached]
-    base, each = _FIXED.base, _FIXED.per_token
-    return (
-        [base * w.prefills + each * w.prefill_tokens for w in state.workers],
-        [base + each * u for u in uncached],
-    )
 
 
 _FIXED = LatencyModel()

@@ -219,3 +219,32 @@ def test_a_full_pool_fetches_and_preempts(seed: int):
         assert ledger.tokens == reference(replace(one, kv_sources=()))
     assert both.r.stats.pulled_blocks
     end(both)
+
+
+# ---------------------------------------------------------------------- copies that are not kept
+
+
+def oldest(both: FetchPair) -> list[bytes]:
+    """Hashes of R's blocks in the order of their eviction."""
+    return [name for _, name in both.r.core.pool.oldest(1000)]
+
+
+@pytest.mark.parametrize("retain", [True, False])
+@pytest.mark.parametrize("own", [1, 3])
+def test_a_copy_too_many_is_evicted_first_unless_much_was_added_to_it(retain: bool, own: int):
+    """`own`: blocks of the request's own, behind 12 that O has."""
+    both = pair()
+    answered(both, request(list(range(80, 80 + 3 * BLOCK))))
+    both.run()
+    before = oldest(both)
+    prompt = known(both, 12 * BLOCK + 1)
+    longer = [*prompt, *range(50, 50 + own * BLOCK)]
+    source = KvSource("p", 1, 12, 12, retain)
+    answered(both, replace(request(longer, max_tokens=1), kv_sources=(source,)))
+    both.run()
+    assert both.r.stats.pulled_blocks == 12
+    after = oldest(both)
+    assert set(before) < set(after)
+    is_first = after[-len(before) :] == before
+    assert is_first == (not retain and own == 1)
+    end(both)
