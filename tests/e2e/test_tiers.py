@@ -188,10 +188,7 @@ def test_what_an_operator_drops_is_nowhere_any_more(pair):
 
 def on_disk(pair: Pair, seed: object) -> int:
     """How many workers have a prompt's last block on disk."""
-    entry = b""
-    for position, token in enumerate(prompt(seed)):
-        entry = entry_of(token, position, entry)
-    return sum(path.read_bytes().count(entry) for path in pair.disk.rglob("seg-*"))
+    return copies(pair.disk, seed)
 
 
 # ---------------------------------------------------------------------- one killed worker
@@ -277,6 +274,65 @@ def test_what_a_dead_worker_sealed_is_read_by_another(tmp_path):
         gone = ask(front, prompt("dead 1"), "b")
         assert (gone.text, gone.cached) == (cold[1].text, {})
         wait_tier(b, "disk", "shared_read_failures_total", 1)
+
+
+# ---------------------------------------------------------------------- tenants
+
+ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789"
+
+
+@pytest.mark.long
+def test_tenants_share_no_tier_and_a_drop_leaves_no_bytes(tmp_path):
+    keys, disk = tmp_path / "keys.toml", tmp_path / "disk"
+    keys.write_text(
+        f'[[key]]\nkey = "{ALICE}"\ntenant = "alice"\n[[key]]\nkey = "{BOB}"\ntenant = "bob"\n'
+    )
+    keys.chmod(0o600)
+    with Cluster(tmp_path) as cluster:
+        cluster.router()
+        tiers = ("--host-kv", str(400 * FRAME), "--disk-kv", f"{disk}:64MiB")
+        a, _ = (
+            cluster.start("worker", name, "--join", cluster.address, *ENGINE, *tiers)
+            for name in ("a", "b")
+        )
+        front = cluster.frontend("--api-keys-file", str(keys))
+        cluster.wait_ready()
+        eventually(lambda: served(front), "no worker is ready")
+        mine = ask(front, prompt("alice"), "a", key=ALICE)
+        bobs = ask(front, prompt("bob"), "a", key=BOB)
+        wait_tier(a, "disk", "stored_blocks_total", 2 * BLOCKS)
+        assert (copies(disk, "alice"), copies(disk, "bob")) == (1, 1)
+        a.kill()
+        a = restart(cluster, a)
+        cluster.wait_ready()
+        eventually(lambda: served(front), "no worker is ready")
+        again = ask(front, prompt("alice"), "a", key=ALICE)
+        assert (again.text, again.cached) == (mine.text, {"disk": REUSED})
+        for place in ("a", "b"):  # on every tier of one, and at one that may fetch it
+            theirs = ask(front, prompt("alice"), place, key=BOB, max_tokens=1, cache_scope="never")
+            assert theirs.cached == {}, place
+        done = command(cluster, "tier", "drop", "--tenant", "alice")
+        assert done.returncode == 0, done.stderr
+        eventually(lambda: copies(disk, "alice") == 0, "it is on disk still")
+        assert copies(disk, "bob") == 1
+        kept = ask(front, prompt("bob"), "a", key=BOB)
+        assert (kept.text, kept.cached) == (bobs.text, {"disk": REUSED})
+        assert ask(front, prompt("alice"), "a", key=ALICE).cached == {}
+
+
+def served(front: Node) -> bool:
+    """Whether both workers answer."""
+    with contextlib.suppress(OSError, KeyError):
+        return all(ask(front, prompt("hello", 1), name, key=BOB).text for name in ("a", "b"))
+    return False
+
+
+def copies(disk: Path, seed: object) -> int:
+    """How many records on disk have the KV of a prompt's last block."""
+    entry = b""
+    for position, token in enumerate(prompt(seed)):
+        entry = entry_of(token, position, entry)
+    return sum(path.read_bytes().count(entry) for path in disk.rglob("seg-*"))
 
 
 # ---------------------------------------------------------------------- everything killed

@@ -16,6 +16,7 @@ Pure but for the jobs: times are arguments. The engine core owns it.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from pdserve.kv.tiers.jobs import CopyIn, CopyOut, Fill, FillShared, LookShared, Maintain, Spill
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from pdserve.messages.tiers import LaneName, SourceName
 
 __all__ = ["DeviceBlock", "DevicePool", "FetchDone", "LowerTiers"]
+
+_log = logging.getLogger(__name__)
 
 
 class LowerTiers:
@@ -255,7 +258,8 @@ class LowerTiers:
         """Forget these blocks, or all, and overwrite them on disk; returns their numbers by tier.
         With `older`, only what nothing has used for so long on the host, and what was written so
         long ago on disk; `since` is when this life of the core began, to which blocks of earlier
-        ones count. O(all).
+        ones count. O(all). Without `older`, subdirectories of other secrets or models that this
+        worker may remove go as a whole: whose blocks they hold cannot be told.
 
         Copies from the device that are under way end by themselves: the caller has dropped the
         device's blocks before.
@@ -280,6 +284,8 @@ class LowerTiers:
                 return since if born is None else born
 
             gone["disk"] = disk.drop_where(lambda block: wanted(block.hash, now - written(block)))
+            if not older and (count := disk.drop_unreachable()):
+                _log.info("%d subdirectories of another secret or model are removed", count)
         return gone
 
     def rename(self) -> None:

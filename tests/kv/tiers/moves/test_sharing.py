@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -230,6 +231,24 @@ def test_what_an_operator_drops_is_not_read_from_others(worker: Worker, other: O
     worker.wait(2 * LOOK_EVERY)
     assert worker.lower.run(mine) == []
     assert worker.lower.run(theirs) == ["disk"] * len(theirs)
+
+
+def test_a_drop_removes_what_another_secret_has_left(tmp_path: Path) -> None:
+    size, other = segment_of(RECORDS), replace(FINGERPRINT, secret_id=b"secret-0")
+    old = DiskTier.open(
+        tmp_path, 10 * size, other, clock=ManualClock(), owner="mine", segment_bytes=size
+    )
+    Machine(old.index, old.files).store_all(chain(0, 2))
+    old.close()
+    worker = Worker(tmp_path)
+    assert old.path is not None
+    worker.lower.drop(set(), 60.0, 0.0, 0.0)
+    worker.wait(1.0)
+    assert old.path.exists()
+    worker.lower.drop({name(1, 0)}, 0.0, 0.0, 0.0)
+    worker.wait(1.0)
+    assert not old.path.exists()
+    worker.close()
 
 
 def test_after_everything_was_cleared_others_are_not_asked(worker: Worker, other: Other) -> None:
