@@ -4,8 +4,8 @@
     python -m tests.worlds --seeds 500:1000 --json more.json
     python -m tests.worlds --totals worlds.json more.json
 
-Of four seeds in a row two are worlds as `run` draws them, one is of handoffs, one of migrations;
-every fiftieth is large. A block that a file has already is not run again.
+Of five seeds in a row two are worlds as `run` draws them, one is of handoffs, one of migrations,
+one of tiers; every fiftieth is large. A block that a file has already is not run again.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tests.worlds.migration_scenarios import draw_migrations
 from tests.worlds.oracle.coverage import count_visits, unvisited_cells
 from tests.worlds.oracle.outcomes import too_few
 from tests.worlds.run import WorldFailure, draw_plan, run_plan
+from tests.worlds.tier_scenarios import draw_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -82,12 +83,14 @@ def _cell(words: str) -> tuple[str, str]:
 
 def draw_mixed(seed: int) -> WorldPlan:
     """What a seed stands for in a long run."""
-    match seed % 4:
+    match seed % 5:
         case 2:
             return draw_handoffs(seed)
         case 3:
             return draw_migrations(seed)
-    return draw_plan(seed, nodes=_LARGE if seed % 100 == 49 else None)
+        case 4:
+            return draw_tiers(seed)
+    return draw_plan(seed, nodes=_LARGE if seed % 50 == 1 else None)
 
 
 def run_block(first: int, count: int) -> BatchResult:

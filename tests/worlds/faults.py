@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, cast
 from pdserve.messages.routing import BOOKINGS, SEQUENCES
 from pdserve.runtime.topics.replicated_set import Delta
 from pdserve.runtime.topics.subscription import LogFollower
-from tests.worlds.roles import MAX_RUNNING, Router, Worker
+from tests.worlds.roles import Router, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -273,25 +273,15 @@ async def _drain(world: World, fault: Fault) -> bool:
     alone = len(world.active) == 1 and world.judge.others_fit(host)
     part = host.part
     await world.stop(host, leave=True, within=fault.amount)
+    room = world.judge.others_have_room(host)
     asked = set(world.active) - {fault}
     late = fault.amount >= _TIME_ENOUGH and isinstance(part, Worker) and not part.handed_over
-    if late and alone and not asked and _has_room(world, host):
+    if late and alone and not asked and room:
         within = f"{fault.amount:.1f} s"
         world.complain(f"{host.name} was to hand its requests over, and could not in {within}")
     await asyncio.sleep(fault.lasts)
     _revive(world, host)
     return True
-
-
-def _has_room(world: World, drained: VirtualHost) -> bool:
-    """True if another worker of the model could run one more request."""
-    others = (h for h in world.of_role("worker") if h is not drained and h.up)
-    return any(
-        other.settings.model == drained.settings.model
-        and (stats := part.engine.stats()).running + stats.waiting < MAX_RUNNING
-        for other in others
-        if isinstance(part := other.part, Worker)
-    )
 
 
 def _engine_of(world: World, fault: Fault) -> FaultyEngine | None:

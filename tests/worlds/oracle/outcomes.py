@@ -32,11 +32,12 @@ from pdserve.router.admission_control import MAX_WAIT_SHARE
 from tests.worlds.oracle.fault_history import FaultHistory
 from tests.worlds.oracle.request_locator import locate_request, stage_of
 from tests.worlds.oracle.traces import TraceOracle
-from tests.worlds.roles import MAX_WAITING, Worker
+from tests.worlds.roles import MAX_RUNNING, MAX_WAITING, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
 
+    from pdserve.errors import PdserveError
     from pdserve.ids import Seconds
     from tests.worlds.load_clients import TrackedRequest
     from tests.worlds.world import VirtualHost, World
@@ -67,6 +68,8 @@ _BURIED_WITHIN: Final[Seconds] = 30.0
 """Time after a silence in which a node may still be declared dead because of it."""
 
 
+_ANOTHER: Final = "another suspect request"
+"""What a worker says that tries one alone."""
 _EXCUSED: Final = ("cancelled", "connection lost", "taken for poison", "failed Poisoned")
 """How outcomes begin that say nothing about how many were served."""
 
@@ -93,8 +96,12 @@ class OutcomeOracle:
         self._world = world
         self._fit: dict[tuple[str, str], Seconds] = {}
         """(frontend, worker), since when."""
+        self._room: dict[str, Seconds] = {}
+        """Workers that could run one more request, since when."""
         self._deaths: dict[str, list[Seconds]] = {}
         """Times of deaths of workers and their engines, and of failed steps."""
+        self._tried: dict[str, Seconds] = {}
+        """When a request that a worker has died of last ended, by model."""
         self.causes = FaultHistory()
         self.traces = TraceOracle()
 
@@ -142,6 +149,8 @@ class OutcomeOracle:
         """Notes a request that no client waits for any more."""
         end = self._world.loop.time()
         self.causes.request_ended(end, account.steps)
+        if self._is_suspect(account):
+            self._tried[account.request.model] = end
         self._world.call_later(_FREE_WITHIN, partial(self._is_free, account, end))
 
     def _is_free(self, account: TrackedRequest, end: Seconds) -> None:
@@ -180,6 +189,16 @@ class OutcomeOracle:
             if other is not host
         )
 
+    def others_have_room(self, host: VirtualHost) -> bool:
+        """True if another worker of the model could run one more request, and not only since a
+        moment ago."""
+        since = self._world.loop.time() - _FIT
+        return any(
+            began <= since and self._world.hosts[name].settings.model == host.settings.model
+            for name, began in self._room.items()
+            if name != host.name
+        )
+
     # ------------------------------------------------------------------ what is legal
 
     def _wrong(self, host: VirtualHost, account: TrackedRequest) -> str:
@@ -203,6 +222,8 @@ class OutcomeOracle:
                 return ""  # its frontend goes away, and its connection with it
             case Overloaded() if not account.tokens:
                 return self._wrongly_full(host, account)
+            case NoWorker() if self._waits_for_suspects(account, error):
+                return ""
             case NoWorker() | NoRouter():
                 return self._wrongly_nobody(host, account)
             case NotReady() | Draining() | WorkerLost() if not account.accepted:
@@ -234,13 +255,27 @@ class OutcomeOracle:
         """There have to be as many requests as the bound says, or, for one with a deadline, so many
         that it may wait for most of it; or workers have died of it, and others are tried."""
         crowd = self._crowd(self._world.loop.time() - _SETTLES)
-        suspect = any(placed.worker in self._deaths for placed in account.placed)
-        if suspect or (crowd and self._may_wait(host, account)):
+        if self._is_suspect(account) or (crowd and self._may_wait(host, account)):
             return ""
         bound = MAX_WAITING
         if not account.placed:
             bound = min(router.settings.hold_limit for router in self._world.of_role("router"))
         return "" if crowd >= bound else f"{crowd} others are not the {bound} that there may be"
+
+    def _is_suspect(self, account: TrackedRequest) -> bool:
+        """Whether a worker has died that had the request: it is tried alone then."""
+        return any(placed.worker in self._deaths for placed in account.placed)
+
+    def _waits_for_suspects(self, account: TrackedRequest, error: PdserveError) -> bool:
+        """Whether others were tried alone while this one waited for its turn, as its end says."""
+        if not self._is_suspect(account) or _ANOTHER not in error.message:
+            return False
+        model, since = account.request.model, self._world.loop.time() - _SETTLES
+        return self._tried.get(model, -inf) >= since or any(
+            self._is_suspect(other) and other.request.model == model
+            for other in self._world.accounts
+            if other is not account
+        )
 
     def _may_wait(self, host: VirtualHost, account: TrackedRequest) -> bool:
         """True if the work of the requests before it, one after the other, may take so much of its
@@ -317,6 +352,7 @@ class OutcomeOracle:
                 if self._hear(frontend, worker) and any(self._hear(r, worker) for r in near):
                     fit[key] = self._fit.get(key, now)
         self._fit = fit
+        self._room = {w.name: self._room.get(w.name, now) for w in workers if _has_room(w)}
 
     def _hear(self, one: VirtualHost, other: VirtualHost) -> bool:
         """Both know each other, and nothing is between them."""
@@ -342,6 +378,13 @@ def _serves(host: VirtualHost) -> bool:
 
 def _is_full(worker: Worker) -> bool:
     return worker.engine.full
+
+
+def _has_room(host: VirtualHost) -> bool:
+    part = host.part
+    assert isinstance(part, Worker)
+    stats = part.engine.stats()
+    return stats.running + stats.waiting < MAX_RUNNING
 
 
 def _knows(one: VirtualHost, other: VirtualHost) -> bool:

@@ -115,6 +115,18 @@ def test_what_could_be_served_in_time_has_to_be():
     assert not World(mode="prefill").said(LATE, lasted=3.5, deadline=3.5), "it is handed over"
 
 
+def test_a_suspect_may_wait_in_vain_while_others_are_tried():
+    world = World()
+    another = NoWorker("no other worker took it: another suspect request is being tried")
+    world.judge._deaths["w0"] = [99.5]
+    assert "could have served" in world.said(another, placed="w0"), "there is no other one"
+    world.judge._tried.clear()
+    world.accounts.append(_account(99.0, world.complain, placed="w0"))
+    assert not world.said(another, placed="w0")
+    assert "could have served" in world.said(NoWorker("full"), placed="w0")
+    assert "could have served" in world.said(another), "it is no suspect"
+
+
 @pytest.mark.parametrize("overdue", [False, True])
 @pytest.mark.parametrize(
     ("kind", "host", "until", "excused"),
