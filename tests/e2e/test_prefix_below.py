@@ -31,12 +31,18 @@ def cached(answer: str) -> str:
     return next(iter(re.findall(r"^x-pdserve-cached: (.*?)\r?$", answer, re.MULTILINE)), "")
 
 
-def wait_known(front: Server, worker: str, prompt: str) -> None:
-    """Until the router knows that a worker has blocks of the prompt."""
+def tokens_of(places: str) -> int:
+    """Cached tokens of such an answer, over all places."""
+    return sum(map(int, re.findall(r"=(\d+)", places)))
+
+
+def wait_known(front: Server, worker: str, prompt: str, tokens: int) -> None:
+    """Until the router knows that a worker has so many tokens of the prompt."""
     end = time.monotonic() + PATIENCE
     while True:
         explained = front.post("/route", {"prompt": prompt})
-        if any(c["worker"] == worker and c["overlap_tokens"] for c in explained["candidates"]):
+        overlaps = {c["worker"]: c["overlap_tokens"] for c in explained["candidates"]}
+        if overlaps.get(worker, 0) >= tokens:
             return
         assert time.monotonic() < end, explained
         time.sleep(0.05)
@@ -105,7 +111,8 @@ def test_readmes_prefix_comes_from_the_neighbour_and_from_disk(tmp_path: Path) -
                 wait_sound(front, 2)
                 places.ports["8000"] = front.port
                 assert header(ask(asks[0]), "cached-tokens") == "0"
-                wait_known(front, "left", *re.findall(r'"prompt": "(.*?)"', ASK))
+                (prompt,) = re.findall(r'"prompt": "(.*?)"', ASK)
+                wait_known(front, "left", prompt, tokens_of(wanted[0]))
                 assert cached(ask(asks[1])) == wanted[0]
                 wait_stored(folder, 3)
                 one.end(signal.SIGKILL)

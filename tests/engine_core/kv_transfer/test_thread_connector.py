@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.engine_core.kv_transfer import thread_connector
+from pdserve.engine_core.kv_transfer import loop_connector, peer_paths, thread_connector
 from pdserve.engine_core.kv_transfer.connector import (
     AttemptBroken,
     AttemptKey,
@@ -22,11 +22,20 @@ from pdserve.errors import ConfigError, EngineDied, EngineError
 from pdserve.messages.engine import PeerGone, TransferSpec
 from pdserve.transfer.backends import TransferBackend, make_backends
 from tests.engine_core.kv_transfer.world import World, delivered, filled, granted, part, revoked
+from tests.support.patience import PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-SOON = 20.0
+pytestmark = pytest.mark.timeout(2 * PATIENCE)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine takes longer than a worker would wait before it gives a path up."""
+    monkeypatch.setattr(peer_paths, "READY_TIMEOUT", PATIENCE)
+    monkeypatch.setattr(peer_paths, "CONNECT_TIMEOUT", PATIENCE)
+    monkeypatch.setattr(loop_connector, "_REVOKE", PATIENCE)
 
 
 class Two(World):
@@ -93,7 +102,7 @@ async def test_revoked_blocks_stay_as_they_are(backend: str) -> None:
             world.p.mover.deliver(number, world.d.key, ticket, part(0, blocks))
             if number % 2:
                 world.p.mover.withdraw(number, world.d.key, ticket)
-            await revoked(world, world.d, key, SOON)
+            await revoked(world, world.d, key, PATIENCE)
             world.d.poison(range(64))
             await delivered(world, world.p, number)
             assert world.d.holds({})
@@ -106,7 +115,7 @@ async def test_a_peer_that_is_gone_ends_all_with_it(backend: str) -> None:
         await granted(world, world.d, world.p, key, [1])
         world.d.mover.take(PeerGone(node="p", epoch=2))
         await world.until(lambda: bool(world.d.of(AttemptBroken, key)))
-        await revoked(world, world.d, key, SOON)
+        await revoked(world, world.d, key, PATIENCE)
         world.p.fill({3: 3})
         await filled(world, world.d, world.p, AttemptKey(2, 1), [3], [4])
         assert world.d.holds({4: 3})
@@ -120,7 +129,7 @@ async def test_closing_one_end_in_the_middle_fails_the_other(backend: str) -> No
         await asyncio.to_thread(world.p.mover.close)
         world.cut.add(world.p.key)
         await world.until(lambda: bool(world.d.of(AttemptBroken, key)))
-        await revoked(world, world.d, key, SOON)
+        await revoked(world, world.d, key, PATIENCE)
         assert ticket.backend == backend
 
 
@@ -151,7 +160,7 @@ async def test_a_thread_that_breaks_down_is_heard_of(caplog) -> None:
         mover._wake = woken.set
         world.p.pump = lambda: None  # type: ignore[method-assign]
         mover._loop.call_soon_threadsafe(lambda: 1 / 0)
-        assert await asyncio.to_thread(woken.wait, SOON)
+        assert await asyncio.to_thread(woken.wait, PATIENCE)
         with pytest.raises(EngineDied, match="ZeroDivisionError"):
             mover.poll()
 
@@ -167,4 +176,4 @@ async def test_an_end_that_does_not_come_is_not_kept_quiet(monkeypatch) -> None:
         with pytest.raises(EngineError, match="have not ended"):
             mover.close()
         held.set()
-        monkeypatch.setattr(thread_connector, "_CLOSE", SOON)
+        monkeypatch.setattr(thread_connector, "_CLOSE", PATIENCE)

@@ -35,6 +35,7 @@ from pdserve.testing.fake_rdma import FakeFabric, FakeTransport
 from pdserve.testing.kv_oracle import expected_block, layouts, pattern
 from pdserve.transfer.backends import TransferBackend
 from pdserve.transfer.base import GrantSpec, KvPart, Region
+from tests.support.patience import PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -182,7 +183,7 @@ class World:
             )
         )
 
-    async def until(self, met: Callable[[], bool], timeout: float = 30.0) -> None:
+    async def until(self, met: Callable[[], bool], timeout: float = PATIENCE) -> None:
         async with asyncio.timeout(timeout):
             while not met():
                 self.changed.clear()
