@@ -347,26 +347,39 @@ async def _sluggish(world: World, fault: Fault) -> bool:
 
 async def _reads_fail(world: World, fault: Fault) -> bool:
     """Reads from a worker's disk fail, or bring what was not written."""
-    engine = _engine_of(world, fault)
-    if engine is None:
-        return False
-    faults = engine.tier_faults
-    before, faults.reads = faults.counts["reads"], fault.amount
-    await asyncio.sleep(fault.lasts)
-    faults.reads = 0.0
-    return faults.counts["reads"] > before
+    return await _of_tiers(world, fault, "reads")
+
+
+async def _writes_fail(world: World, fault: Fault) -> bool:
+    """Writes to a worker's disk fail."""
+    return await _of_tiers(world, fault, "writes")
 
 
 async def _disk_full(world: World, fault: Fault) -> bool:
     """A worker's disk has no room."""
+    return await _of_tiers(world, fault, "full")
+
+
+async def _disk_slow(world: World, fault: Fault) -> bool:
+    """Each read from a worker's disk takes seconds."""
+    return await _of_tiers(world, fault, "slow")
+
+
+async def _copies_fail(world: World, fault: Fault) -> bool:
+    """Copies between a worker's device and its host memory fail."""
+    return await _of_tiers(world, fault, "copies")
+
+
+async def _of_tiers(world: World, fault: Fault, name: str) -> bool:
     engine = _engine_of(world, fault)
     if engine is None:
         return False
     faults = engine.tier_faults
-    before, faults.full = faults.counts["full"], True
+    before = faults.counts[name]
+    setattr(faults, name, fault.amount)
     await asyncio.sleep(fault.lasts)
-    faults.full = False
-    return faults.counts["full"] > before
+    setattr(faults, name, 0.0)
+    return faults.counts[name] > before
 
 
 def _revive(world: World, host: VirtualHost) -> None:
@@ -427,7 +440,10 @@ KINDS: Final = {
 
 TIER_KINDS: Final = {
     "tier-reads": FaultKind(_reads_fail, (3.0, 10.0), (0.3, 1.0), roles=("worker",)),
-    "tier-full": FaultKind(_disk_full, (3.0, 10.0), roles=("worker",)),
+    "tier-writes": FaultKind(_writes_fail, (3.0, 10.0), (0.3, 1.0), roles=("worker",)),
+    "tier-full": FaultKind(_disk_full, (3.0, 10.0), (2.0,), roles=("worker",)),
+    "tier-slow": FaultKind(_disk_slow, (3.0, 10.0), (0.5, 8.0), roles=("worker",)),
+    "tier-copies": FaultKind(_copies_fail, (3.0, 10.0), (0.1, 0.5), roles=("worker",)),
 }
 """Faults of workers with tiers; only worlds that have such draw them."""
 
@@ -438,7 +454,7 @@ GENTLE: Final = frozenset(
     (
         *("delay", "reset", "reset-inside", "engine", "amnesia"),
         *("step", "slow-worker", "crowd"),
-        *("kv-late", "kv-lost", "kv-slow", "kv-wrong", "tier-reads", "tier-full"),
+        *("kv-late", "kv-lost", "kv-slow", "kv-wrong", *TIER_KINDS),
     )
 )
 """Faults that make no node silent for long, so that no node may be declared dead."""
@@ -448,7 +464,7 @@ HARMLESS: Final = frozenset(
     (
         *("crash", "leave", "drain", "reset", "reset-inside", "amnesia"),
         *("engine", "engine-going", "kill", "stall", "step", "slow-worker", "crowd"),
-        *("kv-late", "kv-lost", "kv-slow", "kv-wrong", "tier-reads", "tier-full"),
+        *("kv-late", "kv-lost", "kv-slow", "kv-wrong", *TIER_KINDS),
     )
 )
 """Faults under which messages arrive at once, or the link ends, which both sides notice."""

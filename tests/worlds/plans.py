@@ -99,6 +99,9 @@ def with_tiers(seed: int) -> WorldReport:
     """Three workers with tiers that fetch from each other, and what may go wrong with that."""
     faults = one_after_another(
         Fault("tier-reads", 0.0, 20.0, "w0", "", 1.0),
+        Fault("tier-slow", 0.0, 10.0, "w2", "", 8.0),
+        Fault("tier-copies", 0.0, 6.0, "w1", "", 0.3),
+        Fault("tier-writes", 0.0, 15.0, "w1", "", 1.0),
         Fault("kv-slow", 0.0, 6.0, "w1", "w0", 0.3),
         Fault("kv-wrong", 0.0, 6.0, "w1", "w0", 0.3),
         Fault("kv-lost", 0.0, 6.0, "w1", "w0", 0.3),
@@ -106,7 +109,7 @@ def with_tiers(seed: int) -> WorldReport:
         Fault("cut", 0.0, 6.0, "w2", "w0"),
         Fault("drain", 0.0, 1.0, "w2", "", 5.0),
         Fault("engine", 0.0, 0.0, "w0"),
-        Fault("tier-full", 0.0, 15.0, "w0"),
+        Fault("tier-full", 0.0, 15.0, "w0", "", 2.0),
         begin=12.0,
         gap=1.5,
     )

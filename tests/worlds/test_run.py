@@ -153,7 +153,28 @@ def test_handoffs_take_every_usual_turn(seed: int) -> None:
 
 @pytest.mark.timeout(240)
 def test_tiers_and_fetches_are_used_whatever_goes_wrong(seed: int) -> None:
-    report = with_tiers(seed % 10**9)
+    cells: Cells = Counter()
+    with count_visits(cells):
+        report = with_tiers(seed % 10**9)
+    for cell in (
+        ("residency free", "reserve"),
+        ("residency filling", "commit"),
+        ("residency valid", "claim"),
+        ("residency valid", "touch"),
+        ("residency valid", "shadow"),
+        ("residency valid", "evict"),
+        ("residency claimed", "release"),
+        ("quarantine", "fenced"),
+        ("job copy out", "ok"),
+        ("job copy in", "ok"),
+        ("job read", "ok"),
+        ("job write", "ok"),
+        ("job write", "failed"),
+        ("bring up", "whole"),
+        ("pull", "whole"),
+        ("serve", "whole"),
+    ):
+        assert cells[cell], cell
     assert report.effects == report.faults
     assert set(TIER_KINDS) <= set(report.effects)
     assert {name for name, count in report.tiers.items() if count} == {

@@ -35,8 +35,9 @@ ALIKE: Final = replace(
 )
 """Prompts that others have computed, mostly; more of them than a device holds."""
 _OF_WORKERS: Final = (
-    *("tier-reads", "tier-reads", "tier-full", "crash", "drain", "leave", "engine"),
-    *("cut", "kv-late", "kv-lost", "kv-slow", "kv-wrong", "pause"),
+    *("tier-reads", "tier-writes", "tier-full", "tier-slow", "tier-copies"),
+    *("crash", "drain", "leave", "engine", "stall", "step", "slow-worker"),
+    *("cut", "reset", "lose", "kv-late", "kv-lost", "kv-slow", "kv-wrong", "pause"),
 )
 
 

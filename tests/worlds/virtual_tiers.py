@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.engine_core.tiers.core_tiers import TierStorage, frames_of
 from pdserve.kv.storage import BlockMemory
+from pdserve.kv.tiers.disk.records import ReadFault
 from pdserve.kv.tiers.disk.tier import DiskTier
 from pdserve.kv.tiers.job_runner import JobRunner, MemoryCopier
-from pdserve.kv.tiers.jobs import Fill, Spill
+from pdserve.kv.tiers.jobs import CopyIn, CopyOut, Fill, Spill
 from pdserve.kv.tiers.virtual_io import LaneRate, VirtualTierIo
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pdserve.clock import Clock
     from pdserve.engine_core.core import EngineCore
     from pdserve.engine_core.executor import ModelInfo
-    from pdserve.kv.tiers.disk.records import ReadFault
+    from pdserve.ids import Seconds
     from pdserve.kv.tiers.jobs import TierJob
     from pdserve.messages.tiers import LaneName, TierSpec
     from pdserve.testing.scripted import ScriptedExecutor
@@ -38,6 +39,7 @@ _RATES: Final[Mapping[LaneName, LaneRate]] = {
     "disk_write": LaneRate(1e7, 0.02),
 }
 """Slow enough that faults fall into the middle of a read."""
+_READ_FAULTS: Final[tuple[ReadFault, ...]] = ("io", "crc", "absent", "format")
 
 
 @dataclass(slots=True)
@@ -46,21 +48,50 @@ class TierFaults:
 
     random: Random
     reads: float = 0.0
-    """Share of the reads from disk that fail."""
-    full: bool = False
-    """The disk takes nothing."""
+    """Share of the reads from disk that fail, in any way that they can."""
+    writes: float = 0.0
+    """Share of the writes that fail, though the disk has room."""
+    full: float = 0.0
+    """Above 0: the disk takes nothing."""
+    copies: float = 0.0
+    """Share of the copies between device and host that fail."""
+    slow: Seconds = 0.0
+    """More time that each read takes."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Jobs that failed, by kind."""
+    """Jobs that a fault has met, by its name."""
 
     def __call__(self, job: TierJob) -> tuple[str, ReadFault, int] | None:
         """Says how a job fails; None: it does not."""
-        if isinstance(job, Fill) and self.reads and self.random.random() < self.reads:
-            self.counts["reads"] += 1
-            return "this read fails", "crc" if self.random.random() < 0.5 else "io", EIO
-        if isinstance(job, Spill) and self.full:
-            self.counts["full"] += 1
+        if isinstance(job, Fill) and self._meets("reads"):
+            reason = self.random.choice(_READ_FAULTS)
+            return "this read fails", reason, EIO if reason == "io" else 0
+        if isinstance(job, Spill) and self._meets("full"):
             return "the disk is full", "io", ENOSPC
+        if isinstance(job, Spill) and self._meets("writes"):
+            return "this write fails", "io", EIO
+        if isinstance(job, (CopyIn, CopyOut)) and self._meets("copies"):
+            return "this copy fails", "io", 0
         return None
+
+    def _meets(self, name: str) -> bool:
+        share: float = getattr(self, name)
+        met = share > 0.0 and self.random.random() < share
+        self.counts[name] += met
+        return met
+
+
+class _FaultyTierIo(VirtualTierIo):
+    """A disk that may be slow."""
+
+    faults: TierFaults
+
+    def submit(self, job: TierJob) -> None:
+        late = self.faults.slow if isinstance(job, Fill) else 0.0
+        if late:
+            self.faults.counts["slow"] += 1
+        usual = _RATES["disk_read"]
+        self._rates = {**_RATES, "disk_read": LaneRate(usual.bandwidth, usual.latency + late)}
+        super().submit(job)
 
 
 def open_virtual_tiers(
@@ -81,8 +112,8 @@ def open_virtual_tiers(
     runner = JobRunner(
         MemoryCopier(device, view, block), arena, None if disk is None else disk.files
     )
-    io = VirtualTierIo(clock, block, runner, _RATES)
-    io.fault = faults
+    io = _FaultyTierIo(clock, block, runner, _RATES)
+    io.fault = io.faults = faults
 
     def free() -> None:
         view.release()

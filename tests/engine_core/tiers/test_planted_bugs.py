@@ -229,6 +229,46 @@ def pins_do_not_keep_blocks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Storing, "_evict", evict)
 
 
+@found_by("books")
+def a_probe_claims_what_it_finds(patch: pytest.MonkeyPatch) -> None:
+    whole = LowerTiers.run
+
+    def run(self: LowerTiers, hashes: Any, start: int = 0) -> Any:
+        found = whole(self, hashes, start)
+        for name, source in zip(hashes[start:], found, strict=False):
+            if source == "host":
+                frame = self.host.frame(name)
+                assert frame is not None
+                self.host.claim(frame)
+        return found
+
+    patch.setattr(LowerTiers, "run", run)
+
+
+@found_by("books")
+def a_frame_is_taken_before_it_is_known_to_be_needed(patch: pytest.MonkeyPatch) -> None:
+    """A read that is under way is joined, and has a frame."""
+    whole = Fills.join
+
+    def join(self: Fills, number: int, index: int, name: bytes, *rest: Any) -> int | None:
+        if name in self._filling:
+            self._take_frame(rest[-1])
+        return whole(self, number, index, name, *rest)
+
+    patch.setattr(Fills, "join", join)
+
+
+@found_by("books", "places")
+def frames_of_a_refused_fetch_stay_claimed(patch: pytest.MonkeyPatch) -> None:
+    """A fetch that gets only some of its frames gives the others back."""
+    whole = Fetching._let_go
+
+    def let_go(self: Fetching, fetch: Any, first: int, last: int, now: float) -> None:
+        whole(self, fetch, first if first < fetch.copying else first + 1, last, now)
+
+    patch.setattr(Fetching, "_let_go", let_go)
+
+
 # ------------------------------------------------------------------ fetches
 
 

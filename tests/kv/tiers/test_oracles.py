@@ -136,7 +136,7 @@ def test_no_order_and_no_admission_beats_one_that_knows_the_future(prompts, bloc
 
 def test_a_disk_adds_hits_and_writes_each_block_once(prompts) -> None:
     without = sum(replay(prompts, AtomicTiers(40, 60)))
-    tiers = AtomicTiers(40, 60, 10_000)
+    tiers = AtomicTiers(40, 60, 100_000)
     assert without < sum(replay(prompts, tiers)) == sum(lru_list(prompts, 10**6))
     assert tiers.disk is not None
     assert tiers.spilled == len(tiers.disk)

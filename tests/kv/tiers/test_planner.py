@@ -256,6 +256,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(prompt, {name: draw(lane) for name in names}, cost, config)
 
 
+@pytest.mark.timeout(600)
 @settings(max_examples=3000 if is_long() else 150, deadline=None)
 @given(cases())
 def test_no_plan_at_the_ends_of_runs_is_better(case: Case) -> None:

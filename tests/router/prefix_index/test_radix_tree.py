@@ -357,6 +357,7 @@ def numbers(tree: Tree) -> tuple[int, ...]:
     return (len(tree), held, full, unknown, *(tree.blocks(worker) for worker in range(65)))
 
 
+@pytest.mark.timeout(600)
 @given(lives())
 def test_the_pure_tree_is_the_model(life: tuple[int, list[list[int]], list[Step]]) -> None:
     bound, chains, told = life
@@ -374,6 +375,7 @@ def test_the_pure_tree_is_the_model(life: tuple[int, list[list[int]], list[Step]
 
 
 @needs_native
+@pytest.mark.timeout(600)
 @given(lives())
 def test_the_twins_agree(life: tuple[int, list[list[int]], list[Step]]) -> None:
     bound, chains, told = life

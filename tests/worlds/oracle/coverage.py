@@ -1,5 +1,5 @@
 """Which cells of the state machines a run visits: (state, event) of members, of bookings, of
-handoffs, and of requests on their way (`migration_coverage`).
+handoffs, of requests on their way (`migration_coverage`), and of KV tiers (`tier_coverage`).
 
 `count_visits` looks over the shoulder of the two tables while it lasts, in every node of the
 process, and counts. What must be visited is listed here, so that a rule nobody exercises is named.
@@ -16,6 +16,8 @@ from pdserve.gossip.member_table import MemberTable
 from pdserve.router.bookings import BookingEnd, Bookings
 from pdserve.worker.disagg.state_table import DECODE_TABLE, PREFILL_TABLE, StateMachine
 from tests.worlds.oracle.migration_coverage import PROBES, REQUEST_CELLS
+from tests.worlds.oracle.tier_coverage import PROBES as TIER_PROBES
+from tests.worlds.oracle.tier_coverage import TIER_CELLS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -138,7 +140,7 @@ processes are not that orderly; tests/worker/disagg visits them."""
 def unvisited_cells(visited: Cells) -> list[str]:
     """Cells that must be visited and were not."""
     wanted = MEMBER_CELLS | LIFE_CELLS | BOOKING_CELLS | REQUEST_CELLS
-    wanted |= HANDOFF_CELLS - OUT_OF_REACH
+    wanted |= (HANDOFF_CELLS - OUT_OF_REACH) | TIER_CELLS
     return sorted(f"{state}: {event}" for state, event in wanted - visited.keys())
 
 
@@ -169,7 +171,7 @@ def count_visits(cells: Cells) -> Iterator[Cells]:
         look(Bookings, "_end", _ended)
         look(Bookings, "peer_ended", _peer_ended)
         look(Bookings, "peer_gone", _peer_gone)
-        for owner, name, looker in PROBES:
+        for owner, name, looker in (*PROBES, *TIER_PROBES):
             look(owner, name, looker)
         yield cells
 

@@ -207,6 +207,7 @@ def check_crash(
     assert durable(machine) - torn <= again.served()
 
 
+@pytest.mark.timeout(600)
 def test_the_power_fails_after_every_change(seed: int, long: bool):
     random = Random(seed)
     survived = 0
