@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.engine_core.tiers.core_tiers import TierStorage, frames_of
 from pdserve.kv.storage import BlockMemory
-from pdserve.kv.tiers.disk.records import ReadFault
 from pdserve.kv.tiers.disk.tier import DiskTier
 from pdserve.kv.tiers.job_runner import JobRunner, MemoryCopier
 from pdserve.kv.tiers.jobs import CopyIn, CopyOut, Fill, Spill
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from pdserve.engine_core.core import EngineCore
     from pdserve.engine_core.executor import ModelInfo
     from pdserve.ids import Seconds
+    from pdserve.kv.tiers.disk.records import ReadFault
     from pdserve.kv.tiers.jobs import TierJob
     from pdserve.messages.tiers import LaneName, TierSpec
     from pdserve.testing.scripted import ScriptedExecutor
