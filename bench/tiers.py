@@ -6,12 +6,13 @@
               one copy of as many bytes
     disk      records of 1.25 MiB written, read, and read while others are written, against fio if
               it is installed, else against plain reads of the same size by as many threads
-    answers   time to the first token of the bundled model's longest prompts: computed, from host,
-              from disk; against what the planner predicted
+    pulls     blocks fetched from another worker's pool, against a handoff of as many
+    answers   time to the first token of prompts of 8,000 tokens: computed, from the device, from
+              host and disk; against what was predicted before the request
     cold      a load of prompts that share nothing, with tiers and without
 
 Arms take turns within a round; a figure is the median over rounds, with the lowest and the highest.
-The run takes about three minutes and writes bench/results/tiers.md.
+The run takes about ten minutes and writes bench/results/tiers.md.
 """
 
 from __future__ import annotations
@@ -27,19 +28,24 @@ import tempfile
 import threading
 import time
 from array import array
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+from unittest.mock import patch
 
 import pdserve
 from bench.machine import facts
 from bench.pages import kept
+from bench.tier_pair import Pair
 from pdserve.clock import SystemClock
 from pdserve.engine_core.core import EngineCore
+from pdserve.engine_core.tiers import fetch_planner
 from pdserve.kv.storage import BlockMemory
 from pdserve.kv.tiers.block import TierBlock
 from pdserve.kv.tiers.disk.fingerprint import Fingerprint
 from pdserve.kv.tiers.disk.tier import DiskTier
 from pdserve.kv.tiers.job_runner import MemoryCopier
+from pdserve.kv.tiers.planner import Plan, plan
 from pdserve.messages.engine import EngineSpec, StepOutput, Submit
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.messages.tiers import TierSpec
@@ -60,8 +66,12 @@ RECORD: Final = 1280 << 10
 RECORDS: Final = 200
 READERS: Final = 4
 MODEL: Final = Path(pdserve.__file__).parent / "bundled"
-PROMPT: Final = 1600
-"""Tokens of the prompts that are answered: the bundled model takes 2,048."""
+PROMPT: Final = 8000
+"""Tokens of the prompts that are answered, of the bundled model with longer positions."""
+LENGTH: Final = 8192
+PROMPTS: Final = 2
+"""Prompts of each source in a round."""
+PULLS: Final = (16 << 20, 64 << 20)
 
 
 class Figures:
@@ -69,6 +79,10 @@ class Figures:
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
+
+    def count(self, name: str) -> int:
+        """Number of values."""
+        return len(self._values.get(name, ()))
 
     def add(self, name: str, value: float) -> None:
         self._values.setdefault(name, []).append(value)
@@ -295,21 +309,50 @@ def _read(tier: DiskTier, names: Sequence[bytes]) -> None:
         buffer.close()
 
 
+# ---------------------------------------------------------------- pulls
+
+
+def pulls(rounds: int) -> list[str]:
+    """Rows: GB/s of a pull, and its share of a handoff of as many bytes."""
+    rows = []
+    block = 32 * _token_bytes()
+    for backend in ("shm", "tcp"):
+        both = Pair(MODEL, backend, 5 * PULLS[-1], 2048)
+        for size in PULLS:
+            figures = Figures()
+            for number in range(rounds + 1):
+                hashes = both.fill(100 * PULLS.index(size) + number, size // block)
+                first = both.hand_off(len(hashes)) if number % 2 else 0.0
+                pulled = both.pull(hashes)
+                handed = first or both.hand_off(len(hashes))
+                if number:  # the first one connects
+                    figures.add("pull", size / pulled)
+                    figures.add("handoff", size / handed)
+            rows.append(
+                f"| {backend} | {size >> 20} MiB | {_gb(figures, 'handoff')} | "
+                f"{_gb(figures, 'pull')} | {figures.ratio('pull', 'handoff')} |"
+            )
+        both.close()
+    return rows
+
+
 # ---------------------------------------------------------------- answers
 
 
 class Core:
     """The torch engine's core with the bundled model, stepped in this thread."""
 
-    def __init__(self, tiers: TierSpec | None, kv_memory: int) -> None:
+    def __init__(
+        self, tiers: TierSpec | None, kv_memory: int, model: Path = MODEL, length: int = 2048
+    ) -> None:
         self.core = EngineCore(TorchExecutor(), SystemClock())
         self.core.load(
             EngineSpec(
                 engine="torch",
-                model=str(MODEL),
+                model=str(model),
                 device="cpu",
                 kv_memory=kv_memory,
-                max_model_len=2048,
+                max_model_len=length,
                 hash_secret=b"bench",
                 tiers=tiers,
             ),
@@ -356,60 +399,96 @@ class Core:
 
 
 def answers(directory: Path, rounds: int) -> list[str]:
-    """Rows: seconds to the first token, by where the prefix was."""
+    """Rows: milliseconds to the first token, by where the prefix was."""
     figures = Figures()
-    for number in range(rounds):
-        with tempfile.TemporaryDirectory(dir=directory) as folder:
-            _answers(Path(folder), number, figures)
+    with tempfile.TemporaryDirectory(dir=directory) as home:
+        model = _longer_model(Path(home) / "model")
+        for number in range(rounds):
+            with tempfile.TemporaryDirectory(dir=directory) as folder:
+                _answers(model, Path(folder), number, figures)
     rows = []
-    for name in ("computed", "host", "disk"):
-        predicted = f"{name} predicted"
+    for name in ("computed", "device", "host", "disk"):
+        predicted, late = f"{name} predicted", figures.count(f"{name} late")
+        if not figures.count(name):
+            rows.append(f"| {name} | | | | | {late} |")
+            continue
         rows.append(
             f"| {name} | {figures.text(name, '{:.1f}')} | "
             f"{figures.text(predicted, '{:.1f}')} | {figures.ratio(name, predicted)} | "
-            f"{figures.ratio(name, 'computed')} |"
+            f"{figures.ratio(name, 'computed')} | {late} |"
         )
     return rows
 
 
-def _answers(folder: Path, number: int, figures: Figures) -> None:
-    draw = random.Random(number)
-    prompts = [[draw.randrange(300, 900) for _ in range(PROMPT)] for _ in range(6)]
+def _longer_model(folder: Path) -> Path:
+    """The bundled model for longer prompts. What it says about them does not matter here."""
+    shutil.copytree(MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": LENGTH}))
+    return folder
+
+
+def _prompts(seed: int, count: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(300, 900) for _ in range(PROMPT)] for _ in range(count)]
+
+
+def _noted(
+    name: str,
+    core: EngineCore,
+    ask: Callable[[], tuple[float, FirstTokenStats]],
+    figures: Figures,
+) -> None:
+    """Ask for a prompt whose prefix is at this place, and note its time beside the prediction. What
+    did not come as a whole is counted as late."""
+    planned: list[Plan] = []
+
+    def watched(*args: Any) -> Plan:
+        planned.append(plan(*args))
+        return planned[-1]
+
+    with patch(f"{fetch_planner.__name__}.plan", watched):
+        cached = 0 if name == "computed" else PROMPT - 32
+        alone = core._step_cost.prefill(PROMPT, cached)
+        seconds, started = ask()
+    place: set[str] = {each.source for each in started.sources} or {"device"}
+    if name != "computed" and (place != {name} or started.cached_tokens < cached):
+        figures.add(f"{name} late", 1.0)
+        return
+    figures.add(name, 1e3 * seconds)
+    here = name in {"computed", "device"} or not planned
+    figures.add(f"{name} predicted", 1e3 * (alone if here else planned[-1].finish))
+
+
+def _answers(model: Path, folder: Path, number: int, figures: Figures) -> None:
+    prompts = _prompts(number, PROMPTS)
     tiers = TierSpec(
         host_bytes=256 << 20, disk_path=str(folder), disk_bytes=1 << 30, disk_owner="bench"
     )
-    kv_memory = 2 * (PROMPT // 32 + 14) * 32 * _token_bytes()
-    core = Core(tiers, kv_memory)
+    room = (PROMPT + 448) * _token_bytes()
+    core = Core(tiers, room, model, LENGTH)
+    _warm(core.first_token, 10_000)
     for prompt in prompts:
-        seconds, _ = core.first_token(prompt)
-        core.settle(0.1)
-        figures.add("computed", 1e3 * seconds)
-        figures.add("computed predicted", 1e3 * core.core._step_cost.prefill(PROMPT))
-    core.settle(1.5)
-    for prompt in prompts[:3]:
-        _answer(core, prompt, "host", figures)
+        for place in ("computed", "device"):
+            _noted(place, core.core, partial(core.first_token, prompt), figures)
+        core.settle(0.5)
+    core.settle(2.0)
+    for prompt in prompts:
+        _noted("host", core.core, partial(core.first_token, prompt), figures)
+        core.settle(0.5)
     core.core.close()
-    core = Core(tiers, kv_memory)
-    # A core that has computed nothing yet knows no price of computing.
-    core.first_token([draw.randrange(300, 900) for _ in range(PROMPT)])
-    for prompt in prompts[:3]:
-        _answer(core, prompt, "disk", figures)
+    core = Core(tiers, room, model, LENGTH)
+    _warm(core.first_token, 20_000)
+    for prompt in prompts:
+        _noted("disk", core.core, partial(core.first_token, prompt), figures)
+        core.settle(0.5)
     core.core.close()
 
 
-def _answer(core: Core, prompt: list[int], source: str, figures: Figures) -> None:
-    seconds, started = core.first_token(prompt)
-    core.settle(0.05)
-    if {each.source for each in started.sources} != {source}:
-        return  # what the host still had of it came from there
-    cached = sum(each.tokens for each in started.sources)
-    cost, lanes = core.core._step_cost, core.core._lane_estimates()
-    moved = cached * _token_bytes()
-    fetch = lanes["h2d"].seconds(moved)
-    if source == "disk":
-        fetch = max(fetch, lanes["disk_read"].seconds(moved))
-    figures.add(source, 1e3 * seconds)
-    figures.add(f"{source} predicted", 1e3 * (fetch + cost.prefill(PROMPT, cached)))
+def _warm(ask: Callable[[list[int]], object], seed: int) -> None:
+    """Have a core compute short prompts and long: before, it does not know what that costs."""
+    for length in (64, 500, 2000):
+        ask(_prompts(seed + length, 1)[0][:length])
 
 
 def _token_bytes() -> int:
@@ -497,13 +576,23 @@ def main() -> None:
         "|---|---|---|",
         *disk(given.dir, given.rounds),
         "",
+        "## A pull against a handoff",
+        "",
+        "GB/s between two cores of one process, from the question to the last checked block. The",
+        "handoff is one part of as many blocks over the same path, with all checksums compared.",
+        "",
+        "| path | bytes | handoff | pull | pull / handoff |",
+        "|---|---|---|---|---|",
+        *pulls(given.rounds),
+        "",
         "## Time to the first token",
         "",
-        f"Prompts of {PROMPT} tokens of the bundled model on the CPU; all but the last block was",
-        "on the host or on disk. Milliseconds.",
+        f"Prompts of {PROMPT:,} tokens of the bundled model on the CPU; all but the last block was",
+        "where the row says. Milliseconds, predicted before the request. Late:",
+        "number of prompts of which a part came after its deadline and was computed.",
         "",
-        "| prefix | measured | predicted | measured / predicted | measured / computed |",
-        "|---|---|---|---|---|",
+        "| prefix | measured | predicted | measured / predicted | measured / computed | late |",
+        "|---|---|---|---|---|---|",
         *answers(given.dir, given.rounds),
         "",
         "## A load that shares nothing",
