@@ -38,11 +38,13 @@ from pdserve.engine_core.scheduler.scheduler import Scheduler
 from pdserve.engine_core.scheduler.scheduler_state import SchedulerLimits
 from pdserve.engine_core.tiers.core_tiers import CoreTiers, open_storage, threads
 from pdserve.engine_core.tiers.drops import drop_kv
+from pdserve.engine_core.tiers.early_starts import EarlyStarts
 from pdserve.engine_core.tiers.fetch_lane import FetchLane
 from pdserve.engine_core.tiers.fetch_planner import FetchPlanner
 from pdserve.engine_core.tiers.onboarder import Onboarder
 from pdserve.engine_core.tiers.prefill_cost import StepCost
 from pdserve.engine_core.tiers.stager import Stager
+from pdserve.engine_core.tiers.step_gate import StepGate
 from pdserve.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -55,6 +57,7 @@ from pdserve.errors import (
 )
 from pdserve.ids import NodeId, NodeLife
 from pdserve.kv.block_pool import BlockPool
+from pdserve.kv.tiers.layer_groups import LayerGroups
 from pdserve.messages.engine import (
     Abort,
     AbortAttempt,
@@ -112,6 +115,7 @@ if TYPE_CHECKING:
     from pdserve.engine_core.tiers.onboarder import BlockFetch
     from pdserve.ids import Seconds
     from pdserve.kv.tiers.lanes import LaneEstimate
+    from pdserve.kv.tiers.lower_tiers import LowerTiers
     from pdserve.messages.request import SamplingParams, TokenDelta
     from pdserve.messages.tiers import LaneLoad, LaneName
     from pdserve.transfer.base import Region
@@ -163,6 +167,7 @@ class EngineCore:
         """Whether the connector has events."""
         self._tiers: CoreTiers | None = None
         self._onboarder: Onboarder | None = None
+        self._early: EarlyStarts | None = None
         self._fetch_lane: FetchLane | None = None
         self._step_cost = StepCost()
         self._copied = False
@@ -246,10 +251,21 @@ class EngineCore:
             self._onboarder.came = self._tiers.came
         if self._puller is not None and settings.fetch != "never":
             self._onboarder.lane = self._fetch_lane = FetchLane(info.layout.block_bytes)
+        if lower is not None:
+            self._start_early(lower, self._onboarder, info)
         if lower is not None and self._fetches is not None:
             self._fetches.server.stage = Stager(self.pool, lower, self._onboarder)
         self.scheduler.onboarder = self._onboarder
         return settings.names
+
+    def _start_early(self, lower: LowerTiers, onboarder: Onboarder, info: ModelInfo) -> None:
+        """Let sequences run before all layers of their blocks have come."""
+        early = EarlyStarts(self.scheduler, onboarder, lower, self._step_cost, self._clock)
+        if self._outgoing is not None:
+            early.is_sent = self._outgoing.holds
+        onboarder.early = self._early = early
+        if getattr(self._executor, "loads_layers", False):
+            lower.layers = LayerGroups(info.layout.num_layers, info.layout.block_bytes)
 
     def _open_storage(self, spec: TierSpec, info: ModelInfo, secret_id: bytes) -> TierStorage:
         return open_storage(spec, info, self._executor, secret_id, self.make_tier_io)
@@ -566,6 +582,8 @@ class EngineCore:
     def _plan(self, now: Seconds) -> StepPlan:
         plan = self.scheduler.schedule(now)
         self._release()
+        if self._early is not None:
+            self._early.guard(plan, now)
         if self._outgoing is not None and self._outgoing.active:
             self._outgoing.planned(plan)
         return plan
@@ -634,9 +652,12 @@ class EngineCore:
         # A plan lists decodes first, so its first chunk shows whether it has any.
         decodes = plan.chunks[0].sequence.first_token is not None
         tokens = plan.num_tokens
-        self._pace.note(tokens, took)
-        if self._onboarder is not None:
-            self._step_cost.note(plan, tokens, took)
+        if isinstance(plan.gate, StepGate):
+            plan, result = self._settle(plan, result, plan.gate, now)
+        else:  # one that waits says nothing about computing
+            self._pace.note(tokens, took)
+            if self._onboarder is not None:
+                self._step_cost.note(plan, tokens, took)
         self.scheduler.prefill_tokens = self._pace.tokens
         if result.faults:
             plan, result = self._set_aside(plan, result)
@@ -647,6 +668,16 @@ class EngineCore:
         else:
             outgoing.computed(plan)
             self._add(outgoing.take(self.scheduler.complete(plan, result, now, took)))
+
+    def _settle(
+        self, plan: StepPlan, result: StepResult, gate: StepGate, now: Seconds
+    ) -> tuple[StepPlan, StepResult]:
+        """Take in the layers that the step has waited for; returns the step without the sequences
+        whose layers have not come."""
+        assert self._early is not None
+        early = [each.sequence for each in plan.chunks if each.sequence.early is not None]
+        gone = self._early.settle(early, gate, lambda: self._advance_tiers(now))
+        return result.less(plan, lambda sequence: sequence in gone) if gone else (plan, result)
 
     def _set_aside(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
         """End the submissions that have a fault; returns the rest of the step."""
@@ -667,7 +698,7 @@ class EngineCore:
                 "a request failed in a step of %d tokens: %s", plan.num_tokens, why, extra=named
             )
             self._reject(handle, StepFailed(f"the engine failed to compute this request: {why}"))
-        return result.less(plan, faults)
+        return result.less(plan, lambda sequence: sequence.handle in faults)
 
     def _count(self, took: Seconds, decodes: bool) -> None:
         self._failures = 0

@@ -7,7 +7,7 @@ thread of the engine core and take turns: nothing here is concurrent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -106,6 +106,13 @@ class StepPlan:
     sent before the step ends. Optional for executors: from the core's thread, within `execute`."""
     watch_at: frozenset[int] = frozenset()
     """Numbers of finished layers at which `watch` wants a call."""
+    gate: Callable[[int], None] | None = None
+    """Called before a layer reads KV, with the layer's number: it waits until the layers from there
+    on have come for the chunks that need them, with a deadline. It never fails: what has not come
+    is the core's business. Only an executor with `loads_layers` gets one."""
+    gate_at: frozenset[int] = frozenset()
+    """Layers before which `gate` has to be called. An executor that does not compute layer by layer
+    calls it for all of them first, in order."""
     tick: Callable[[int], None] | None = None
     """Reports progress to the stall watchdog: an executor whose steps may take seconds calls it
     from the core's thread now and then, with the number of finished layers."""
@@ -137,10 +144,13 @@ class StepResult:
     """The `faults` that do not come from computing, such as a grammar's: the KV of these sequences
     is correct and may be reused."""
 
-    def less(self, plan: StepPlan, dropped: Container[int]) -> tuple[StepPlan, StepResult]:
-        """Return `plan` and this result without the chunks of the `dropped` handles."""
-        kept = [i for i, c in enumerate(plan.chunks) if c.sequence.handle not in dropped]
-        sampling = [c.sequence.handle in dropped for c in plan.chunks if c.samples]
+    def less(
+        self, plan: StepPlan, dropped: Callable[[Sequence], bool]
+    ) -> tuple[StepPlan, StepResult]:
+        """Return `plan` and this result without the chunks of the `dropped` sequences."""
+        gone = [dropped(chunk.sequence) for chunk in plan.chunks]
+        kept = [i for i, is_gone in enumerate(gone) if not is_gone]
+        sampling = [gone[i] for i, chunk in enumerate(plan.chunks) if chunk.samples]
         result = StepResult(
             [token for token, gone in zip(self.tokens, sampling, strict=True) if not gone],
             [entry for entry, gone in zip(self.logprobs, sampling, strict=True) if not gone],
@@ -149,9 +159,10 @@ class StepResult:
                 for new, i in enumerate(kept)
                 if i in self.prompt_logprobs
             },
-            embeddings={
-                new: self.embeddings[i] for new, i in enumerate(kept) if i in self.embeddings
-            },
+            {new: self.faults[i] for new, i in enumerate(kept) if i in self.faults},
+            {new: self.embeddings[i] for new, i in enumerate(kept) if i in self.embeddings},
+            {new for new, i in enumerate(kept) if i in self.lasting},
+            {new for new, i in enumerate(kept) if i in self.sound},
         )
         return StepPlan([plan.chunks[i] for i in kept], plan.copies), result
 
@@ -160,7 +171,7 @@ class Executor(Protocol):
     """Computes steps. All methods are called in the core's thread, one at a time.
 
     Optional abilities are the protocols `SupportsWeightSharing`, `SupportsKvTransfer`,
-    `SupportsTiers` and `SupportsGrammarPrefetch`.
+    `SupportsTiers`, `SupportsLayerGroups` and `SupportsGrammarPrefetch`.
     """
 
     def load(self, spec: EngineSpec, progress: ProgressFn) -> ModelInfo:
@@ -199,6 +210,15 @@ class SupportsTiers(Protocol):
     def tier_copier(self, arena: BlockMemory) -> BlockCopier | None:
         """What copies blocks between the KV storage and an arena of block-sized frames, called in
         another thread. None: the storage is host memory (`SupportsKvTransfer.region`)."""
+        ...
+
+
+class SupportsLayerGroups(Protocol):
+    """Optional ability of an executor: a step begins before all layers of its KV are there."""
+
+    @property
+    def loads_layers(self) -> bool:
+        """True: `execute` calls `StepPlan.gate`."""
         ...
 
 

@@ -137,6 +137,9 @@ class ScriptedExecutor:
             self._on_plan(plan)
         if (pause := int(self._options["step_ms"])) > 0:
             _nap(pause / 1000, plan.tick)
+        if plan.gate is not None:
+            for layer in sorted(plan.gate_at):
+                plan.gate(layer)
         for source, destination in plan.copies:
             self._kv.copy(source, destination)
         for chunk in plan.chunks:

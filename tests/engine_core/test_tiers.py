@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 from msgspec.structs import replace
@@ -67,7 +67,7 @@ class Bench:
         self.io = VirtualTierIo(self.clock, block_bytes, runner)
         return self.io
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

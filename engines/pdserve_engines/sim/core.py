@@ -28,6 +28,7 @@ from pdserve.clock import SystemClock
 from pdserve.engine_core.core import EngineCore
 from pdserve.engine_core.kit import STATS_INTERVAL
 from pdserve.engine_core.kv_transfer.connector import NodeMessage
+from pdserve.engine_core.tiers.step_gate import StepGate
 from pdserve.messages.engine import (
     InboundControl,
     OutboundControlReply,
@@ -177,6 +178,8 @@ class SimCore(EngineCore):
         plan = self._plan(begin)
         if plan.chunks:
             seconds = self._sim.seconds(plan, self._steps)
+            if isinstance(plan.gate, StepGate):
+                seconds = plan.gate.seconds(begin, seconds)
             self._flight = _Flight(begin, [begin + seconds], plan)
 
     def _foreseen_steps(self) -> int:

@@ -59,6 +59,8 @@ class SimExecutor:
     vocabulary: SimVocabulary
     loads_loras = True
     """An adapter's id changes the tokens; its files are not read."""
+    loads_layers = True
+    """Every step waits for the layers that it needs (`SimCore` adds the time of that)."""
 
     def __init__(self) -> None:
         self.content: BlockContent | None = None
@@ -115,6 +117,9 @@ class SimExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         if self.options.trouble:
             _meet_trouble(Path(self.options.trouble))
+        if plan.gate is not None:
+            for layer in sorted(plan.gate_at):
+                plan.gate(layer)
         content = self._content
         for source, destination in plan.copies:
             content.copy(source, destination)

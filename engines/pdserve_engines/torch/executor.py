@@ -305,19 +305,23 @@ class TorchExecutor:
             torch.cuda.current_stream(self._settings.device).synchronize()
 
     def _after(self, plan: StepPlan) -> LayersDoneFn | None:
-        """The callback for finished layers: it calls the plan's `watch`, and `tick` in a step so
-        large that each layer may take long. None if neither is needed."""
+        """The callback for finished layers: it calls the plan's `watch`, `gate`, and `tick` in a
+        step so large that each layer may take long. None if none is needed."""
         watch = plan.watch if plan.watch_at else None
+        gate = plan.gate if plan.gate_at else None
         tick = plan.tick if plan.num_tokens > _QUICK else None
-        if watch is None:
+        if watch is None and gate is None:
             return tick
 
         def after(layers: int) -> None:
             if tick is not None:
                 tick(layers)
-            if layers in plan.watch_at:
+            if watch is not None and layers in plan.watch_at:
                 self._settle()
                 watch(layers)
+            # Nothing has read the next layer's KV yet, nor was it launched.
+            if gate is not None and layers in plan.gate_at:
+                gate(layers)
 
         return after
 

@@ -3,7 +3,8 @@
 It copies in a stream of its own, from a thread beside the core's, so that steps go on meanwhile.
 The arena is page-locked, without which copies are slow and not asynchronous. A block that is copied
 out was computed by a step that has ended (`TorchExecutor` settles such steps), and one that is
-copied in is in no plan before the copy has ended: so the streams need no events between them.
+copied in is in no plan before the copy has ended, or the step waits for it on the host before it
+launches what reads it (`StepPlan.gate`): so the streams need no events between them.
 """
 
 from __future__ import annotations
@@ -56,9 +57,16 @@ class TorchTierCopier:
         """Copy device blocks to frames; returns when the bytes are there."""
         self._copy(self._frames, frames, self._blocks, blocks)
 
-    def copy_in(self, frames: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy frames to device blocks; returns when steps may read them."""
-        self._copy(self._blocks, blocks, self._frames, frames)
+    def copy_in(
+        self,
+        frames: Sequence[int],
+        blocks: Sequence[int],
+        span: tuple[int, int] | None = None,
+    ) -> None:
+        """Copy frames to device blocks, or the bytes `span` of each; returns when steps may read
+        them."""
+        begin, end = (0, self._blocks.shape[1]) if span is None else span
+        self._copy(self._blocks[:, begin:end], blocks, self._frames[:, begin:end], frames)
 
     def _copy(
         self, target: torch.Tensor, to: Sequence[int], source: torch.Tensor, from_: Sequence[int]

@@ -338,7 +338,8 @@ class Scheduler(RemoteAdmission, FastForward):
             self._stuck = (sequence, self._room)
             return False
         pool = self._pool
-        shared = self._reusable(sequence)
+        early = sequence.early
+        shared = self._reusable(sequence) if early is None else early.lent
         need = self._blocks_for(len(sequence.tokens)) - len(shared)
         fresh = pool.reserve(need, shared=shared, spare=self._spare)
         if fresh is None:
@@ -349,7 +350,34 @@ class Scheduler(RemoteAdmission, FastForward):
             self._loosened += 1
         sequence.blocks = shared + fresh
         self._set_computed(sequence, len(shared))
+        if early is not None:
+            sequence.num_committed = early.first
         return True
+
+    def keep_fetched(self, sequence: Sequence) -> None:
+        """All layers have come of the blocks with which a sequence has started early."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self._commit(sequence)
+
+    def recompute(self, sequence: Sequence) -> None:
+        """They have not: if it runs, it returns to the queue, as if it had not started."""
+        if sequence.status is not SequenceStatus.RUNNING:
+            return
+        self.running.remove(sequence)
+        sequence.num_committed = 0
+        self._leave(sequence)
+        sequence.status = SequenceStatus.WAITING
+        self._set_computed(sequence, 0)
+        if not sequence.preemptions:
+            self._uncount(sequence)
+        self.waiting.push(sequence)
+
+    def _uncount(self, sequence: Sequence) -> None:
+        """Forget the first admission: the next one counts."""
+        sequence.first_step = None
+        if self._submissions[sequence.handle].counted:
+            self.counters.prompt_tokens -= sequence.prompt_len
+            self.counters.cached_tokens -= sequence.cached_tokens
 
     def _start(self, sequence: Sequence, now: Seconds) -> None:
         self._run(sequence)

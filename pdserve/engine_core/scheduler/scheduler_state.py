@@ -139,6 +139,11 @@ class SchedulerState:
         """Called for each sequence that gives back its blocks, before it does."""
 
     @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._pool.block_size
+
+    @property
     def names(self) -> BlockHasher | None:
         """What hashes the blocks; None: nothing does."""
         return self._names
@@ -226,6 +231,7 @@ class SchedulerState:
                 assert self.onboarder is not None
                 self.onboarder.cancel(sequence, self._planning)
             case _:
+                sequence.early = None
                 self.waiting.discard(sequence)
                 self._loosened += 1
         sequence.status = SequenceStatus.FINISHED
@@ -373,6 +379,7 @@ class SchedulerState:
                 self._pool.release_early(sequence.blocks[kept:])
             self._pool.release(sequence.blocks[:kept])
         sequence.blocks = []
+        sequence.early = None
         self._released.append(sequence)
 
     def _blocks_for(self, tokens: int) -> int:

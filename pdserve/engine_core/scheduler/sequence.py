@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from pdserve.messages.request import MAX_WORKER_PHASES, WorkerPhase
 
 if TYPE_CHECKING:
+    from pdserve.engine_core.tiers.onboarder import BlockFetch
     from pdserve.ids import Seconds, SequenceKey
     from pdserve.messages.request import GenerateRequest, SamplingParams
     from pdserve.messages.tiers import CachedSource
@@ -91,6 +92,8 @@ class Sequence:
     """When it lost its blocks, until it has blocks again."""
     fetched: bool = False
     """Whether it was considered for a fetch since it last lost its blocks."""
+    early: BlockFetch | None = None
+    """The fetch whose blocks it uses before their last layers have come."""
     sources: tuple[CachedSource, ...] = ()
     """Where leading tokens came from that were not on the device."""
     borrowed: range = range(0)

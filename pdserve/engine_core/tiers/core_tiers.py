@@ -291,6 +291,8 @@ class CoreTiers(DeviceTiers):
         """Take in what has been copied and read, and end what is late."""
         for done in self.take(now):
             onboarder.fetched(done, now)
+        for come in self.lower.take_layers():
+            onboarder.layers(come, now)
 
     def _left(self, sequence: EngineSequence) -> None:
         """A sequence is about to give back its blocks."""

@@ -4,7 +4,11 @@ A sequence that would find more blocks there than on the device waits here. When
 come they are ordinary cached blocks, and the sequence returns to the queue, in its old place. So
 admission, preemption, choices and handoffs need no further case: they find a longer prefix.
 
+A sequence may leave early, before all layers of its blocks are there (`early_starts`); the blocks
+get their hashes when the fetch ends even so.
+
     begin     decides how many blocks are fetched (`FetchPlanner`), reserves device blocks, starts
+    layers    a layer group has come: the sequence may leave early
     fetched   a fetch has ended: its blocks get their hashes, or were never there
     cancel    the sequence has ended; its blocks are free when nothing writes to them any more
 
@@ -28,14 +32,14 @@ if TYPE_CHECKING:
 
     from pdserve.engine_core.kv_fetch.puller import KvPuller
     from pdserve.engine_core.scheduler.sequence import Sequence as EngineSequence
+    from pdserve.engine_core.tiers.early_starts import EarlyStarts
     from pdserve.engine_core.tiers.fetch_lane import FetchLane
     from pdserve.ids import Seconds
     from pdserve.kv.block_pool import BlockPool
-    from pdserve.kv.tiers.lower_tiers import LowerTiers
+    from pdserve.kv.tiers.lower_tiers import LayersCome, LowerTiers
     from pdserve.messages.tiers import KvSource, SourceName
 
 __all__ = ["BlockFetch", "FetchPlan", "Onboarder"]
-
 SHARE: Final = 0.25
 """Most of the pool that fetches fill at once, as a share; a single one may take more."""
 
@@ -88,6 +92,8 @@ class BlockFetch:
     unfenced: bool = False
     """Whether the peer may still write to the blocks that were to come from it."""
     cancelled: bool = False
+    groups: int = 1
+    """Layer groups that it comes in."""
     ended: bool = False
     """Whether its blocks were given hashes or given back; some may be in quarantine still."""
     stale: bool = False
@@ -97,6 +103,11 @@ class BlockFetch:
     def first(self) -> int:
         """Place of the first fetched block in the chain."""
         return len(self.shared)
+
+    @property
+    def lent(self) -> list[int]:
+        """Device blocks up to the last fetched one."""
+        return [*self.shared, *self.blocks]
 
     @property
     def over(self) -> bool:
@@ -161,6 +172,8 @@ class Onboarder:
         sequence back to its queue."""
         self.puller: KvPuller | None = None
         """Fetches from other workers; None: this core cannot."""
+        self.early: EarlyStarts | None = None
+        """Lets sequences leave early; None: none does."""
         self.lane: FetchLane | None = None
         """Learns how fast those are."""
         self.came: Callable[[EngineSequence, Sequence[bytes]], None] = lambda sequence, hashes: None
@@ -202,12 +215,16 @@ class Onboarder:
         """The hash secret has changed: what the fetches bring has no name."""
         for onboarding in self._onboardings.values():
             onboarding.stale = True
+            if self.early is not None:
+                self.early.over(onboarding, whole=False)
         self._coming.clear()
 
     # ------------------------------------------------------------------ sequences
 
     def may_take(self, sequence: EngineSequence) -> bool:
         """Return whether `takes` could be True: it costs a look at the sequence's hashes."""
+        if sequence.early is not None:
+            return False
         if self._tiers is None and not sequence.request.kv_sources:
             return bool(self._coming)
         return not sequence.fetched or bool(self._coming)
@@ -345,6 +362,26 @@ class Onboarder:
 
     # ------------------------------------------------------------------ the ends of fetches
 
+    def layers(self, come: LayersCome, now: Seconds) -> None:
+        """Every block from lower tiers has one more layer group."""
+        onboarding = self._onboardings.get(come.number)
+        if onboarding is None or onboarding.ended or self.early is None:
+            return
+        onboarding.groups = come.groups
+        asker = onboarding.asker
+        if asker is None or asker not in onboarding.waiting or onboarding.stale:
+            return
+        if onboarding.plan.peer and onboarding.pulled != onboarding.plan.peer:
+            return
+        if self.early.may_leave(asker, onboarding):
+            onboarding.waiting.remove(asker)
+            asker.early = onboarding
+            self._ended(asker, onboarding)
+
+    def give_up(self, onboarding: BlockFetch) -> None:
+        """A fetch is late, and no other sequence begins to wait for it."""
+        self._uncome(onboarding)
+
     def fetched(self, done: FetchDone, now: Seconds) -> None:
         """The lower tiers have ended a fetch."""
         onboarding = self._onboardings.get(done.number)
@@ -397,6 +434,8 @@ class Onboarder:
                 self.came(onboarding.asker, names)
         else:
             kept = []
+        if self.early is not None:
+            self.early.over(onboarding, whole=count == onboarding.plan.count)
         # A peer that may still write keeps its blocks from being used.
         safe = onboarding.plan.local if onboarding.unfenced else len(blocks)
         if onboarding.done is not None:
@@ -414,13 +453,16 @@ class Onboarder:
 
     def _give_back(self, onboarding: BlockFetch) -> None:
         """Let everything that waits for the fetch go on."""
-        for block_hash in onboarding.hashes[onboarding.first :]:
-            if self._coming.get(block_hash) is onboarding:
-                del self._coming[block_hash]
+        self._uncome(onboarding)
         waiting, onboarding.waiting = onboarding.waiting, []
         for sequence in waiting:
             sequence.borrowed = onboarding.borrowed
             self._ended(sequence, onboarding)
+
+    def _uncome(self, onboarding: BlockFetch) -> None:
+        for block_hash in onboarding.hashes[onboarding.first :]:
+            if self._coming.get(block_hash) is onboarding:
+                del self._coming[block_hash]
 
     def _forget(self, onboarding: BlockFetch) -> None:
         if onboarding.quarantined:

@@ -51,8 +51,13 @@ class MemoryCopier:
     def copy_out(self, blocks: Sequence[int], frames: Sequence[int]) -> None:
         self._copy(self._arena, frames, self._device, blocks)
 
-    def copy_in(self, frames: Sequence[int], blocks: Sequence[int]) -> None:
-        self._copy(self._device, blocks, self._arena, frames)
+    def copy_in(
+        self,
+        frames: Sequence[int],
+        blocks: Sequence[int],
+        span: tuple[Bytes, Bytes] | None = None,
+    ) -> None:
+        self._copy(self._device, blocks, self._arena, frames, span)
 
     def close(self) -> None:
         """Let go of both memories."""
@@ -60,16 +65,22 @@ class MemoryCopier:
         self._arena.release()
 
     def _copy(
-        self, target: memoryview, to: Sequence[int], source: memoryview, from_: Sequence[int]
+        self,
+        target: memoryview,
+        to: Sequence[int],
+        source: memoryview,
+        from_: Sequence[int],
+        span: tuple[Bytes, Bytes] | None = None,
     ) -> None:
         size = self._size
+        begin, end = (0, size) if span is None else span
         copy_runs(
             target,
             source,
-            _int64(place * size for place in to),
-            _int64(place * size for place in from_),
-            _int64([size] * len(to)),
-            size >= _STREAMING,
+            _int64(place * size + begin for place in to),
+            _int64(place * size + begin for place in from_),
+            _int64([end - begin] * len(to)),
+            end - begin >= _STREAMING,
         )
 
 
@@ -113,7 +124,7 @@ class JobRunner:
             case CopyOut():
                 self._copies.copy_out(job.blocks, job.frames)
             case CopyIn():
-                self._copies.copy_in(job.frames, job.blocks)
+                self._copies.copy_in(job.frames, job.blocks, job.span)
             case Fill():
                 self._disk.read(job.place, job.hash, self._arena.view(job.frame))
             case FillShared():

@@ -68,6 +68,12 @@ class CopyIn:
     """Place of its first block in that fetch."""
     frames: Sequence[int]
     blocks: Sequence[int]
+    span: tuple[Bytes, Bytes] | None = None
+    """Where the bytes to copy begin and end in each block; None: whole blocks."""
+    group: int = 0
+    """Number of the layer group that these bytes are."""
+    last: bool = True
+    """Whether it is the last copy from its frames, so that all of their blocks is there then."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,8 +144,14 @@ class BlockCopier(Protocol):
         """Copy device blocks to frames; returns when the bytes are there."""
         ...
 
-    def copy_in(self, frames: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy frames to device blocks; returns when steps may read them."""
+    def copy_in(
+        self,
+        frames: Sequence[int],
+        blocks: Sequence[int],
+        span: tuple[Bytes, Bytes] | None = None,
+    ) -> None:
+        """Copy frames to device blocks, or only the bytes of each from `span[0]` to `span[1]`;
+        returns when steps may read them."""
         ...
 
     def close(self) -> None:
@@ -148,7 +160,8 @@ class BlockCopier(Protocol):
 
 
 class TierIo(Protocol):
-    """Carries out jobs. Called in the core's thread; no method waits, except `close`."""
+    """Carries out jobs. Called in the core's thread; no method waits, except `wait_copied` and
+    `close`."""
 
     def start(self, wake: Callable[[], None]) -> None:
         """Begin. `wake` is called, from any thread, when `poll` has something."""
@@ -164,6 +177,15 @@ class TierIo(Protocol):
 
     def next_due(self) -> Seconds | None:
         """When a job ends, in simulated time; None: `wake` tells it."""
+        ...
+
+    def wait_copied(self, fetch: int, group: int, seconds: Seconds) -> bool:
+        """Wait until the copies of a fetch's layer group that were submitted have ended, at most
+        `seconds`; `poll` then has their ends. False: they have not."""
+        ...
+
+    def copied_at(self, fetch: int, group: int) -> Seconds | None:
+        """When those copies end, in simulated time; None: it is not known, or they have ended."""
         ...
 
     def close(self) -> None:
@@ -187,6 +209,8 @@ def lane_of(job: TierJob) -> LaneName:
 def bytes_of(job: TierJob, block_bytes: Bytes) -> Bytes:
     """How many bytes a job moves."""
     match job:
+        case CopyIn(span=(begin, end)):
+            return len(job.frames) * (end - begin)
         case CopyOut() | CopyIn() | Spill():
             return len(job.frames) * block_bytes
         case Fill() | FillShared():

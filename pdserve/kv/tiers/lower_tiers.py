@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from pdserve.kv.tiers.jobs import CopyIn, CopyOut, Fill, FillShared, LookShared, Maintain, Spill
 from pdserve.kv.tiers.moves.arrivals import Arrivals
 from pdserve.kv.tiers.moves.counts import disk_stats, host_stats
-from pdserve.kv.tiers.moves.fetching import FetchDone, Fetching
+from pdserve.kv.tiers.moves.fetching import FetchDone, Fetching, LayersCome
 from pdserve.kv.tiers.moves.fills import Fills
 from pdserve.kv.tiers.moves.indexes import TierIndexes
 from pdserve.kv.tiers.moves.job_lanes import JobLanes
@@ -43,10 +43,11 @@ if TYPE_CHECKING:
     from pdserve.kv.tiers.host_index import HostIndex
     from pdserve.kv.tiers.jobs import JobDone, TierIo
     from pdserve.kv.tiers.lanes import LaneEstimate
+    from pdserve.kv.tiers.layer_groups import LayerGroups
     from pdserve.messages.kv_events import Tier
     from pdserve.messages.tiers import LaneName, SourceName
 
-__all__ = ["DeviceBlock", "DevicePool", "FetchDone", "LowerTiers"]
+__all__ = ["DeviceBlock", "DevicePool", "FetchDone", "LayersCome", "LowerTiers"]
 
 _log = logging.getLogger(__name__)
 
@@ -180,6 +181,33 @@ class LowerTiers:
     def cancel(self, number: int, now: Seconds) -> None:
         """End a fetch; `FetchDone` follows when nothing writes to its blocks any more."""
         self._fetching.cancel(number, now)
+
+    @property
+    def layers(self) -> LayerGroups | None:
+        """How blocks are divided, so that steps may begin before all layers have come; None: they
+        are copied whole."""
+        return self._fetching.layers
+
+    @layers.setter
+    def layers(self, layers: LayerGroups | None) -> None:
+        self._fetching.layers = layers
+
+    def take_layers(self) -> list[LayersCome]:
+        """The layer groups that have come since the last call, of fetches that may have ended."""
+        return self._fetching.take_layers()
+
+    def wait_copied(self, fetch: int, group: int, seconds: Seconds) -> bool:
+        """Wait until the copies of a fetch's layer group have ended, at most `seconds`; then
+        `advance` takes them in. False: they have not."""
+        return self._jobs.io.wait_copied(fetch, group, seconds)
+
+    def copied_at(self, fetch: int, group: int) -> Seconds | None:
+        """When those copies end, in simulated time; None: it is not known, or they have ended."""
+        return self._jobs.io.copied_at(fetch, group)
+
+    def came_late(self) -> None:
+        """Count a step whose layers did not come in time."""
+        self._tiers.host_counts.failed += 1
 
     # ------------------------------------------------------------------ time and jobs
 

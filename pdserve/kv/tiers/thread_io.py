@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Final
 
 from pdserve.kv.tiers.jobs import READERS, CopyIn, CopyOut, Fill, FillShared
@@ -44,6 +44,9 @@ class ThreadTierIo:
         self._reads: queue.SimpleQueue[TierJob | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[TierJob | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._landed = threading.Condition()
+        self._landing: Counter[tuple[int, int]] = Counter()
+        """Copies under way, by fetch and layer group."""
 
     def start(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -62,7 +65,11 @@ class ThreadTierIo:
 
     def submit(self, job: TierJob) -> None:
         match job:
-            case CopyOut() | CopyIn():
+            case CopyIn():
+                with self._landed:
+                    self._landing[job.fetch, job.group] += 1
+                self._copies.put(job)
+            case CopyOut():
                 self._copies.put(job)
             case Fill() | FillShared():
                 self._reads.put(job)
@@ -76,6 +83,13 @@ class ThreadTierIo:
         return done
 
     def next_due(self) -> Seconds | None:
+        return None
+
+    def wait_copied(self, fetch: int, group: int, seconds: Seconds) -> bool:
+        with self._landed:
+            return self._landed.wait_for(lambda: (fetch, group) not in self._landing, seconds)
+
+    def copied_at(self, fetch: int, group: int) -> Seconds | None:
         return None
 
     def close(self) -> None:
@@ -96,4 +110,15 @@ class ThreadTierIo:
     def _run(self, jobs: queue.SimpleQueue[TierJob | None]) -> None:
         while (job := jobs.get()) is not None:
             self._done.append(self._runner.run(job, time.monotonic(), time.monotonic))
+            if isinstance(job, CopyIn):
+                self._land(job)
             self._wake()
+
+    def _land(self, job: CopyIn) -> None:
+        """A copy has ended: tell the step that waits for it."""
+        group = (job.fetch, job.group)
+        with self._landed:
+            self._landing[group] -= 1
+            if not self._landing[group]:
+                del self._landing[group]
+                self._landed.notify_all()

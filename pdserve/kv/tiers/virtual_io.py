@@ -10,7 +10,7 @@ import heapq
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from pdserve.kv.tiers.jobs import JobDone, bytes_of, lane_of
+from pdserve.kv.tiers.jobs import CopyIn, JobDone, bytes_of, lane_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -62,6 +62,8 @@ class VirtualTierIo:
         self._free: dict[LaneName, Seconds] = {}
         """When each lane has done everything it has."""
         self._jobs: list[tuple[Seconds, int, Seconds, TierJob]] = []
+        self._ended: list[JobDone] = []
+        """Ends that a step has waited for."""
         self._number = 0
 
     def start(self, wake: Callable[[], None]) -> None:
@@ -79,7 +81,7 @@ class VirtualTierIo:
 
     def poll(self) -> list[JobDone]:
         now = self._clock.now()
-        done: list[JobDone] = []
+        done, self._ended = self._ended, []
         while self._jobs and self._jobs[0][0] <= now:
             _, _, seconds, job = heapq.heappop(self._jobs)
             done.append(self._end(job, seconds))
@@ -94,7 +96,34 @@ class VirtualTierIo:
         return replace(self._runner.run(job, 0.0, lambda: 0.0), seconds=seconds)
 
     def next_due(self) -> Seconds | None:
+        if self._ended:
+            return self._clock.now()
         return self._jobs[0][0] if self._jobs else None
+
+    def wait_copied(self, fetch: int, group: int, seconds: Seconds) -> bool:
+        """Simulated time does not pass in a step. So copies that would end in time end at once, and
+        those ahead of them in their lane."""
+        due = self.copied_at(fetch, group)
+        if due is None:
+            return True
+        if due > self._clock.now() + seconds:
+            return False
+        copies = [each for each in self._jobs if each[0] <= due and isinstance(each[3], CopyIn)]
+        self._jobs = [each for each in self._jobs if each not in copies]
+        heapq.heapify(self._jobs)
+        self._ended += [self._end(job, seconds) for _, _, seconds, job in sorted(copies)]
+        return True
+
+    def copied_at(self, fetch: int, group: int) -> Seconds | None:
+        return max(
+            (
+                due
+                for due, _, _, job in self._jobs
+                if isinstance(job, CopyIn) and job.fetch == fetch and job.group == group
+            ),
+            default=None,
+        )
 
     def close(self) -> None:
         self._jobs.clear()
+        self._ended.clear()

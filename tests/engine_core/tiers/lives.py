@@ -34,6 +34,7 @@ from pdserve.kv.storage import BlockMemory
 from pdserve.kv.tiers.disk.tier import DiskTier
 from pdserve.kv.tiers.job_runner import JobRunner, MemoryCopier
 from pdserve.kv.tiers.jobs import CopyIn, CopyOut, Fill, Maintain, Spill, bytes_of, lane_of
+from pdserve.kv.tiers.layer_groups import LayerGroups
 from pdserve.kv.tiers.virtual_io import LaneRate, VirtualTierIo
 from pdserve.messages.engine import ClearCache, EngineSpec, SetHashSecret
 from pdserve.messages.kv_events import BlockRemoved, BlockStored, PoolCleared
@@ -46,9 +47,10 @@ from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pdserve.engine_core.executor import ModelInfo
+    from pdserve.engine_core.executor import ModelInfo, StepPlan, StepResult
     from pdserve.engine_core.kv_fetch.ports import PullListener
     from pdserve.engine_core.scheduler.sequence import Sequence as EngineSequence
+    from pdserve.engine_core.tiers.early_starts import EarlyStarts
     from pdserve.engine_core.tiers.onboarder import BlockFetch, FetchChooser, Onboarder
     from pdserve.ids import Seconds
     from pdserve.kv.tiers.disk.records import ReadFault
@@ -63,6 +65,8 @@ __all__ = ["CORNERS", "OracleError", "TieredLife"]
 BLOCK = 4
 ENTRY = 16
 BLOCK_BYTES = BLOCK * ENTRY
+LAYERS = 4
+"""Parts of a block that may come one after the other: here, its tokens stand for them."""
 MAX_LEN = 48
 VOCAB = 40
 MODEL = "scripted"
@@ -173,7 +177,7 @@ def written_by(job: TierJob) -> set[tuple[str, int]]:
         case CopyOut():
             return {("frame", frame) for frame in job.frames}
         case CopyIn():
-            return {("block", block) for block in job.blocks}
+            return {("block", block * LAYERS + job.group) for block in job.blocks}
         case Fill():
             return {("frame", job.frame)}
     return set()
@@ -331,6 +335,8 @@ class TieredLife:
             lane: LaneRate(1e7, dice.choice((0.0, 0.002, 0.02)))
             for lane in ("d2h", "h2d", "disk_read", "disk_write")
         }
+        self.groups = Random(seed + 1).choice((0, 2, 4))
+        """Layer groups that blocks come back in; 0: they come whole."""
         self._pinned: dict[bytes, Seconds] = {}
         self._emptied = False
         """Whether this step has forgotten blocks on purpose."""
@@ -362,10 +368,15 @@ class TieredLife:
         assert tiers is not None
         assert onboarder is not None
         self.lower, self.onboarder = tiers.lower, onboarder
+        if self.groups:
+            self.lower.layers = LayerGroups(LAYERS, BLOCK_BYTES, self.groups)
+            self.lower._jobs.copy_blocks = 1  # so that a group takes several copies
         onboarder._planner = MixedPlanner(onboarder._planner, self.dice)
         self.peer = FakePeer(self)
         onboarder.puller = self.peer  # type: ignore[assignment]
         self._listen(onboarder)
+        assert onboarder.early is not None
+        self._listen_early(onboarder.early)
 
     def _open_storage(self, spec: TierSpec, info: ModelInfo, secret_id: bytes) -> TierStorage:
         self.arena = arena = BlockMemory(self.frames, (BLOCK_BYTES,))
@@ -401,6 +412,27 @@ class TieredLife:
 
         onboarder._ended = onboarded
         onboarder.fetched = took  # type: ignore[method-assign]
+
+    def _listen_early(self, starts: EarlyStarts) -> None:
+        """Count what becomes of sequences that have left early."""
+        fail, execute = starts._fail, self.executor.execute
+
+        def computed(plan: StepPlan) -> StepResult:
+            result = execute(plan)
+            early = [each.sequence.early for each in plan.chunks if each.sequence.early]
+            if early and self.dice.random() < 0.5:
+                # Copies go on while a step computes, and may be over when it is.
+                for fetch in early:
+                    for group in range(1, fetch.groups):
+                        self.io.wait_copied(fetch.number, group, STUCK)
+            return result
+
+        def failed(sequence: EngineSequence, why: str) -> None:
+            self.seen[f"left early: {why}"] += 1
+            fail(sequence, why)
+
+        starts._fail = failed  # type: ignore[method-assign]
+        self.executor.execute = computed  # type: ignore[method-assign]
 
     def _fault(self, job: TierJob) -> tuple[str, ReadFault, int] | None:
         self.seen[type(job).__name__] += 1
@@ -473,6 +505,8 @@ class TieredLife:
         for ledger in self.engine.ledgers.values():
             self._check_tokens(ledger, ended=True)
         self.seen["preempted"] += self.core.scheduler.counters.preemptions
+        assert self.onboarder.early is not None
+        self.seen["left early"] += self.onboarder.early.started
         with judged_by("books"):
             assert self.engine.close() == 0
 
@@ -594,6 +628,25 @@ class TieredLife:
                     return talk
             self.evict()
         return None
+
+    def ask_what_is_on_the_host(self) -> None:
+        """Its copies take a while, layer group by layer group; much may happen meanwhile."""
+        for talk in self._talks:
+            names = names_of(talk.prompt[:-1], talk.cache_salt, self.secret)
+            device = len(self.core.pool.match(names))
+            if self.groups and "host" in self.lower.run(names, device)[:1]:
+                break
+        else:
+            return
+        usual = self._rates["h2d"]
+        self._rates["h2d"] = LaneRate(1e7, self.dice.choice((0.003, 0.01)))
+        ledger = self.ask(talk, n=self.dice.choice((1, 2)))
+        for _ in range(self.dice.randint(4, 40)):
+            self.step()
+            self.clock.advance(0.003)
+            if self.dice.random() < 0.02 and not ledger.done:
+                self.dice.choice((self._rekey, lambda: self.engine.abort(ledger)))()
+        self._rates["h2d"] = usual
 
     def ask_and_turn_away(self) -> None:
         """Somebody asks and hangs up a moment later."""
@@ -821,6 +874,7 @@ ACTIONS: list[Callable[[TieredLife], None]] = [
     *[TieredLife.wait] * 8,
     *[TieredLife.evict] * 3,
     *[TieredLife.ask_twice] * 2,
+    *[TieredLife.ask_what_is_on_the_host] * 3,
     TieredLife.crowd,
     TieredLife.abort,
     TieredLife.ask_and_turn_away,
@@ -842,3 +896,4 @@ CORNERS |= {f"fetch ended: {reason}" for reason in ("whole", "deadline", "cancel
 CORNERS |= {"pull cancelled", "pull transfer", "pull deadline", "preempted", "aborted"}
 CORNERS |= {"renamed while reading", "renamed while storing", "disk full", "disk pauses"}
 CORNERS |= {"pinned", "private"}
+CORNERS |= {"left early", "left early: late", "left early: not copied"}

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pdserve.engine_core.scheduler.scheduler import Scheduler
 from pdserve.engine_core.tiers.core_tiers import CoreTiers
+from pdserve.engine_core.tiers.early_starts import EarlyStarts
 from pdserve.engine_core.tiers.onboarder import BlockFetch, Onboarder
+from pdserve.engine_core.tiers.step_gate import StepGate
 from pdserve.kv.tiers.cleaner import Cleaner
 from pdserve.kv.tiers.job_runner import MemoryCopier
-from pdserve.kv.tiers.jobs import CopyOut, Fill, JobDone, Spill, bytes_of, lane_of
+from pdserve.kv.tiers.jobs import CopyIn, CopyOut, Fill, JobDone, Spill, bytes_of, lane_of
 from pdserve.kv.tiers.lower_tiers import FetchDone, LowerTiers
 from pdserve.kv.tiers.moves.fetching import Fetching
 from pdserve.kv.tiers.moves.fills import Fills
@@ -212,7 +215,9 @@ def frames_that_are_written_to_disk_are_not_claimed(patch: pytest.MonkeyPatch) -
 def blocks_of_one_copy_change_places(patch: pytest.MonkeyPatch) -> None:
     whole = MemoryCopier.copy_in
     patch.setattr(
-        MemoryCopier, "copy_in", lambda self, frames, blocks: whole(self, frames[::-1], blocks)
+        MemoryCopier,
+        "copy_in",
+        lambda self, frames, blocks, span=None: whole(self, frames[::-1], blocks, span),
     )
 
 
@@ -425,6 +430,72 @@ def a_block_that_came_back_is_not_private(patch: pytest.MonkeyPatch) -> None:
 @found_by("private")
 def a_fetched_block_is_not_private(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Cleaner, "came", lambda self, hashes, use: None)
+
+
+# ------------------------------------------------------------------ layer groups
+
+
+@found_by("content", "tokens")
+def a_step_waits_for_the_group_before(patch: pytest.MonkeyPatch) -> None:
+    """The last group is read when the one before it has come."""
+    whole = LowerTiers.wait_copied
+    patch.setattr(
+        LowerTiers,
+        "wait_copied",
+        lambda self, fetch, group, seconds: group == 1 or whole(self, fetch, group - 1, seconds),
+    )
+
+
+@found_by("content", "tokens")
+def a_step_waits_for_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepGate, "__call__", lambda self, layer: None)
+
+
+@found_by("content", "tokens")
+def what_came_late_counts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EarlyStarts, "_give_up", lambda self, early, is_late: None)
+
+
+@found_by("content", "tokens")
+def what_comes_after_the_wait_is_not_late(patch: pytest.MonkeyPatch) -> None:
+    whole = LowerTiers.wait_copied
+
+    def wait(self: LowerTiers, fetch: int, group: int, seconds: float) -> bool:
+        whole(self, fetch, group, seconds)
+        return True
+
+    patch.setattr(LowerTiers, "wait_copied", wait)
+
+
+@found_by("content", "tokens", "books")
+def layers_that_failed_count(patch: pytest.MonkeyPatch) -> None:
+    over = EarlyStarts.over
+    patch.setattr(EarlyStarts, "over", lambda self, fetch, *, whole: over(self, fetch, whole=True))
+
+
+@found_by("content", "tokens", "events")
+def blocks_have_names_when_their_first_layers_have_come(patch: pytest.MonkeyPatch) -> None:
+    place = Scheduler._place
+
+    def named(self: Scheduler, sequence: Any) -> bool:
+        placed = place(self, sequence)
+        if placed and sequence.early is not None:
+            self._commit(sequence)
+        return placed
+
+    patch.setattr(Scheduler, "_place", named)
+
+
+@found_by("places", "content", "books")
+def frames_are_let_go_with_the_first_group(patch: pytest.MonkeyPatch) -> None:
+    whole = Fetching.copied_in
+
+    def copied_in(self: Fetching, done: JobDone, job: CopyIn, now: float) -> None:
+        if not job.last:
+            self._let_go(self._fetches[job.fetch], job.first, job.first + len(job.frames), now)
+        whole(self, done, job, now)
+
+    patch.setattr(Fetching, "copied_in", copied_in)
 
 
 # ------------------------------------------------------------------ the tests

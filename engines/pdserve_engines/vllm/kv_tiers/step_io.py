@@ -122,6 +122,13 @@ class StepIo:
     def next_due(self) -> Seconds | None:
         return None
 
+    def wait_copied(self, fetch: int, group: int, seconds: Seconds) -> bool:
+        """False: no step can wait for copies that steps do."""
+        return False
+
+    def copied_at(self, fetch: int, group: int) -> Seconds | None:
+        return None
+
     def close(self) -> None:
         if self._files is not None:
             self._files.close()

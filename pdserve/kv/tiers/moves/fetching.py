@@ -5,6 +5,9 @@ cannot be read, or that does not match its checksum, ends its fetch before itsel
 never data. Frames of a fetch are claimed until they are copied; its device blocks stay with it
 until `FetchDone`.
 
+The last blocks of a fetch are copied layer group by layer group, if they are enough for that
+(`layer_groups`): `LayersCome` tells of each group that all blocks of the fetch have.
+
 Pure but for the jobs: times are arguments.
 """
 
@@ -21,12 +24,13 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Seconds
     from pdserve.kv.tiers.jobs import Fill, FillShared, JobDone
+    from pdserve.kv.tiers.layer_groups import LayerGroups
     from pdserve.kv.tiers.moves.fills import Fills
     from pdserve.kv.tiers.moves.indexes import TierIndexes
     from pdserve.kv.tiers.moves.job_lanes import JobLanes
     from pdserve.messages.tiers import SourceName
 
-__all__ = ["FetchDone", "Fetching"]
+__all__ = ["FetchDone", "Fetching", "LayersCome"]
 
 _NO_FRAME: Final = -1
 
@@ -44,6 +48,15 @@ class FetchDone:
     """Why the others have not come: `absent`, `busy`, `deadline`, `cancelled`, `crc`, `io`."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayersCome:
+    """All blocks of a fetch have the layers of one more group; every copy of the rest has begun."""
+
+    number: int
+    group: int
+    groups: int
+
+
 @dataclass(slots=True, eq=False)
 class _Fetch:
     number: int
@@ -58,8 +71,8 @@ class _Fetch:
     """Leading blocks that were given to copy jobs."""
     copied: int = 0
     """Leading blocks that have come."""
-    jobs: int = 0
-    """Copy jobs under way."""
+    jobs: list[int] = field(default_factory=lambda: [0])
+    """Copy jobs under way, by layer group. Copies of whole blocks count to the first one."""
     broken: bool = False
     """Whether a copy failed, so that later ones do not count."""
     reason: str = ""
@@ -67,19 +80,22 @@ class _Fetch:
     @property
     def over(self) -> bool:
         """Return whether no job touches its blocks and none will."""
-        return not self.jobs and self.copying >= self.limit
+        return not any(self.jobs) and self.copying >= self.limit
 
 
 class Fetching:
     """The fetches under way."""
 
     def __init__(self, tiers: TierIndexes, jobs: JobLanes, fills: Fills) -> None:
+        self.layers: LayerGroups | None = None
+        """How blocks are divided; None: they are copied whole."""
         self._tiers = tiers
         self._host = tiers.host
         self._jobs = jobs
         self._fills = fills
         self._fetches: dict[int, _Fetch] = {}
         self._done: list[FetchDone] = []
+        self._come: list[LayersCome] = []
 
     def __len__(self) -> int:
         return len(self._fetches)
@@ -93,6 +109,11 @@ class Fetching:
         """The fetches that have ended since the last call."""
         ended, self._done = self._done, []
         return ended
+
+    def take_layers(self) -> list[LayersCome]:
+        """The layer groups that have come since the last call."""
+        come, self._come = self._come, []
+        return come
 
     # ------------------------------------------------------------------ beginning and ending
 
@@ -167,14 +188,22 @@ class Fetching:
     def copied_in(self, done: JobDone, job: CopyIn, now: Seconds) -> None:
         """A copy to the device ended."""
         fetch = self._fetches[job.fetch]
-        fetch.jobs -= 1
-        self._let_go(fetch, job.first, job.first + len(job.frames), now)
+        fetch.jobs[job.group] -= 1
+        if job.last:
+            self._let_go(fetch, job.first, job.first + len(job.frames), now)
         if done.error:
             fetch.broken = True
             self._shorten(fetch, 0, "io", now)
         elif not fetch.broken:
-            fetch.copied += len(job.frames)
+            fetch.copied += len(job.frames) if job.last else 0
+            self._note_layers(fetch, job.group)
         self._go_on(fetch, now)
+
+    def _note_layers(self, fetch: _Fetch, group: int) -> None:
+        """A copy has brought layers of a group; was it the last one?"""
+        groups = len(fetch.jobs)
+        if groups > 1 and not fetch.jobs[group]:
+            self._come.append(LayersCome(fetch.number, group, groups))
 
     # ------------------------------------------------------------------ one fetch
 
@@ -183,14 +212,28 @@ class Fetching:
         ready = fetch.copying
         while ready < fetch.limit and self._is_ready(fetch, ready):
             ready += 1
-        for part in parts(ready - fetch.copying, self._jobs.copy_blocks):
-            first, last = fetch.copying + part.start, fetch.copying + part.stop
-            frames, blocks = fetch.frames[first:last], fetch.blocks[first:last]
-            self._jobs.submit(CopyIn(fetch.number, first, frames, blocks), now)
-            fetch.jobs += 1
+        if ready > fetch.copying:
+            self._copy(fetch, fetch.copying, ready, now)
         fetch.copying = ready
         if fetch.over:
             self._finish(fetch)
+
+    def _copy(self, fetch: _Fetch, begin: int, end: int, now: Seconds) -> None:
+        """Copy the blocks from place `begin` to `end`: layer group by layer group if no others
+        follow, so that every block of the fetch has a group when these have it."""
+        layers = self.layers
+        whole = layers is None or end < len(fetch.hashes)
+        groups = 1 if layers is None or whole else layers.count(end - begin)
+        fetch.jobs += [0] * (groups - 1)
+        for group in range(groups):
+            span = layers.span(group, groups) if layers is not None and groups > 1 else None
+            for part in parts(end - begin, self._jobs.copy_blocks * groups):
+                first, last = begin + part.start, begin + part.stop
+                frames, blocks = fetch.frames[first:last], fetch.blocks[first:last]
+                is_last = group == groups - 1
+                job = CopyIn(fetch.number, first, frames, blocks, span, group, is_last)
+                self._jobs.submit(job, now)
+                fetch.jobs[group] += 1
 
     def _is_ready(self, fetch: _Fetch, index: int) -> bool:
         return fetch.sources[index] == "host" or self._fills.is_ready(fetch.hashes[index])

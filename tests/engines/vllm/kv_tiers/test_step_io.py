@@ -58,6 +58,11 @@ class Files:
 
     def next_due(self) -> None: ...
 
+    def wait_copied(self, fetch: int, group: int, seconds: float) -> bool:
+        return True
+
+    def copied_at(self, fetch: int, group: int) -> None: ...
+
     def close(self) -> None:
         self.closed = True
 
