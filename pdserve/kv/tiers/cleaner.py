@@ -1,7 +1,8 @@
 """Chooses which blocks of the device pool are copied to lower tiers, ahead of their eviction.
 
 Two kinds of blocks are chosen. Those that are evicted next, when few blocks are free: for them room
-is made on the host. And while nothing is computed, every block that a sequence has left, if the
+is made on the host. A prompt takes all its blocks at once, so as many are stored ahead as one step
+has evicted lately. And while nothing is computed, every block that a sequence has left, if the
 host has frames to spare, so that a worker that ends early loses little. An allocation never waits
 for a copy: what was not copied in time is lost, and counted.
 
@@ -33,6 +34,16 @@ WINDOW: Final = 64
 
 AHEAD: Final = 2.5
 """Steps whose allocations are covered."""
+
+MOST_AHEAD: Final = 0.25
+"""Most of the pool that is stored ahead, as a share: what both tiers have is room lost."""
+
+BURST_HALVES: Final[Seconds] = 60.0
+"""Seconds after which half as many blocks are expected to be evicted at once."""
+
+LOOK_FAR: Final[Seconds] = 1.0
+"""Seconds after which all blocks that a burst may evict are looked at again. Between, it is done
+when a quarter of them is gone."""
 
 BACKGROUND: Final = 32
 """Most blocks of one step that are stored without need."""
@@ -79,6 +90,30 @@ class CleanedPool(DevicePool, Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _Burst:
+    """How many blocks a step may evict, from what steps have evicted."""
+
+    evicted: int = 0
+    """Blocks since the last step."""
+    _size: float = 0.0
+    _gone: int = 0
+    """Blocks since all of them were looked at."""
+    _at: Seconds = 0.0
+    _looked: Seconds = 0.0
+
+    def next(self, most: int, now: Seconds) -> int:
+        """A step is over: the number of blocks to look at, `most` at most; 0: they have been."""
+        fading = 0.5 ** (max(0.0, now - self._at) / BURST_HALVES)
+        self._size = max(self._size * fading, min(self.evicted, most))
+        self._gone += self.evicted
+        self.evicted, self._at = 0, now
+        if self._gone * 4 < self._size and now - self._looked < LOOK_FAR:
+            return 0
+        self._gone, self._looked = 0, now
+        return int(self._size)
+
+
 class Cleaner:
     """Stores the blocks of one device pool on one set of lower tiers."""
 
@@ -89,6 +124,7 @@ class Cleaner:
         """Of blocks on the device."""
         self._left: deque[bytes] = deque()
         """Blocks for the background, oldest first."""
+        self._burst = _Burst()
 
     # ------------------------------------------------------------------ use
 
@@ -118,6 +154,7 @@ class Cleaner:
         pool = self._pool
         for event in events:
             if isinstance(event, BlockRemoved):
+                self._burst.evicted += len(event.hashes)
                 for block_hash in event.hashes:
                     if block_hash not in pool:
                         self._uses.pop(block_hash, None)
@@ -131,8 +168,9 @@ class Cleaner:
         """Begin the copies of this step. `soon`: blocks that a step may allocate; `busy`: there is
         something to compute, from which nothing without need is to take time."""
         # More than the host can hold would push out what was stored a moment ago.
-        window = min(max(WINDOW, int(AHEAD * soon)), self._tiers.host.capacity // 2)
-        window -= self._pool.free
+        window = max(WINDOW, int(AHEAD * soon))
+        burst = self._burst.next(int(MOST_AHEAD * self._pool.num_blocks), now)
+        window = min(max(window, burst), self._tiers.host.capacity // 2) - self._pool.free
         if window > 0:
             self._store(self._pool.oldest(window), now)
         if self._left and not busy:
