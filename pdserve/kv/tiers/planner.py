@@ -106,7 +106,7 @@ class PlannerConfig:
     """Most ends of local runs that are compared."""
     slack: float = 1.5
     margin: Seconds = 0.02
-    """A segment's deadline is `slack` times its predicted time, plus `margin`."""
+    """A segment's deadline is at least `slack` times its predicted time, plus `margin`."""
     longest_wait: Seconds = 5.0
     """Latest deadline of a segment, from now; with `always` it is that of each."""
 
@@ -162,7 +162,7 @@ def plan(
     allowed = _allowed(compared, prompt, config)
     best = min(allowed, key=lambda one: one.finish + config.min_gain * _sources(one.runs))
     return Plan(
-        judge.segments(best.runs),
+        judge.segments(best.runs, recompute - best.finish),
         best.finish,
         recompute,
         tuple(sorted(compared, key=lambda one: one.finish)),
@@ -211,21 +211,24 @@ class _Judge:
         whole = self._whole(sizes)
         return max(max(wait, first) + work, max(wait, whole) + work / config.groups)
 
-    def segments(self, runs: Sequence[Run]) -> tuple[PlannedSegment, ...]:
-        """The runs with their times; a lane serves them in order."""
+    def segments(self, runs: Sequence[Run], gain: Seconds) -> tuple[PlannedSegment, ...]:
+        """The runs with their times; a lane serves them in order. `gain`: how much sooner this is
+        than to compute everything."""
         segments = []
         for index, run in enumerate(runs):
             sizes = self._sizes(runs[: index + 1])
             eta = self._whole({lane: sizes[lane] for lane in _LANES[run.source]})
-            segments.append(PlannedSegment(run, eta, self._deadline(eta)))
+            segments.append(PlannedSegment(run, eta, self._deadline(eta, gain)))
         return tuple(segments)
 
-    def _deadline(self, eta: Seconds) -> Seconds:
-        """When blocks that are predicted at `eta` are given up."""
+    def _deadline(self, eta: Seconds, gain: Seconds) -> Seconds:
+        """When blocks that are predicted at `eta` are given up: not before they would have been
+        computed. So a wait in vain costs at most as much again as to compute them at once."""
         config = self.config
         if config.fetch == "always":
             return config.longest_wait
-        return min(config.slack * eta + config.margin, config.longest_wait)
+        late = max(config.slack * eta + config.margin, eta + gain)
+        return min(late, config.longest_wait)
 
     def hidden(self, before: Sequence[Run], run: Run) -> int:
         """How many of the run's blocks come at no cost, after the runs before it: while the prompt

@@ -48,7 +48,18 @@ def test_host_memory_is_worth_it() -> None:
     assert planned.finish < 0.5 * planned.recompute
     (segment,) = planned.segments
     assert segment.eta == pytest.approx(1e-4 + 90 * 2 * MIB / 20e9)
-    assert segment.deadline == pytest.approx(1.5 * segment.eta + 0.02)
+
+
+def test_blocks_are_not_given_up_before_they_would_have_been_computed() -> None:
+    prompt = PromptSources(1601, device=10, local=(Run("host", 10, 90),))
+    planned = plan(prompt, FAST, COST, CONFIG)
+    (segment,) = planned.segments
+    gain = planned.recompute - planned.finish
+    assert segment.deadline == pytest.approx(segment.eta + gain)
+    assert segment.deadline > 1.5 * segment.eta + 0.02
+    short = PromptSources(321, local=(Run("host", 0, 20),))
+    (segment,) = plan(short, FAST, COST, replace(CONFIG, margin=1.0)).segments
+    assert segment.deadline == pytest.approx(1.5 * segment.eta + 1.0)
 
 
 def test_a_lane_with_a_long_queue_is_left_alone() -> None:
