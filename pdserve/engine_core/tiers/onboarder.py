@@ -124,6 +124,14 @@ class BlockFetch:
         first = self.first + self.plan.local
         return range(first, first + self.pulled)
 
+    @property
+    def trouble(self) -> str:
+        """Why not all blocks have come."""
+        if self.stale:
+            return "stale"
+        local = "" if self.local_done is None else self.local_done.reason
+        return local or self.pull_error or "cancelled"
+
     def sources(self, block_size: int) -> tuple[CachedSource, ...]:
         """Tokens that have come, by source."""
         counts = Counter(self.arrived())
@@ -182,6 +190,10 @@ class Onboarder:
         """The present time; its owner keeps it."""
         self.in_flight = 0
         """Blocks that fetches fill now."""
+        self.outcomes: Counter[str] = Counter()
+        """Blocks that were known below the device or at another worker, by what became of them:
+        `came`, `computed` (that is sooner), `bound` and `room` (too much is fetched already, or the
+        device has no room), or why a fetch did not bring them."""
         self._pool = pool
         self._tiers = tiers
         self._planner = planner
@@ -281,12 +293,17 @@ class Onboarder:
             plan: FetchPlan | None = FetchPlan(len(local))
         else:
             plan = self._planner.choose(first, local, peers, len(hashes), 0.0)
-        if plan is None or not plan.count:
+        planned = 0 if plan is None else plan.count
+        known = max([len(local), *(min(one.blocks, len(hashes)) - first for one in peers)])
+        self.outcomes["computed"] += max(0, known - planned)
+        if plan is None or not planned:
             return None
-        if self.in_flight and self.in_flight + plan.count > self._most:
+        if self.in_flight and self.in_flight + planned > self._most:
+            self.outcomes["bound"] += planned
             return None
-        blocks = self._pool.reserve(plan.count, shared=shared, spare=spare)
+        blocks = self._pool.reserve(planned, shared=shared, spare=spare)
         if blocks is None:
+            self.outcomes["room"] += planned
             return None
         onboarding = self._note(hashes, shared, blocks, plan, now, root)
         onboarding.done = done
@@ -427,6 +444,9 @@ class Onboarder:
         onboarding.ended = True
         arrived = onboarding.arrived()
         first, count, blocks = onboarding.first, len(arrived), onboarding.blocks
+        self.outcomes["came"] += count
+        if count < len(blocks):
+            self.outcomes[onboarding.trouble] += len(blocks) - count
         if count:
             names = onboarding.hashes[first : first + count]
             kept = self._pool.commit_run(blocks[:count], names, onboarding.parent)

@@ -10,7 +10,7 @@ import contextlib
 import gc
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import pdserve
 from pdserve.messages.kv_events import TIERS
@@ -31,12 +31,33 @@ if TYPE_CHECKING:
     from pdserve.sim.replay.record import ReplayRecord
     from pdserve.sim.workloads.trace_request import TraceRequest
 
-__all__ = ["ReplayFailed", "ReplayResult", "replay"]
+__all__ = ["ReplayFailed", "ReplayResult", "ReplayWatch", "replay"]
 
 _SETTLE_LOOKS: Final = 30
 """Number of checks after the last request, once a second; unwanted prefills may still run."""
 _DIGITS: Final = 6
 """Microseconds."""
+
+
+class ReplayWatch(Protocol):
+    """Sees what a replay does, and changes nothing."""
+
+    def begin(self, workers: list[ReplayWorker], now: Callable[[], Seconds]) -> None:
+        """The first request is next. `now` returns seconds since the trace's beginning."""
+        ...
+
+    def asked(self, number: int, tokens: int, names: bytes) -> None:
+        """A request is sent: its number, the length of its prompt, and the prompt's block
+        hashes."""
+        ...
+
+
+class _NoWatch:
+    def begin(self, workers: list[ReplayWorker], now: Callable[[], Seconds]) -> None:
+        pass
+
+    def asked(self, number: int, tokens: int, names: bytes) -> None:
+        pass
 
 
 class ReplayFailed(RuntimeError):
@@ -72,8 +93,10 @@ def replay(
     config: ReplayConfig,
     trace: Iterator[TraceRequest],
     on_end: Callable[[ReplayRecord, Seconds], None] = lambda record, now: None,
+    watch: ReplayWatch | None = None,
 ) -> ReplayResult:
-    """Run a replay; `on_end` is called with each request that ends, and the time.
+    """Run a replay; `on_end` is called with each request that ends, and the time. The result does
+    not depend on `watch`.
 
     Errors: `ConfigError` for values that cannot work, `ReplayFailed` as soon as a callback has
     raised an exception, and what reading the trace raises.
@@ -82,7 +105,7 @@ def replay(
     loop = ReplayLoop()
     with _collecting_rarely():
         try:
-            return _until_a_problem(loop, _run(config, trace, on_end, loop))
+            return _until_a_problem(loop, _run(config, trace, on_end, watch or _NoWatch(), loop))
         finally:
             _close(loop)
 
@@ -130,14 +153,20 @@ async def _run(
     config: ReplayConfig,
     trace: Iterator[TraceRequest],
     on_end: Callable[[ReplayRecord, Seconds], None],
+    watch: ReplayWatch,
     loop: ReplayLoop,
 ) -> ReplayResult:
     cluster = ReplayCluster(config)
     await cluster.start()
     backends = [frontend.backend for frontend in cluster.frontends]
     callers = TraceClients(
-        backends, trace, on_end=lambda r: on_end(r, callers.now()), patience=config.patience
+        backends,
+        trace,
+        on_end=lambda r: on_end(r, callers.now()),
+        on_asked=watch.asked,
+        patience=config.patience,
     )
+    watch.begin(cluster.workers, callers.now)
     sampler = _Sampler(cluster, callers, config.sample_every)
     await callers.run()
     sampler.stop()
@@ -221,7 +250,16 @@ def _counters(worker: ReplayWorker) -> dict[str, Any]:
         "attempts": stats.attempts,
         "attempts_failed": stats.attempts_failed,
         "tiers": {TIERS[one.tier]: _tier(one) for one in stats.tiers},
+        "fetches": _fetches(worker),
     }
+
+
+def _fetches(worker: ReplayWorker) -> dict[str, int]:
+    """Blocks that were known to be below the device or elsewhere, by what became of them."""
+    core = worker.engine.core
+    scheduler = None if core is None else getattr(core, "scheduler", None)
+    onboarder = None if scheduler is None else scheduler.onboarder
+    return {} if onboarder is None else dict(sorted(onboarder.outcomes.items()))
 
 
 def _tier(stats: TierStats) -> dict[str, Any]:

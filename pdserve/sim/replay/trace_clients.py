@@ -43,6 +43,7 @@ class TraceClients:
         trace: Iterator[TraceRequest],
         *,
         on_end: Callable[[ReplayRecord], None] = lambda record: None,
+        on_asked: Callable[[int, int, bytes], None] = lambda number, tokens, names: None,
         patience: Seconds = 0.0,
     ) -> None:
         self.records: list[ReplayRecord] = []
@@ -50,6 +51,7 @@ class TraceClients:
         self._backends = backends
         self._trace = trace
         self._on_end = on_end
+        self._on_asked = on_asked
         self._deadline = patience or None
         self._loop = asyncio.get_running_loop()
         self._begin = self._loop.time()
@@ -142,6 +144,8 @@ class TraceClients:
 
     def _request(self, caller: _Caller, backend: ClusterClient) -> GenerateRequest:
         wanted = caller.record.wanted_tokens
+        names = self._names(caller.prompt, backend)
+        self._on_asked(caller.record.number, len(caller.prompt), names)
         return GenerateRequest(
             request_id=f"r{caller.record.number}",
             model=MODEL,
@@ -156,7 +160,7 @@ class TraceClients:
             ),
             priority=caller.request.priority,
             deadline=self._deadline,
-            block_names=self._names(caller.prompt, backend),
+            block_names=names,
             names_id=_NAMES_ID,
         )
 
