@@ -12,6 +12,7 @@ import heapq
 import sys
 from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -39,6 +40,7 @@ __all__ = [
     "Placement",
     "Prompt",
     "Route",
+    "anywhere",
     "belady_hits",
     "by_prefix",
     "read",
@@ -254,6 +256,16 @@ def by_prefix(bound: float) -> Route:
     return choose
 
 
+def anywhere(seed: int = 1) -> Route:
+    """Any worker, by chance."""
+    random = Random(seed)
+
+    def choose(prompt: Prompt, found: Sequence[int], load: Sequence[int]) -> int:
+        return random.randrange(len(load))
+
+    return choose
+
+
 class AtomicCluster:
     """Workers with a route between them. With `pool`, a worker fetches what another one has more
     of; it keeps that, and so does the other."""
@@ -264,6 +276,8 @@ class AtomicCluster:
         """Blocks that were found at the worker of their prompt."""
         self.fetched = 0
         """Blocks that came from another worker."""
+        self.elsewhere = 0
+        """Blocks that another worker had and that were not fetched."""
         self._route = route
         self._pool = pool
         self._load = [0] * len(workers)
@@ -274,8 +288,11 @@ class AtomicCluster:
         chosen = self._route(prompt, found, self._load)
         self._load[chosen] += len(prompt.names)
         self.local += self.workers[chosen].serve(prompt)
+        more = max(found) - found[chosen]
         if self._pool:
-            self.fetched += max(found) - found[chosen]
+            self.fetched += more
+        else:
+            self.elsewhere += more
 
 
 def replay(prompts: Iterable[Prompt], tiers: AtomicTiers) -> list[int]:

@@ -63,6 +63,10 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=Path("build/policies.jsonl"))
     parser.add_argument("--write", type=Path)
     parser.add_argument("--tiers", action="store_true", help="only: what host tiers and fetches do")
+    parser.add_argument("--knee", type=float, default=0.0, help="with --tiers: load 1, if known")
+    parser.add_argument(
+        "--known", action="store_true", help="with --tiers: write what is measured, run no cell"
+    )
     options = parser.parse_args()
     if options.tiers:
         return tiers_main(options)

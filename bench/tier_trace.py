@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from random import Random
 from typing import TYPE_CHECKING, Final
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -22,6 +21,7 @@ from bench.atomic_tiers import (
     AtomicCluster,
     AtomicTiers,
     Prompt,
+    anywhere,
     belady_hits,
     by_prefix,
     read,
@@ -167,7 +167,7 @@ def _clusters(prompts: Sequence[Prompt], wrong: list[str]) -> list[tuple[str, ..
         for name, bound in (("anywhere", 0.0), ("by prefix, 1.0", 1.0), ("by prefix, 1.1", 1.1)):
             cells = []
             for pool in (False, True):
-                route = by_prefix(bound) if bound else _anywhere()
+                route = by_prefix(bound) if bound else anywhere()
                 local, fetched = _found(prompts, worker, route, pool=pool)
                 cells.append(f"{local:.1%} + {fetched:.1%}" if pool else f"{local:.1%}")
             error = max(abs(local - RANDOM[0]), abs(fetched - RANDOM[1]))
@@ -186,15 +186,6 @@ def _found(
         cluster.serve(prompt)
     total = sum(len(prompt.names) for prompt in prompts)
     return cluster.local / total, cluster.fetched / total
-
-
-def _anywhere() -> Route:
-    random = Random(1)
-
-    def choose(prompt: Prompt, found: Sequence[int], load: Sequence[int]) -> int:
-        return random.randrange(len(load))
-
-    return choose
 
 
 def _blocks(halves: int) -> int:

@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Final
 from bench.machine import facts
 from bench.policy_grid.cells import Arm, Scale, World
 from bench.policy_grid.compare import mean
-from bench.policy_grid.report import first, good
+from bench.policy_grid.report import good
 from bench.policy_grid.runner import Runner
+from pdserve.perf_model.step_time import preset_of
 from pdserve.sim.workloads.mooncake import BLOCK, MooncakeTrace
 
 if TYPE_CHECKING:
@@ -35,9 +36,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from bench.policy_grid.runner import Result
+    from pdserve.ids import Seconds
     from pdserve.sim.workloads.trace_request import TraceRequest
 
-__all__ = ["ARMS", "NO_TIERS", "TierFindings", "atomic_hit_rate", "tiers_main", "tiers_page"]
+__all__ = [
+    "ARMS",
+    "LOADS",
+    "NO_TIERS",
+    "ROWS",
+    "TierFindings",
+    "atomic_hit_rate",
+    "idle_prefills",
+    "tiers_main",
+]
 
 _DEVICE: Final = 500_000
 _HOST: Final = 2_500_000
@@ -51,11 +62,18 @@ ARMS: Final = (
     Arm("random routing, host tiers", "random", host_tokens=_HOST),
     Arm("random routing, host tiers, fetches", "random", host_tokens=_HOST, fetch="auto"),
 )
-_LOADS: Final = (0.5, 0.8, 0.95)
+UNBOUNDED: Final = Arm(
+    "host tiers that nothing fills, fetches", "ttft", host_tokens=150_000_000, fetch="auto"
+)
+"""What is left to gain by larger tiers or by better eviction."""
+ROWS: Final = (*ARMS, UNBOUNDED)
+LOADS: Final = (0.5, 0.8, 0.95)
 _WELL: Final = 0.9
 _KNEE_STEPS: Final = 5
 _FIRST_SPEEDS: Final = (3.0, 4.0)
 """Between these the knee is searched first."""
+_CHUNK: Final = 2048
+"""Prompt tokens of a step, as replays have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +87,9 @@ class TierFindings:
     """By load and arm, in order of seeds."""
     atomic: float
     """Hit rate of one LRU pool as large as all devices and hosts, requests one after the other."""
+    idle: tuple[Seconds, Seconds] = (0.0, 0.0)
+    """Mean seconds of a prefill on an idle worker: with an empty cache, and with one that has all
+    that earlier prompts had."""
     cpu_seconds: float = 0.0
 
 
@@ -78,9 +99,17 @@ def tiers_main(options: argparse.Namespace) -> int:
     scale = Scale(requests=requests, seeds=options.seeds or 1, noise=0.0, kv_tokens=_DEVICE)
     runner = Runner(options.trace, scale, options.data, options.processes)
     try:
-        findings = _investigate(runner, scale, MooncakeTrace(options.trace))
+        findings = _investigate(
+            runner,
+            scale,
+            MooncakeTrace(options.trace),
+            options.knee,
+            only_known=options.known,
+        )
     finally:
         runner.close()
+    from bench.policy_grid.tiers_page import tiers_page  # it imports what it shows from here
+
     text = tiers_page(findings, [*facts(), f"{os.cpu_count()} CPUs seen"])
     print(text)
     if options.write:
@@ -88,19 +117,27 @@ def tiers_main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _investigate(runner: Runner, scale: Scale, trace: Iterable[TraceRequest]) -> TierFindings:
-    knee = _knee(runner, scale)
+def _investigate(
+    runner: Runner,
+    scale: Scale,
+    trace: Iterable[TraceRequest],
+    knee: float,
+    *,
+    only_known: bool,
+) -> TierFindings:
+    knee = knee or _knee(runner, scale)
     seeds = range(1, scale.seeds + 1)
-    cells = [(load, arm, seed) for load in _LOADS for arm in ARMS for seed in seeds]
-    found = runner.run(
-        [(World(load=load, whole=True), arm, seed, knee) for load, arm, seed in cells]
-    )
+    cells = [(load, arm, seed) for load in LOADS for arm in ROWS for seed in seeds]
+    jobs = [(World(load=load, whole=True), arm, seed, knee) for load, arm, seed in cells]
+    found = runner.known(jobs) if only_known else runner.run(jobs)
     results: dict[tuple[float, str], list[Result]] = {}
     for (load, arm, _), result in zip(cells, found, strict=True):
-        results.setdefault((load, arm.name), []).append(result)
-    whole = islice(trace, scale.requests or None)
+        if result is not None:
+            results.setdefault((load, arm.name), []).append(result)
+    whole = list(islice(trace, scale.requests or None))
     blocks = scale.workers * (_DEVICE + _HOST) // BLOCK
-    return TierFindings(scale, knee, results, atomic_hit_rate(whole, blocks), runner.seconds)
+    atomic = atomic_hit_rate(whole, blocks)
+    return TierFindings(scale, knee, results, atomic, idle_prefills(whole), runner.seconds)
 
 
 def _knee(runner: Runner, scale: Scale) -> float:
@@ -151,61 +188,26 @@ def _chain(request: TraceRequest) -> Iterator[tuple[int, ...]]:
             yield (before,)
 
 
-# ---------------------------------------------------------------------- the page
+def idle_prefills(requests: Iterable[TraceRequest]) -> tuple[Seconds, Seconds]:
+    """Mean seconds of a prefill on an idle worker of the replays: with an empty cache, and with one
+    that has all that earlier prompts had. No cache and no load makes the second one shorter."""
+    seen: set[tuple[int, ...]] = set()
+    cold: list[Seconds] = []
+    warm: list[Seconds] = []
+    for request in requests:
+        length = sum(count for _, count in request.pieces)
+        names = list(_chain(request))[: (length - 1) // BLOCK]
+        found = next((n for n, name in enumerate(names) if name not in seen), len(names))
+        seen.update(names)
+        cold.append(_prefill(length, 0))
+        warm.append(_prefill(length, found * BLOCK))
+    return mean(cold), mean(warm)
 
 
-def tiers_page(findings: TierFindings, about: Sequence[str]) -> str:
-    """The whole page."""
-    scale = findings.scale
-    count = f"the first {scale.requests}" if scale.requests else "all"
-    lines = [
-        "# Tiers and routing in simulation",
-        "",
-        "Repeat with `python bench/policies.py --trace conversation_trace.jsonl --tiers`.",
-        "",
-        *(__doc__ or "").split("\n\n", 2)[2].strip().split("\n"),
-        "",
-        *(f"- {fact}" for fact in about),
-        f"- {count} requests of Mooncake's conversation trace, with 3 s of jitter; "
-        f"{scale.seeds} seed(s)",
-        f"- load 1 is the trace at {findings.knee:g}x",
-        f"- one LRU pool of all devices and hosts, requests one after the other, would find "
-        f"{findings.atomic:.1%} of the prompt tokens",
-        f"- {findings.cpu_seconds / 60:.0f} minutes of CPU",
-    ]
-    for load in _LOADS:
-        lines += ["", f"## Load {load:g}", "", *_table(findings, load)]
-    return "\n".join(lines) + "\n"
-
-
-def _table(findings: TierFindings, load: float) -> Iterator[str]:
-    yield f"| {' | '.join(_COLUMNS)} |"
-    yield f"|{'---|' * len(_COLUMNS)}"
-    base = mean([first(one) for one in findings.results[load, NO_TIERS.name]])
-    for arm in ARMS:
-        results = findings.results[load, arm.name]
-        shares = {source: mean([_share(one, source) for one in results]) for source in _SOURCES}
-        times = {key: mean([one["ttft"][key] for one in results]) for key in ("mean", "p50", "p99")}
-        computed = mean([one["prompt_tokens"]["computed"] for one in results]) / 1e6
-        cells = [
-            arm.name,
-            f"{mean([good(one) for one in results]):.1%}",
-            f"{sum(shares.values()):.1%}",
-            *(f"{share:.1%}" for share in shares.values()),
-            f"{computed:.1f}",
-            *(f"{value:.3f}" for value in times.values()),
-            f"{times['mean'] / base - 1:+.1%}" if base else "",
-        ]
-        yield f"| {' | '.join(cells)} |"
-
-
-_COLUMNS: Final = (
-    *("row", "good", "found", "device", "host", "peer", "computed, M"),
-    *("TTFT mean, s", "p50", "p99", "mean, to no tiers"),
-)
-_SOURCES: Final = ("device", "host", "peer")
-
-
-def _share(result: Result, source: str) -> float:
-    tokens = result["prompt_tokens"]
-    return float(tokens[source] / max(1, sum(tokens.values())))
+def _prefill(length: int, cached: int) -> Seconds:
+    timing = preset_of(World().preset).timing
+    steps = (
+        timing.step([(start, min(_CHUNK, length - start))], 0, 0, _DEVICE)
+        for start in range(cached, length, _CHUNK)
+    )
+    return sum(steps)
