@@ -17,6 +17,7 @@ ends when nothing is left to do. After every step these oracles look at it:
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from contextlib import contextmanager, suppress
 from errno import EIO, ENOSPC
@@ -190,7 +191,7 @@ def read_by(job: TierJob) -> set[tuple[str, int]]:
 
 class MixedPlanner:
     """Fetches what is here from here and the rest from a peer, now and then, where `FetchPlanner`
-    would take it all from the peer."""
+    would take it all from the peer. Deadlines are short, so that many fetches are late."""
 
     def __init__(self, planner: FetchChooser, dice: Random) -> None:
         self._planner = planner
@@ -206,6 +207,8 @@ class MixedPlanner:
     ) -> FetchPlan | None:
         """As `FetchChooser.choose`."""
         plan = self._planner.choose(device, local, peers, blocks, wait)
+        if plan is not None:
+            plan = dataclasses.replace(plan, deadline=min(plan.deadline, 1.5 * plan.seconds + 0.02))
         rest = blocks - device - len(local)
         if plan is None or not local or not peers or rest <= 0 or self._dice.random() < 0.3:
             return plan
