@@ -33,11 +33,14 @@ from pdserve.messages.engine import (
     KvPullServed,
     OutboundControl,
     OutboundControlReply,
+    Rejected,
     ServeKvPull,
     SetNodeLife,
     StepOutput,
+    Submit,
     TransferSpec,
 )
+from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.messages.tiers import KvSource
 from pdserve.transfer.base import GrantSpec, KvPart
 from pdserve_engines.torch.executor import TorchExecutor
@@ -46,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from pdserve.messages.engine import Event
+    from pdserve.messages.engine import Event, FirstTokenStats
 
 Heard = TypeVar("Heard", bound=object)
 SECRET: Final = b"bench"
@@ -72,7 +75,7 @@ class End:
         assert self.core._puller is not None
         view = self.core._puller._region.view
         assert view is not None
-        piece = os.urandom(1 << 20)
+        piece = _small_numbers(1 << 20)
         for at in range(0, len(view), len(piece)):
             view[at : at + len(piece)] = piece[: len(view) - at]
 
@@ -84,6 +87,8 @@ class End:
         match event:
             case StepOutput():
                 self.outputs.append((time.perf_counter(), event))
+            case Rejected():
+                raise RuntimeError(event.message)
             case OutboundControl():
                 number = self.peer._number(event.number)
                 self.peer.core.handle(
@@ -126,6 +131,14 @@ class End:
     @property
     def root(self) -> bytes:
         return prompt_root(SECRET, self.model, "")
+
+
+def _small_numbers(size: int) -> bytes:
+    """Random numbers between 0.007 and 0.03, read as float32 or as bfloat16: a model that attends
+    to them computes no NaN."""
+    piece = bytearray(os.urandom(size))
+    piece[1::2] = bytes([0x3C]) * (size // 2)
+    return bytes(piece)
 
 
 @dataclass
@@ -184,6 +197,29 @@ class Pair:
             self._woken.clear()
             self.r.step()
             self.o.step()
+
+    # ------------------------------------------------------------------ requests
+
+    def first_token(self, prompt: list[int], fetched: int = 0) -> tuple[float, FirstTokenStats]:
+        """Seconds until R has the first token, and what is told with it. R is told that O has the
+        first `fetched` blocks."""
+        self._handles += 1
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        request = GenerateRequest(
+            request_id=str(self._handles),
+            model="m",
+            prompt=prompt,
+            sampling=sampling,
+            kv_sources=(KvSource("o", 1, fetched),) if fetched else (),
+        )
+        self.r.outputs.clear()
+        began = time.perf_counter()
+        self.r.core.handle(Submit(handle=self._handles, request=request))
+        self.until(lambda: self.r.outputs)
+        at, output = self.r.outputs[0]
+        started = output.deltas[0].started
+        assert started is not None
+        return at - began, started
 
     # ------------------------------------------------------------------ bytes alone
 
