@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from pdserve.messages.engine import Event, FirstTokenStats
+    from pdserve.messages.engine import Event
+    from pdserve.messages.request import FirstTokenStats
 
 Heard = TypeVar("Heard", bound=object)
 SECRET: Final = b"bench"
