@@ -106,7 +106,7 @@ class JobRunner:
         scan = None
         try:
             if isinstance(job, LookShared):
-                scan = self._shared.scan(job.known)
+                scan = self._shared.scan(job.known, job.room)
             else:
                 self._carry_out(job)
         except TierReadError as error:

@@ -100,6 +100,8 @@ class LookShared:
 
     known: frozenset[SharedSegment]
     """Those that need not be read again."""
+    room: int
+    """Blocks for which there is room."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -301,8 +301,8 @@ class LowerTiers:
             self._spilling.withdraw(name)
             self.host.drop(name)
         self._fills.drop(lambda name: wanted(name, 0.0))
-        if self._tiers.shared is not None:
-            self._tiers.shared.drop(lambda name: wanted(name, 0.0))
+        if not older:  # when others wrote theirs is not known
+            self._sharing.drop(lambda name: wanted(name, 0.0))
         gone: dict[Tier, int] = {"host": len(host)}
         disk = self.disk
         if disk is not None:

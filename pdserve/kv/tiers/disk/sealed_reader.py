@@ -33,8 +33,9 @@ __all__ = ["SealedReader", "SealedScan", "SharedPlace", "SharedSegment"]
 
 _MOST_RECORDS: Final = 1 << 18
 """Most blocks of others that are known; each takes about 0.4 KB."""
-_MOST_READ: Final = 64
-"""Most tables that one scan reads; the next scan reads others."""
+_MOST_READ: Final = 8192
+"""Blocks after which a scan reads no further table: their owner takes them in within some
+milliseconds. The next scan reads others."""
 
 
 class SharedSegment(NamedTuple):
@@ -71,6 +72,8 @@ class SealedScan:
 
     present: frozenset[SharedSegment]
     added: tuple[tuple[SharedSegment, FoundSegment], ...]
+    more: bool = False
+    """Whether tables were left for the next scan."""
 
 
 class SealedReader:
@@ -108,8 +111,13 @@ class SealedReader:
         return self._where.get(hash)
 
     def known(self) -> frozenset[SharedSegment]:
-        """The segments that need not be read again: the argument of the next `scan`."""
+        """The segments that need not be read again: an argument of the next `scan`."""
         return frozenset(self._segments)
+
+    @property
+    def room(self) -> int:
+        """Further blocks that may be known: an argument of the next `scan`."""
+        return max(0, self._most - len(self._where))
 
     def apply(self, scan: SealedScan) -> None:
         """Take in what a scan found, and forget what it did not find."""
@@ -118,7 +126,7 @@ class SealedReader:
         for segment in gone | (self._partial if gone else set()):
             self._forget(segment)
         for segment, found in scan.added:
-            if segment not in self._segments and len(self._where) < self._most:
+            if segment not in self._segments and self.room:
                 self._add(segment, found)
 
     def blocks(self) -> Iterator[TierBlock]:
@@ -136,26 +144,28 @@ class SealedReader:
     def drop(self, unwanted: Callable[[bytes], bool]) -> None:
         """Forget blocks, by an operator's order. Their files are for their owners to change."""
         for name in [name for name in self._where if unwanted(name)]:
-            # A segment that is read again would bring it back.
-            self._partial.discard(self._where.pop(name).segment)
+            del self._where[name]
+        # A segment that is read again would bring them back, also one that has a second copy.
+        self._partial.clear()
 
     # ------------------------------------------------------------------ for threads
 
-    def scan(self, known: frozenset[SharedSegment]) -> SealedScan:
-        """Look for segments, and read the tables of those that are not in `known`."""
+    def scan(self, known: frozenset[SharedSegment], room: int) -> SealedScan:
+        """Look for segments, and read the tables of those that are not in `known`, for about `room`
+        further blocks."""
         present: set[SharedSegment] = set()
         added: list[tuple[SharedSegment, FoundSegment]] = []
-        for path, directory in self._others():
-            for segment in self._segments_of(path):
-                if segment in known:
-                    present.add(segment)
-                elif (
-                    len(added) < _MOST_READ
-                    and (found := self._sealed(segment, directory)) is not None
-                ):
-                    present.add(segment)
-                    added.append((segment, found))
-        return SealedScan(frozenset(present), tuple(added))
+        left, more = min(room, _MOST_READ), False
+        for segment, directory in self._all():
+            if segment in known:
+                present.add(segment)
+            elif left <= 0:
+                more = True
+            elif (found := self._sealed(segment, directory)) is not None:
+                present.add(segment)
+                added.append((segment, found))
+                left -= max(1, len(found.entries))
+        return SealedScan(frozenset(present), tuple(added), more and room > _MOST_READ)
 
     def read(self, place: SharedPlace, hash: bytes, into: memoryview) -> None:
         """Read a payload. Errors: `TierReadError`."""
@@ -177,6 +187,12 @@ class SealedReader:
             description = None if path == self._own else read_description(path)
             if description is not None and description.of == self._fingerprint:
                 yield path, bytes.fromhex(description.directory)
+
+    def _all(self) -> Iterator[tuple[SharedSegment, bytes]]:
+        """Their segments, each with its subdirectory's id."""
+        for path, directory in self._others():
+            for segment in self._segments_of(path):
+                yield segment, directory
 
     def _segments_of(self, path: Path) -> list[SharedSegment]:
         try:

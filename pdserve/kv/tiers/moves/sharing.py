@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Final
 from pdserve.kv.tiers.jobs import LookShared
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdserve.ids import Seconds
     from pdserve.kv.tiers.disk.sealed_reader import SealedReader
     from pdserve.kv.tiers.jobs import FillShared, JobDone
@@ -28,6 +30,9 @@ _log = logging.getLogger(__name__)
 
 LOOK_EVERY: Final[Seconds] = 10.0
 """Seconds from one look to the next: how long a block may be sealed before others find it."""
+
+LOOK_ON: Final[Seconds] = 0.25
+"""Seconds to the next look after one that left tables unread."""
 
 
 @dataclass(slots=True)
@@ -47,6 +52,8 @@ class Sharing:
         self._jobs = jobs
         self._looking: SealedReader | None = None
         """For whom a look is under way."""
+        self._void = False
+        """Whether blocks were dropped that the look under way may have found."""
         self._at: Seconds = 0.0
         """When the next look is due."""
 
@@ -60,16 +67,26 @@ class Sharing:
         if shared is None or self._looking is not None or now < self._at:
             return
         self._looking = shared
-        self._jobs.submit(LookShared(shared.known()), now)
+        self._jobs.submit(LookShared(shared.known(), shared.room), now)
 
     def looked(self, done: JobDone, now: Seconds) -> None:
         """A look ended. What it found counts if the directory is the same and still used."""
         asker, self._looking = self._looking, None
+        void, self._void = self._void, False
         self._at = now + LOOK_EVERY
         if done.error:
             _log.warning("blocks of other workers were not looked for: %s", done.error)
-        elif done.scan is not None and asker is self._tiers.shared and asker is not None:
+        elif done.scan is not None and asker is self._tiers.shared and not (asker is None or void):
             asker.apply(done.scan)
+            if done.scan.more:
+                self._at = now + LOOK_ON
+
+    def drop(self, unwanted: Callable[[bytes], bool]) -> None:
+        """Forget blocks, by an operator's order. Their owners, which have the same order, erase
+        them: what was found before is not to be taken in after."""
+        self._void = self._looking is not None
+        if self._tiers.shared is not None:
+            self._tiers.shared.drop(unwanted)
 
     def restart(self) -> None:
         """Look at once: another directory or secret is used from now on."""

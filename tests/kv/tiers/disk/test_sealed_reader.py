@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.clock import ManualClock
+from pdserve.kv.tiers.disk import sealed_reader
 from pdserve.kv.tiers.disk.records import TierReadError
 from pdserve.kv.tiers.disk.sealed_reader import SealedReader
 from pdserve.kv.tiers.disk.tier import DiskTier
@@ -57,7 +58,7 @@ def reader(root: Path, own: str = "own", most: int = 100) -> SealedReader:
 
 
 def look(reader: SealedReader) -> None:
-    reader.apply(reader.scan(reader.known()))
+    reader.apply(reader.scan(reader.known(), reader.room))
 
 
 def read(reader: SealedReader, hash: bytes) -> bytes:
@@ -180,3 +181,52 @@ def test_the_number_of_known_blocks_is_bounded(tmp_path: Path, owner: Owner):
     shared = reader(tmp_path, most=6)
     look(shared)
     assert len(shared) == 8  # whole segments
+
+
+def test_a_dropped_block_does_not_come_back_from_another_copy(tmp_path: Path, owner: Owner):
+    second, third = Owner(tmp_path, "b"), Owner(tmp_path, "c")
+    for each in (owner, second):
+        each.machine.store_all(chain(0, 5))
+    third.machine.store_all(chain(1, 5))
+    shared = reader(tmp_path)
+    look(shared)
+    shared.drop(lambda hash: hash == name(0, 1))
+    for file in third.path.glob("seg-*"):
+        file.unlink()
+    for _ in range(3):
+        look(shared)
+    assert name(1, 0) not in shared
+    assert name(0, 1) not in shared
+    assert name(0, 2) in shared
+    second.tier.close()
+    third.tier.close()
+
+
+def test_a_scan_reads_few_tables_and_says_that_there_are_more(
+    tmp_path: Path, owner: Owner, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sealed_reader, "_MOST_READ", 8)
+    for number in range(3):
+        owner.machine.store_all(chain(number, 4))
+    owner.machine.store_all(chain(9, 1))
+    shared = reader(tmp_path)
+    found = []
+    for _ in range(4):
+        scan = shared.scan(shared.known(), shared.room)
+        shared.apply(scan)
+        found.append((len(scan.added), scan.more))
+    assert found == [(2, True), (1, False), (0, False), (0, False)]
+    assert len(shared) == 12
+
+
+def test_tables_are_not_read_for_nothing(tmp_path: Path, owner: Owner):
+    for number in range(3):
+        owner.machine.store_all(chain(number, 4))
+    owner.machine.store_all(chain(9, 1))
+    shared = reader(tmp_path, most=4)
+    look(shared)
+    assert (len(shared), shared.room) == (4, 0)
+    scan = shared.scan(shared.known(), shared.room)
+    assert (scan.added, scan.more) == ((), False)
+    shared.apply(scan)
+    assert len(shared) == 4

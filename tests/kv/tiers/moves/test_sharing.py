@@ -13,11 +13,12 @@ from pdserve.clock import ManualClock
 from pdserve.kv.block_pool import BlockPool
 from pdserve.kv.storage import BlockMemory
 from pdserve.kv.tiers.admission import DiskAdmission, HostAdmission, WriteBudget
+from pdserve.kv.tiers.disk import sealed_reader
 from pdserve.kv.tiers.disk.tier import DiskTier
 from pdserve.kv.tiers.host_index import HostIndex
 from pdserve.kv.tiers.job_runner import JobRunner, MemoryCopier
 from pdserve.kv.tiers.lower_tiers import LowerTiers
-from pdserve.kv.tiers.moves.sharing import LOOK_EVERY
+from pdserve.kv.tiers.moves.sharing import LOOK_EVERY, LOOK_ON
 from pdserve.kv.tiers.virtual_io import VirtualTierIo
 from tests.support.disk_tiers import (
     FINGERPRINT,
@@ -231,6 +232,32 @@ def test_what_an_operator_drops_is_not_read_from_others(worker: Worker, other: O
     worker.wait(2 * LOOK_EVERY)
     assert worker.lower.run(mine) == []
     assert worker.lower.run(theirs) == ["disk"] * len(theirs)
+
+
+def test_a_look_under_way_does_not_bring_back_what_is_dropped(worker: Worker, other: Other) -> None:
+    names = other.seal(0)
+    worker.lower.advance(worker.clock.now())  # the look has begun
+    worker.lower.drop(set(names), 0.0, worker.clock.now(), 0.0)
+    for block in names:  # the owner has the same order
+        other.tier.index.drop(block, erase=True)
+    worker.wait(LOOK_EVERY / 2)
+    assert worker.lower.run(names) == []
+    other.machine.settle()
+    later = other.seal(1)
+    worker.wait(LOOK_EVERY)
+    assert worker.lower.run(names) == []
+    assert worker.lower.has(later[0])
+
+
+def test_many_tables_are_read_by_looks_that_follow_at_once(
+    worker: Worker, other: Other, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sealed_reader, "_MOST_READ", RECORDS)
+    first, second = other.seal(0), other.seal(1)
+    worker.lower.advance(worker.clock.now())
+    worker.wait(2 * LOOK_ON)
+    assert worker.lower.has(first[0])
+    assert worker.lower.has(second[0])
 
 
 def test_a_drop_removes_what_another_secret_has_left(tmp_path: Path) -> None:
