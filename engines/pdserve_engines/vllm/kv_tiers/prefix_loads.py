@@ -197,6 +197,7 @@ class PrefixLoads:
             chain.hashes[first - 1] if first else chain.root,
             chain.owner,
             plan.deadline,
+            chain.hashes[chain.local : first],
             ended,
         )
 

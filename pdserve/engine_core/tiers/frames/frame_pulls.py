@@ -93,12 +93,15 @@ class FramePulls:
         parent: bytes,
         root: bytes,
         patience: Seconds,
+        local: Sequence[bytes],
         ended: Callable[[Sequence[bytes]], None],
     ) -> int:
         """Pull these blocks, the first of which is block `first` of its chain and follows `parent`.
-        `root` is the mark of their owner. Returns a number above 0, or 0 if there is no room.
+        `root` is the mark of their owner; `local` are blocks of the host that are used with them,
+        and must not make room for them. Returns a number above 0, or 0 if there is no room.
         `ended` is called once, with the hashes of the leading blocks that are on the host then,
         unless the pull is cancelled."""
+        self._arrivals.keep_near(local, self.now)
         frames = self._reserve(len(hashes))
         if not frames:
             return 0

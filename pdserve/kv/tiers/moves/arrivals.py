@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from pdserve.ids import Seconds
     from pdserve.kv.tiers.block import TierBlock
@@ -33,6 +33,11 @@ class Arrivals:
     def capacity(self) -> int:
         """Frames of the tier."""
         return self._host.capacity
+
+    def keep_near(self, hashes: Sequence[bytes], now: Seconds) -> None:
+        """These blocks of one chain are used soon: others are evicted before them."""
+        for name in reversed(hashes):
+            self._host.touch(name, now)
 
     def take(self, count: int, now: Seconds) -> list[int]:
         """Frames to be filled: `count`, or fewer if the others are in use."""

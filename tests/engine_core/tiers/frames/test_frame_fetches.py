@@ -110,12 +110,25 @@ class End:
             self.clock.advance(1.0)
             self.tiers.take(self.clock.now())
 
-    def pull(self, hashes: Sequence[bytes], patience: float = 10.0, first: int = 0) -> int:
+    def pull(
+        self,
+        hashes: Sequence[bytes],
+        patience: float = 10.0,
+        first: int = 0,
+        local: Sequence[bytes] = (),
+    ) -> int:
         assert self.fetches.pulls is not None
         self.fetches.take(StopKvPull(0), self.clock.now())
         source = KvSource("owner", 1, first + len(hashes))
         return self.fetches.pulls.begin(
-            source, hashes, first, ROOT, b"", patience, lambda came: self.came.append([*came])
+            source,
+            hashes,
+            first,
+            ROOT,
+            b"",
+            patience,
+            local,
+            lambda came: self.came.append([*came]),
         )
 
     def step(self) -> list[Event]:
@@ -277,6 +290,22 @@ def test_pulls_leave_frames_for_others(two: Two) -> None:
     assert two.asker.host.counts().filling == FRAMES // 2
     assert two.asker.pull(chain(2, 1)) == 0
     two.run()
+
+
+def test_a_pull_evicts_other_blocks_than_those_before_it(two: Two) -> None:
+    """Else what it brings could not be used, where they are the oldest."""
+    names = chain(1, 8)
+    two.owner.compute(names)
+    for blocks in (names[:4], *(chain(seed) for seed in range(2, 5))):
+        two.asker.compute(blocks)
+        two.asker.store()
+        two.asker.pool.clear()
+        two.asker.tiers.follow(two.asker.pool.drain_events(), two.asker.clock.now())
+    assert len(two.asker.host) == FRAMES
+    two.asker.pull(names[4:], first=4, local=names[:4])
+    two.run()
+    assert two.asker.came == [names[4:]]
+    assert two.asker.tiers.lower.run(names) == ["host"] * 8
 
 
 def test_a_worker_that_fetches_nothing_serves_all_the_same() -> None:

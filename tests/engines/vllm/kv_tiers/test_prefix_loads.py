@@ -180,7 +180,7 @@ def test_what_a_peer_has_is_pulled_before_it_is_loaded() -> None:
     """vLLM asks again until it is there, and is told where it came from."""
     loads, lower, pulls = fetching(CHAIN[1])
     assert loads.matched("a", SIZE, 17) is None
-    assert pulls.asked == [(PEER, CHAIN[2:4], 2, CHAIN[1], b"owner", 0.5)]
+    assert pulls.asked == [(PEER, CHAIN[2:4], 2, CHAIN[1], b"owner", 0.5, [CHAIN[1]])]
     assert loads.matched("a", SIZE, 17) is None
     pulls.end(lower, *CHAIN[2:4])
     assert loads.matched("a", SIZE, 17) == 3 * SIZE
