@@ -65,6 +65,10 @@ class PromptStats(msgspec.Struct):
     """Tokens that each of the prompt's images took."""
     sources: tuple[CachedSource, ...] = ()
     """Those of `cached_tokens` that were not on the device."""
+    prefill_cached: int = 0
+    """Leading prompt tokens that another worker, which prefilled the prompt, did not compute."""
+    prefill_sources: tuple[CachedSource, ...] = ()
+    """Those of them that were not on its device."""
 
 
 def served_summary(courses: Sequence[PromptStats], ttft: Seconds | None) -> Served | None:
@@ -131,21 +135,35 @@ def cached_by_source(courses: Sequence[PromptStats]) -> dict[str, int]:
     cached = cached_tokens(courses)
     if cached is None:
         return {}
+    return _by_source(cached, [one for course in courses for one in course.sources])
+
+
+def _by_source(cached: int, sources: Sequence[CachedSource]) -> dict[str, int]:
     found = dict.fromkeys(("device", *_SOURCES), 0)
-    for one in (each for course in courses for each in course.sources):
+    for one in sources:
         found[one.source] = found.get(one.source, 0) + one.tokens
     found["device"] = max(0, cached - sum(found.values()))
     return {source: tokens for source, tokens in found.items() if tokens}
 
 
 def _cached_line(courses: Sequence[PromptStats]) -> str | None:
-    """Cached tokens by source; None: all of them were on the device, as far as is known."""
-    found = cached_by_source(courses)
-    if found.keys() <= {"device"}:
+    """Cached tokens by source, and those of the workers that prefilled; None: all of them were on
+    devices, as far as is known."""
+    if cached_tokens(courses) is None:
         return None
-    peers = _names([one.node for course in courses for one in course.sources])
-    parts = [f"{source}={tokens}" for source, tokens in found.items()]
-    return "; ".join([*parts, f"node={peers}"] if peers else parts)
+    here = [one for course in courses for one in course.sources]
+    there = [one for course in courses for one in course.prefill_sources]
+    found = cached_by_source(courses)
+    before = _by_source(sum([course.prefill_cached for course in courses]), there)
+    if found.keys() | before.keys() <= {"device"}:
+        return None
+    return "; ".join([*_parts(found, here), *_parts(before, there, "prefill-")])
+
+
+def _parts(found: dict[str, int], sources: Sequence[CachedSource], prefix: str = "") -> list[str]:
+    parts = [f"{prefix}{source}={tokens}" for source, tokens in found.items()]
+    peers = _names([one.node for one in sources])
+    return [*parts, f"{prefix}node={peers}"] if found and peers else parts
 
 
 def _longest(times: Sequence[Seconds | None]) -> float | None:

@@ -308,6 +308,10 @@ class FirstTokenStats(msgspec.Struct, frozen=True, array_like=True):
     """Those up to the first token."""
     sources: tuple[CachedSource, ...] = ()
     """Those of `cached_tokens` that were not on the device, by source."""
+    prefill_cached: int = 0
+    """Leading prompt tokens that the prefill worker, if it is another one, did not compute."""
+    prefill_sources: tuple[CachedSource, ...] = ()
+    """Those of them that were not on its device, by source."""
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):

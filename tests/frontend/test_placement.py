@@ -76,6 +76,24 @@ def test_sources_of_several_prompts_are_added() -> None:
     assert cached_by_source([one, course(cached=None)]) == {}
 
 
+def test_what_the_prefill_worker_had_is_told_apart() -> None:
+    """It is no part of the decode worker's cached tokens."""
+    found = course(cached=32)
+    found.prefill_cached = 96
+    assert "x-pdserve-cached" not in lines(found), "all were on devices"
+    found.prefill_sources = (CachedSource("disk", 16), CachedSource("peer", 64, "p2"))
+    there = "prefill-device=16; prefill-disk=16; prefill-peer=64; prefill-node=p2"
+    assert lines(found)["x-pdserve-cached"] == f"device=32; {there}"
+    assert lines(found)["x-pdserve-cached-tokens"] == "32"
+    assert cached_by_source([found]) == {"device": 32}
+    alone = course(cached=0)
+    alone.prefill_cached, alone.prefill_sources = 64, (CachedSource("host", 64),)
+    assert lines(alone)["x-pdserve-cached"] == "prefill-host=64"
+    unknown = served_summary([alone, course(cached=None)], 0.5)
+    assert unknown is not None
+    assert unknown.cached is None
+
+
 def test_a_worker_that_counts_more_than_was_cached() -> None:
     """It may be of another release."""
     odd = course(cached=8)

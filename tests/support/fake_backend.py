@@ -60,6 +60,8 @@ class Script:
     """How long `open` takes."""
     cached_tokens: int = 0
     sources: tuple[CachedSource, ...] = ()
+    prefill_cached: int = 0
+    prefill_sources: tuple[CachedSource, ...] = ()
     """Of the cached tokens."""
     image_tokens: tuple[int, ...] = ()
     """Tokens that each image of a prompt takes."""
@@ -178,6 +180,8 @@ class FakeOpenStream:
                     *(self._script.cached_tokens, 0.001, 0.002, 0.002),
                     image_tokens=self._script.image_tokens[: len(self.request.images)],
                     sources=self._script.sources,
+                    prefill_cached=self._script.prefill_cached,
+                    prefill_sources=self._script.prefill_sources,
                 )
                 if first and tokens
                 else None

@@ -152,6 +152,8 @@ class PromptSink:
             course.cached_tokens = started.cached_tokens
             course.queue, course.prefill = started.queue_seconds, started.prefill_seconds
             course.where, course.sources = started.prefill, started.sources
+            course.prefill_cached = started.prefill_cached
+            course.prefill_sources = started.prefill_sources
             if started.image_tokens:
                 course.image_tokens = started.image_tokens
                 self._answer.plan.on_image_tokens(started.image_tokens)

@@ -239,7 +239,8 @@ class RemotePrefillRequest:
             if self.state is not DecodeState.ACTIVE:
                 self.feed(DecodeEvent.FIRST, _Word(started=started))
             phases = (*self._reports, *started.phases)
-            delta = replace(delta, started=replace(started, prefill=self._line, phases=phases))
+            started = replace(started, prefill=self._line, phases=phases)
+            delta = replace(delta, started=self._with_cached_there(started))
         if delta.finish is not None:
             self._choices -= 1
             if not self._choices:
@@ -585,6 +586,14 @@ class RemotePrefillRequest:
             return
         self._line = f"local; node={self._owner.node.id}; reason={self._reason}"
         self._owner.learn_local(self.request, started)
+
+    def _with_cached_there(self, started: FirstTokenStats) -> FirstTokenStats:
+        """The statistics with what the prefill worker found in its caches, if its KV was used."""
+        if not started.received_tokens or self._brought is None or self._moves:
+            return started
+        _, handoff = self._brought
+        cached, sources = handoff.cached_tokens, handoff.started.sources
+        return replace(started, prefill_cached=cached, prefill_sources=sources)
 
     def _learn(self, handoff: Handoff, started: FirstTokenStats) -> None:
         there = handoff.started

@@ -99,6 +99,15 @@ async def test_an_answer_says_where_its_cached_tokens_were():
     assert found == {"device": 16, "host": 16, "peer": 32}
 
 
+async def test_an_answer_says_what_its_prefill_worker_had():
+    script = replace(SCRIPT, prefill_cached=96, prefill_sources=(CachedSource("disk", 64),))
+    async with frontend(script) as client:
+        _, headers, answer = await client.post(CHAT, HELLO | {"max_tokens": 4})
+    where = "device=64; prefill-device=32; prefill-disk=64"
+    assert ours(headers)["x-pdserve-cached"] == answer["usage"]["pdserve"]["cached"] == where
+    assert ours(headers)["x-pdserve-cached-tokens"] == "64"
+
+
 async def test_a_stream_says_it_before_its_first_token_and_again_at_its_end():
     async with frontend(SCRIPT) as client:
         headers, events = await stream(client, HELLO | STREAM)
@@ -306,7 +315,7 @@ async def test_a_route_is_explained(body):
                 "reused_tokens": {},
             },
         ],
-        "kv_sources": [{"worker": "b", "tokens": 256, "device_tokens": 160}],
+        "kv_sources": [{"worker": "b", "tokens": 256, "device_tokens": 160, "kept": True}],
     }
 
 

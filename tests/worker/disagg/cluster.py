@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from pdserve.errors import EngineDied, NotReady, Overloaded, PdserveError, TransferError
 from pdserve.ids import NodeId
 from pdserve.messages.card import ModelCard
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from pdserve.engine.port import PrefillSink, RemotePrefillSink, TokenSink
+    from pdserve.messages.tiers import CachedSource
 
 BLOCK = 8
 CARD = ModelCard(
@@ -172,6 +175,10 @@ class Script:
             "send": 0.1,
         }
     )
+    cached: int = 0
+    """Tokens that it need not compute to prefill a prompt for another worker."""
+    sources: tuple[CachedSource, ...] = ()
+    """Where these were."""
 
     def take(self, step: str) -> str:
         queue = self.steps.get(step)
@@ -396,7 +403,10 @@ class PlayedEngine:
                 sink.on_error(EngineDied("the step failed"))
                 return
             self._send(handle, prompt)
-            sink.on_prefilled(_handoff(request, ticket.attempt))
+            handoff = _handoff(request, ticket.attempt)
+            started = replace(handoff.started, sources=self.script.sources)
+            handoff = replace(handoff, cached_tokens=self.script.cached, started=started)
+            sink.on_prefilled(handoff)
 
         mode = self._later("prefill", prefilled)
         return handle
@@ -532,8 +542,6 @@ class PlayedQueue:
                 del self.entries[key]
                 continue
             entry.owner = self.owner
-            from msgspec.structs import replace
-
             entry.item = replace(entry.item, round=entry.item.round + 1)
             entry.host.call_later(0.0, partial(self._queue_again, entry))
 

@@ -14,6 +14,7 @@ from pdserve.messages.engine import PathState
 from pdserve.messages.handoff import LEASE_SECONDS, AttemptOpened
 from pdserve.messages.lora import LoraSummary
 from pdserve.messages.node import ModelSummary, NodeCard, summarize_card
+from pdserve.messages.tiers import CachedSource
 from pdserve.net.link import PeerLink
 from pdserve.net.link_call import LinkCall
 from pdserve.runtime.rpc_methods import NOTIFY
@@ -79,6 +80,28 @@ async def test_a_prompt_is_prefilled_elsewhere(site: DisaggCluster) -> None:
     numbers = site.d.decode.numbers()
     assert (numbers.remote, numbers.local) == ({"always": 1}, {})
     assert numbers.ended == {"done": 1}
+
+
+@on_site()
+async def test_a_remote_prefill_says_what_it_found_in_caches(site: DisaggCluster) -> None:
+    sources = (CachedSource("disk", 32), CachedSource("peer", 16, "p2"))
+    site.p.script.cached, site.p.script.sources = 64, sources
+    client = site.ask(request(n=2))
+    await site.until(lambda: client.over)
+    for started in client.started:
+        assert (started.prefill_cached, started.prefill_sources) == (64, sources)
+        assert (started.cached_tokens, started.sources) == (0, ())
+
+
+@on_site()
+async def test_what_a_lost_attempt_found_in_caches_is_not_told(site: DisaggCluster) -> None:
+    site.p.script.cached, site.p.script.sources = 64, (CachedSource("disk", 64),)
+    for host in (site.d, *site.prefills):
+        host.script.steps["send"] = ["fail"] * 9
+    client = site.ask(request())
+    await site.until(lambda: client.over)
+    assert client.where.startswith("local; ")
+    assert (client.started[0].prefill_cached, client.started[0].prefill_sources) == (0, ())
 
 
 @on_site()
