@@ -20,6 +20,7 @@ COUNTERS = tuple(
 TIER_COUNTERS = (
     *("blocks_stored", "blocks_evicted", "blocks_refused", "blocks_unsaved"),
     *("hit_tokens", "failed", "read_bytes", "written_bytes"),
+    *("shared_read", "shared_failed"),
 )
 
 _Tiers = dict[int, dict[str, int]]

@@ -71,5 +71,5 @@ def test_a_life_that_only_a_tier_tells_of():
 def test_every_field_of_a_tier_is_a_counter_or_a_gauge_on_purpose():
     assert set(TierStats.__struct_fields__) - set(TIER_COUNTERS) == {
         *("tier", "blocks_total", "blocks_valid", "blocks_filling", "blocks_claimed"),
-        *("retention", "trouble"),
+        *("retention", "trouble", "shared_blocks"),
     }
