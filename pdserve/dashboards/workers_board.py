@@ -184,6 +184,47 @@ _TIERS: Final = Row(
             ),
         ),
         Panel(
+            "Gain of fetches",
+            "Seconds per second by which fetched prefixes came sooner than they would have been "
+            "computed, by source, less those by which others came later.",
+            "s",
+            (
+                Query(
+                    "sum by (source) (rate(pdserve_kv_plan_gained_seconds_total{WORKER}[RATE]))"
+                    " - sum by (source) (rate(pdserve_kv_plan_lost_seconds_total{WORKER}[RATE]))",
+                    "{{source}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Time of fetches",
+            "Seconds per second that fetches of prefixes took, and that were predicted. Where they "
+            "differ for long, prefixes are fetched that are computed sooner, or the reverse.",
+            "s",
+            (
+                Query(
+                    "sum by (source) (rate(pdserve_kv_plan_actual_seconds_total{WORKER}[RATE]))",
+                    "{{source}}",
+                ),
+                Query(
+                    "sum by (source) (rate(pdserve_kv_plan_predicted_seconds_total{WORKER}[RATE]))",
+                    "{{source}} predicted",
+                ),
+            ),
+        ),
+        Panel(
+            "Known blocks that did not come",
+            "Blocks that a tier or another worker had and that were computed, per second, by "
+            "reason. computed: that was predicted to be sooner.",
+            "ops",
+            (
+                Query(
+                    "sum by (reason) (rate(pdserve_kv_missed_blocks_total{WORKER}[RATE]))",
+                    "{{reason}}",
+                ),
+            ),
+        ),
+        Panel(
             "Wait for a lane",
             "How long a new copy waits for what is under way on its path.",
             "s",

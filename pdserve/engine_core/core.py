@@ -42,6 +42,7 @@ from pdserve.engine_core.tiers.early_starts import EarlyStarts
 from pdserve.engine_core.tiers.fetch_lane import FetchLane
 from pdserve.engine_core.tiers.fetch_planner import FetchPlanner
 from pdserve.engine_core.tiers.onboarder import Onboarder
+from pdserve.engine_core.tiers.plan_tally import PlanTally
 from pdserve.engine_core.tiers.prefill_cost import StepCost
 from pdserve.engine_core.tiers.stager import Stager
 from pdserve.engine_core.tiers.step_gate import StepGate
@@ -96,7 +97,7 @@ from pdserve.messages.tiers import TierSpec
 from pdserve.observe.logs import about
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from pdserve.clock import Clock
     from pdserve.engine_core.executor import (
@@ -117,7 +118,7 @@ if TYPE_CHECKING:
     from pdserve.kv.tiers.lanes import LaneEstimate
     from pdserve.kv.tiers.lower_tiers import LowerTiers
     from pdserve.messages.request import SamplingParams, TokenDelta
-    from pdserve.messages.tiers import LaneLoad, LaneName
+    from pdserve.messages.tiers import LaneLoad, LaneName, SourceName
     from pdserve.transfer.base import Region
 
 __all__ = ["EngineCore"]
@@ -251,12 +252,22 @@ class EngineCore:
             self._onboarder.came = self._tiers.came
         if self._puller is not None and settings.fetch != "never":
             self._onboarder.lane = self._fetch_lane = FetchLane(info.layout.block_bytes)
+        self._onboarder.plans = PlanTally(self._sources(settings))
         if lower is not None:
             self._start_early(lower, self._onboarder, info)
         if lower is not None and self._fetches is not None:
             self._fetches.server.stage = Stager(self.pool, lower, self._onboarder)
         self.scheduler.onboarder = self._onboarder
         return settings.names
+
+    def _sources(self, settings: TierSpec) -> Iterator[SourceName]:
+        """From where this core can fetch blocks."""
+        if self._tiers is not None:
+            yield "host"
+            if settings.disk_path:
+                yield "disk"
+        if self._fetch_lane is not None:
+            yield "peer"
 
     def _start_early(self, lower: LowerTiers, onboarder: Onboarder, info: ModelInfo) -> None:
         """Let sequences run before all layers of their blocks have come."""
@@ -764,6 +775,8 @@ class EngineCore:
             tiers=() if self._tiers is None else self._tiers.stats(self._clock.now()),
             lanes=self._lanes(),
         )
+        if self._onboarder is not None:
+            stats = self._onboarder.add_stats(stats)
         return stats if self._incoming is None else self._with_transfers(stats, self._incoming)
 
     def _with_transfers(self, stats: EngineStats, incoming: KvReceiver) -> EngineStats:

@@ -16,7 +16,7 @@ from pdserve.messages.kv_events import KvEvent, Tier
 from pdserve.messages.kv_pull import KvChains, KvPullGrant
 from pdserve.messages.lora import LoraAdapter
 from pdserve.messages.request import GenerateRequest, TokenDelta
-from pdserve.messages.tiers import LaneLoad, TierSpec, TierStats
+from pdserve.messages.tiers import LaneLoad, PlanStats, TierSpec, TierStats
 from pdserve.messages.transfer import TransferControl, TransferTicket
 
 
@@ -210,6 +210,11 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """KV fetches begun."""
     pulls_failed: int = 0
     """KV fetches that ended with an error; `KvPullEnded` says why."""
+    plans: tuple[PlanStats, ...] = ()
+    """What became of plans to fetch prefixes, by source."""
+    missed_blocks: dict[str, int] = {}
+    """Blocks that were known below the device or at another worker and were not fetched, by
+    reason."""
 
 
 class StartCore(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -114,6 +114,22 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Blocks of them that were gone or bad when they were read."""
 
 
+class PlanStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What a core's plans to fetch prefixes came to, of those whose last blocks were predicted to
+    come from one source. Counters, of plans whose fetches have ended."""
+
+    source: SourceName
+    plans: Count = 0
+    predicted: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds that the fetches were predicted to take."""
+    actual: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds that they took."""
+    gained: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds by which they were sooner than to compute what came."""
+    lost: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds by which others were later than that."""
+
+
 class KvSource(msgspec.Struct, frozen=True, array_like=True):
     """A worker that has the leading blocks of a prompt, as a router knows it. Only a hint: what the
     worker no longer has is computed."""

@@ -14,7 +14,7 @@ from pdserve.observe.tier_metrics import merge_named
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from pdserve.observe.tier_metrics import LaneSample, TierSample
+    from pdserve.observe.tier_metrics import LaneSample, MissSample, PlanSample, TierSample
 
 __all__ = [
     "ENGINE_LABELS",
@@ -72,6 +72,10 @@ class EngineSample:
     """Tiers below the device, by name."""
     lanes: Mapping[str, LaneSample] = field(default_factory=dict)
     """Paths of KV between them, by name."""
+    plans: Mapping[str, PlanSample] = field(default_factory=dict)
+    """What plans to fetch prefixes came to, by source."""
+    misses: Mapping[str, MissSample] = field(default_factory=dict)
+    """Blocks that were known and not fetched, by reason."""
 
     @property
     def kv_usage(self) -> float:
@@ -88,16 +92,19 @@ def merge_by_labels(samples: Iterable[EngineSample]) -> list[EngineSample]:
     return list(merged.values())
 
 
-_OTHERS: Final = (*ENGINE_LABELS, "ready", "pid", "memory", "cpu", "tiers", "lanes")
-_NUMBERS: Final = tuple(one.name for one in fields(EngineSample) if one.name not in _OTHERS)
+_OTHERS: Final = (*ENGINE_LABELS, "ready", "pid", "memory", "cpu")
+_NAMED: Final = ("tiers", "lanes", "plans", "misses")
+_NUMBERS: Final = tuple(
+    one.name for one in fields(EngineSample) if one.name not in _OTHERS + _NAMED
+)
 
 
 def _sum(one: EngineSample, other: EngineSample) -> EngineSample:
     sums = {name: getattr(one, name) + getattr(other, name) for name in _NUMBERS}
     sums["stalled_for"] = max(one.stalled_for, other.stalled_for)
     sums["block_tokens"] = max(one.block_tokens, other.block_tokens)
-    sums["tiers"] = merge_named(one.tiers, other.tiers)
-    sums["lanes"] = merge_named(one.lanes, other.lanes)
+    for name in _NAMED:
+        sums[name] = merge_named(getattr(one, name), getattr(other, name))
     return replace(one, ready=one.ready and other.ready, **sums)
 
 

@@ -35,7 +35,7 @@ from pdserve.observe.instruments import OTHER, Counter, Family, Gauge, Histogram
 from pdserve.observe.node_metrics import NODE_METRICS, merge_by_role
 from pdserve.observe.scrapes import PLAIN, MetricNames, ScrapedPage, ScrapeForm, page_of
 from pdserve.observe.slo import SloTable
-from pdserve.observe.tier_metrics import LANE_METRICS, TIER_METRICS
+from pdserve.observe.tier_metrics import LANE_METRICS, MISS_METRICS, PLAN_METRICS, TIER_METRICS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from pdserve.observe.engine_metrics import EngineSample
     from pdserve.observe.node_metrics import NodeSample
     from pdserve.observe.slo import Objectives, SloVerdict
+    from pdserve.observe.tier_metrics import NamedMetric, S
 
 Instrument = Counter | Gauge | Histogram | Family[Counter] | Family[Gauge] | Family[Histogram]
 _I = TypeVar("_I", bound=Instrument)
@@ -128,26 +129,28 @@ _ENGINE_PROCESS = tuple(
     (Definition(f"pdserve_{one.name}", one.kind, one.help, "worker", ENGINE_LABELS), one.read)
     for one in ENGINE_PROCESS_METRICS
 )
-_TIERS = tuple(
-    (
-        Definition(
-            *(f"pdserve_{one.name}", one.kind, one.help, "worker", (*ENGINE_LABELS, "tier")),
-            combine=one.combine,
-        ),
-        one.read,
+
+
+def _named(
+    metrics: tuple[NamedMetric[S], ...], label: str
+) -> tuple[tuple[Definition, Callable[[S], float]], ...]:
+    """Metrics that an engine has for each of several names, such as those of its tiers."""
+    labels = (*ENGINE_LABELS, label)
+    return tuple(
+        (
+            Definition(
+                f"pdserve_{one.name}", one.kind, one.help, "worker", labels, combine=one.combine
+            ),
+            one.read,
+        )
+        for one in metrics
     )
-    for one in TIER_METRICS
-)
-_LANES = tuple(
-    (
-        Definition(
-            *(f"pdserve_{one.name}", one.kind, one.help, "worker", (*ENGINE_LABELS, "lane")),
-            combine=one.combine,
-        ),
-        one.read,
-    )
-    for one in LANE_METRICS
-)
+
+
+_TIERS = _named(TIER_METRICS, "tier")
+_LANES = _named(LANE_METRICS, "lane")
+_PLANS = _named(PLAN_METRICS, "source")
+_MISSES = _named(MISS_METRICS, "reason")
 _NODE = tuple(
     (
         Definition(
@@ -757,7 +760,7 @@ class Metrics(Instruments):
     @staticmethod
     def definitions() -> tuple[Definition, ...]:
         """All metrics, for the documentation."""
-        sampled = (*_ENGINE, *_TIERS, *_LANES, *_ENGINE_PROCESS, *_NODE)
+        sampled = (*_ENGINE, *_TIERS, *_LANES, *_PLANS, *_MISSES, *_ENGINE_PROCESS, *_NODE)
         return (*_INSTRUMENTS.values(), *(each[0] for each in sampled))
 
 
@@ -810,18 +813,26 @@ def _node_series(role: str, value: float | Mapping[str, float] | None) -> Iterat
             yield ScrapedSeries((role, label), one)
 
 
-def _tier_families(engines: Iterable[EngineSample]) -> Iterator[ScrapedFamily]:
-    """Metrics of the tiers and lanes of those engines that have them."""
-    tiers = [
-        (one.model, one.mode, name, tier) for one in engines for name, tier in one.tiers.items()
+def _tier_families(engines: Sequence[EngineSample]) -> Iterator[ScrapedFamily]:
+    """Metrics of tiers, lanes and fetches of those engines that have them."""
+    yield from _named_families(_TIERS, engines, lambda one: one.tiers)
+    yield from _named_families(_LANES, engines, lambda one: one.lanes)
+    yield from _named_families(_PLANS, engines, lambda one: one.plans)
+    yield from _named_families(_MISSES, engines, lambda one: one.misses)
+
+
+def _named_families(
+    metrics: Iterable[tuple[Definition, Callable[[S], float]]],
+    engines: Iterable[EngineSample],
+    samples: Callable[[EngineSample], Mapping[str, S]],
+) -> Iterator[ScrapedFamily]:
+    found = [
+        ((one.model, one.mode, name), sample)
+        for one in engines
+        for name, sample in samples(one).items()
     ]
-    lanes = [
-        (one.model, one.mode, name, lane) for one in engines for name, lane in one.lanes.items()
-    ]
-    for definition, read in _TIERS if tiers else ():
-        yield _empty(definition, [ScrapedSeries(each[:3], read(each[3])) for each in tiers])
-    for definition, read_lane in _LANES if lanes else ():
-        yield _empty(definition, [ScrapedSeries(each[:3], read_lane(each[3])) for each in lanes])
+    for definition, read in metrics if found else ():
+        yield _empty(definition, [ScrapedSeries(labels, read(each)) for labels, each in found])
 
 
 def _empty(definition: Definition, series: list[ScrapedSeries]) -> ScrapedFamily:

@@ -14,14 +14,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LANE_METRICS",
+    "MISS_METRICS",
+    "PLAN_METRICS",
     "TIER_METRICS",
     "LaneSample",
+    "MissSample",
     "NamedMetric",
+    "PlanSample",
     "TierSample",
     "merge_named",
 ]
 
-S = TypeVar("S", "TierSample", "LaneSample")
+S = TypeVar("S", "TierSample", "LaneSample", "PlanSample", "MissSample")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,24 @@ class LaneSample:
     backlog: int = 0
     bandwidth: float = 0.0
     latency: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSample:
+    """What a worker's plans to fetch prefixes came to, for one source."""
+
+    plans: int = 0
+    predicted: float = 0.0
+    actual: float = 0.0
+    gained: float = 0.0
+    lost: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissSample:
+    """Blocks that a worker knew of and did not fetch, for one reason."""
+
+    blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +196,47 @@ LANE_METRICS: Final[tuple[NamedMetric[LaneSample], ...]] = (
 )
 """All metrics of lanes. The label is the lane's name: d2h and h2d (between device and host),
 disk_read, disk_write, fetch (from other workers)."""
+
+PLAN_METRICS: Final[tuple[NamedMetric[PlanSample], ...]] = (
+    NamedMetric(
+        "kv_plans_total",
+        "counter",
+        "plans",
+        "Fetches of prefixes that have ended, by the source whose blocks were to come last.",
+    ),
+    NamedMetric(
+        "kv_plan_predicted_seconds_total",
+        "counter",
+        "predicted",
+        "How long these fetches were predicted to take.",
+    ),
+    NamedMetric("kv_plan_actual_seconds_total", "counter", "actual", "How long they took."),
+    NamedMetric(
+        "kv_plan_gained_seconds_total",
+        "counter",
+        "gained",
+        "By how much they were sooner than to compute the blocks that came, as predicted.",
+    ),
+    NamedMetric(
+        "kv_plan_lost_seconds_total",
+        "counter",
+        "lost",
+        "By how much others were later than that.",
+    ),
+)
+"""All metrics of plans. The label is the source: host, disk, peer."""
+
+MISS_METRICS: Final[tuple[NamedMetric[MissSample], ...]] = (
+    NamedMetric(
+        "kv_missed_blocks_total",
+        "counter",
+        "blocks",
+        "Blocks that were known below the device or at another worker and were not fetched: "
+        "computed (that is sooner), bound (too much is fetched already), room (the device has "
+        "none), or why a fetch did not bring them (absent, deadline, busy, corrupt and others).",
+    ),
+)
+"""The metric of misses. The label is the reason."""
 
 _MOST: Final = ("retention", "trouble", "latency")
 """Fields of which the larger one counts."""

@@ -23,10 +23,11 @@ from pdserve.messages.engine import EngineSpec
 from pdserve.messages.kv_events import TIERS
 from pdserve.messages.lora import LoraSummary
 from pdserve.observe.engine_metrics import EngineSample
+from pdserve.observe.tier_metrics import MissSample
 from pdserve.worker.cumulative_stats import CumulativeStats
 from pdserve.worker.lora import check_names, read_adapters
 from pdserve.worker.model_source import CheckpointSource
-from pdserve.worker.tiers.reports import lane_sample, tier_report, tier_sample
+from pdserve.worker.tiers.reports import lane_sample, plan_sample, tier_report, tier_sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -314,6 +315,8 @@ class WorkerService:
             served_bytes=stats.served_bytes,
             tiers={TIERS[one.tier]: tier_sample(one, block_bytes) for one in stats.tiers},
             lanes={one.lane: lane_sample(one) for one in stats.lanes},
+            plans={one.source: plan_sample(one) for one in stats.plans},
+            misses={why: MissSample(blocks=count) for why, count in stats.missed_blocks.items()},
         )
 
     def tiers(self) -> tuple[TierReport, ...]:

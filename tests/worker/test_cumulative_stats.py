@@ -1,5 +1,5 @@
 from pdserve.messages.engine import EngineStats
-from pdserve.messages.tiers import TierStats
+from pdserve.messages.tiers import PlanStats, TierStats
 from pdserve.worker.cumulative_stats import COUNTERS, TIER_COUNTERS, CumulativeStats
 
 
@@ -37,6 +37,8 @@ def test_every_field_is_a_counter_or_a_gauge_on_purpose():
         "sending",
         "tiers",
         "lanes",
+        "plans",
+        "missed_blocks",
     }
 
 
@@ -73,3 +75,17 @@ def test_every_field_of_a_tier_is_a_counter_or_a_gauge_on_purpose():
         *("tier", "blocks_total", "blocks_valid", "blocks_filling", "blocks_claimed"),
         *("retention", "trouble", "shared_blocks"),
     }
+
+
+def test_counters_of_plans_and_missed_blocks_do_not_fall_either():
+    totals = CumulativeStats()
+    for life in range(3):
+        for count in (0, 4, 10):
+            peer = PlanStats(source="peer", plans=count, gained=count / 4)
+            missed = {"absent": count, f"of life {life}": 1}
+            totals.note(EngineStats(plans=(peer,), missed_blocks=missed))
+            found = totals.snapshot()
+            assert found.missed_blocks["absent"] == 10 * life + count
+            assert found.plans[0].plans == 10 * life + count
+            assert found.plans[0].gained == (10 * life + count) / 4
+    assert totals.snapshot().missed_blocks.keys() == {"absent", *(f"of life {i}" for i in range(3))}

@@ -8,10 +8,10 @@ from pdserve.engine.port import EngineState
 from pdserve.errors import ConfigError, Draining, EngineDied, NotReady
 from pdserve.messages.engine import EngineCapabilities, EngineStats, LoadProgress
 from pdserve.messages.status import TierReport
-from pdserve.messages.tiers import LaneLoad, TierStats
+from pdserve.messages.tiers import LaneLoad, PlanStats, TierStats
 from pdserve.observe.exposition import render
 from pdserve.observe.metrics import Metrics
-from pdserve.observe.tier_metrics import LaneSample, TierSample
+from pdserve.observe.tier_metrics import LaneSample, MissSample, PlanSample, TierSample
 from pdserve.worker import service as service_module
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.service import WorkerService
@@ -230,8 +230,14 @@ async def test_tiers_are_told_in_bytes_and_over_restarts(model):
         trouble="full",
     )
     lane = LaneLoad(lane="h2d", backlog=3, bandwidth=2e9, latency=0.001)
-    world.engine.reported = EngineStats(steps=5, tiers=(disk,), lanes=(lane,))
+    plans = PlanStats(source="disk", plans=2, predicted=0.5, actual=1.0, gained=3.0, lost=0.25)
+    world.engine.reported = EngineStats(
+        steps=5, tiers=(disk,), lanes=(lane,), plans=(plans,), missed_blocks={"deadline": 7}
+    )
     sample = world.service.sample()
+    ended = PlanSample(plans=2, predicted=0.5, actual=1.0, gained=3.0, lost=0.25)
+    assert sample.plans == {"disk": ended}
+    assert sample.misses == {"deadline": MissSample(blocks=7)}
     assert sample.tiers == {
         "disk": TierSample(
             capacity=9 * block,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Bytes, Seconds
     from pdserve.kv.tiers.lanes import LaneEstimate
-    from pdserve.kv.tiers.planner import PlannedSegment, PrefillCost
+    from pdserve.kv.tiers.planner import Plan, PrefillCost
     from pdserve.messages.tiers import KvFetchMode, KvSource, LaneName, SourceName
 
 __all__ = ["FetchPlanner"]
@@ -56,7 +56,7 @@ class FetchPlanner:
             wait=wait,
         )
         chosen = plan(sources, {**ASSUMED, **self._lanes()}, self._cost, self._config)
-        return _fetch_plan(chosen.segments, peers)
+        return _fetch_plan(chosen, peers)
 
 
 def _runs(first: int, sources: Sequence[SourceName]) -> list[Run]:
@@ -71,15 +71,19 @@ def _runs(first: int, sources: Sequence[SourceName]) -> list[Run]:
     return runs
 
 
-def _fetch_plan(segments: Sequence[PlannedSegment], peers: Sequence[KvSource]) -> FetchPlan | None:
+def _fetch_plan(chosen: Plan, peers: Sequence[KvSource]) -> FetchPlan | None:
+    segments = chosen.segments
     if not segments:
         return None
     peer = [segment.run for segment in segments if segment.run.source == "peer"]
     node = peer[0].node if peer else ""
+    last = max(segments, key=lambda segment: segment.eta)
     return FetchPlan(
         local=sum(segment.run.count for segment in segments if segment.run.source != "peer"),
         peer=sum(run.count for run in peer),
         source=next((each for each in peers if each.node == node), None) if peer else None,
-        seconds=max(segment.eta for segment in segments),
+        seconds=last.eta,
         deadline=max(segment.deadline for segment in segments),
+        last=last.run.source,
+        saves=chosen.recompute - chosen.finish + last.eta,
     )

@@ -24,6 +24,9 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
+from msgspec.structs import replace
+
+from pdserve.engine_core.tiers.plan_tally import PlanTally
 from pdserve.kv.tiers.lower_tiers import FetchDone
 from pdserve.messages.tiers import CachedSource
 
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.kv.block_pool import BlockPool
     from pdserve.kv.tiers.lower_tiers import LayersCome, LowerTiers
+    from pdserve.messages.engine import EngineStats
     from pdserve.messages.tiers import KvSource, SourceName
 
 __all__ = ["BlockFetch", "FetchPlan", "Onboarder"]
@@ -59,6 +63,10 @@ class FetchPlan:
     """Predicted time until they are there."""
     deadline: Seconds = 1.0
     """Seconds after which what has not come is computed."""
+    last: SourceName = "host"
+    """The source whose blocks are predicted to come last."""
+    saves: Seconds = 0.0
+    """Predicted time to compute the blocks."""
 
     @property
     def count(self) -> int:
@@ -130,7 +138,7 @@ class BlockFetch:
         if self.stale:
             return "stale"
         local = "" if self.local_done is None else self.local_done.reason
-        return local or self.pull_error or "cancelled"
+        return local or self.pull_error or ("cancelled" if self.cancelled else "absent")
 
     def sources(self, block_size: int) -> tuple[CachedSource, ...]:
         """Tokens that have come, by source."""
@@ -194,6 +202,8 @@ class Onboarder:
         """Blocks that were known below the device or at another worker, by what became of them:
         `came`, `computed` (that is sooner), `bound` and `room` (too much is fetched already, or the
         device has no room), or why a fetch did not bring them."""
+        self.plans = PlanTally()
+        """What the fetches came to, against what was predicted."""
         self._pool = pool
         self._tiers = tiers
         self._planner = planner
@@ -222,6 +232,14 @@ class Onboarder:
             for onboarding in self._onboardings.values()
             for sequence in onboarding.waiting
         )
+
+    def add_stats(self, stats: EngineStats) -> EngineStats:
+        """The stats with those of fetches."""
+        plans = self.plans.stats()
+        missed = {why: count for why, count in self.outcomes.items() if count and why != "came"}
+        if plans:
+            missed.setdefault("computed", 0)
+        return replace(stats, plans=plans, missed_blocks=missed)
 
     def rename(self) -> None:
         """The hash secret has changed: what the fetches bring has no name."""
@@ -445,6 +463,8 @@ class Onboarder:
         arrived = onboarding.arrived()
         first, count, blocks = onboarding.first, len(arrived), onboarding.blocks
         self.outcomes["came"] += count
+        if not onboarding.cancelled and not onboarding.stale:
+            self.plans.ended(onboarding.plan, count, now - onboarding.began)
         if count < len(blocks):
             self.outcomes[onboarding.trouble] += len(blocks) - count
         if count:
@@ -522,7 +542,7 @@ class Onboarder:
             if onboarding.plan.local and onboarding.local_done is None:
                 onboarding.local_done = _NOTHING
             if onboarding.pulled is None:
-                onboarding.pulled = 0
+                onboarding.pulled, onboarding.pull_error = 0, "closed"
             self._try_end(onboarding, now)
             if onboarding.number in self._onboardings:
                 self._forget(onboarding)

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from pdserve.messages.kv_events import TIERS
 from pdserve.messages.status import TierReport
-from pdserve.observe.tier_metrics import LaneSample, TierSample
+from pdserve.observe.tier_metrics import LaneSample, PlanSample, TierSample
 
 if TYPE_CHECKING:
     from pdserve.ids import Bytes
-    from pdserve.messages.tiers import LaneLoad, TierStats
+    from pdserve.messages.tiers import LaneLoad, PlanStats, TierStats
 
-__all__ = ["lane_sample", "tier_report", "tier_sample"]
+__all__ = ["lane_sample", "plan_sample", "tier_report", "tier_sample"]
 
 
 def tier_report(tier: TierStats, block_bytes: Bytes) -> TierReport:
@@ -57,3 +57,14 @@ def tier_sample(tier: TierStats, block_bytes: Bytes) -> TierSample:
 def lane_sample(lane: LaneLoad) -> LaneSample:
     """One lane for a scrape."""
     return LaneSample(backlog=lane.backlog, bandwidth=lane.bandwidth, latency=lane.latency)
+
+
+def plan_sample(plans: PlanStats) -> PlanSample:
+    """The plans of one source for a scrape."""
+    return PlanSample(
+        plans=plans.plans,
+        predicted=plans.predicted,
+        actual=plans.actual,
+        gained=plans.gained,
+        lost=plans.lost,
+    )

@@ -119,6 +119,8 @@ def test_a_fetch_that_fails_is_a_miss(fault: str, place: int, seed: int):
     both.net.faults = [""] * place + [fault]
     answered(both, fetching(prompt), Random(seed))
     assert both.r.stats.pulls_failed == 1
+    why = "corrupt" if fault == "corrupt" else "gone"
+    assert both.r.stats.missed_blocks.keys() == {why, "computed"}
     end(both)
 
 
@@ -128,6 +130,9 @@ def test_what_the_owner_has_lost_is_computed(left: int):
     prompt = known(both, 33)
     evict(both.o, 8 - left)
     answered(both, fetching(prompt))
+    assert both.r.stats.missed_blocks == {"absent": 8 - left, "computed": 0}
+    (plans,) = both.r.stats.plans
+    assert (plans.source, plans.plans) == ("peer", 1)
     assert both.r.stats.pulled_blocks == left
     end(both)
 

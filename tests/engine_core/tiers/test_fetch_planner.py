@@ -31,12 +31,15 @@ def test_local_blocks_come_first_and_a_peers_behind_them() -> None:
     assert plan is not None
     assert (plan.local, plan.peer, plan.source) == (7, 20 - 2 - 7, source)
     assert 0.0 < plan.seconds < plan.deadline
+    assert plan.last == "peer"
+    assert plan.saves == pytest.approx(18 * BLOCK * 1e-3)
 
 
 def test_a_slow_lane_ends_the_plan_before_it() -> None:
     plan = planner(disk_read=SLOW).choose(0, HOST[:3] + DISK, [], 60, 0.0)
     assert plan is not None
-    assert (plan.local, plan.peer, plan.source) == (3, 0, None)
+    assert (plan.local, plan.peer, plan.source, plan.last) == (3, 0, None, "host")
+    assert plan.saves == pytest.approx(3 * BLOCK * 1e-3)
 
 
 def test_nothing_is_fetched_that_is_computed_sooner() -> None:
