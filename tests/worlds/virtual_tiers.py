@@ -5,6 +5,7 @@ Bytes are really copied, so a wrong block changes tokens.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from dataclasses import dataclass, field
 from errno import EIO, ENOSPC
@@ -81,17 +82,21 @@ class TierFaults:
 
 
 class _FaultyTierIo(VirtualTierIo):
-    """A disk that may be slow."""
+    """A disk that may be slow. Reads of one moment are late together, not one after the other: soon
+    after such a time the disk is as it was."""
 
     faults: TierFaults
 
     def submit(self, job: TierJob) -> None:
         late = self.faults.slow if isinstance(job, Fill) else 0.0
-        if late:
-            self.faults.counts["slow"] += 1
-        usual = _RATES["disk_read"]
-        self._rates = {**_RATES, "disk_read": LaneRate(usual.bandwidth, usual.latency + late)}
-        super().submit(job)
+        if not late:
+            super().submit(job)
+            return
+        self.faults.counts["slow"] += 1
+        now = self._clock.now()
+        due = self._free["disk_read"] = max(self._free.get("disk_read", now), now + late)
+        self._number += 1
+        heapq.heappush(self._jobs, (due, self._number, due - now, job))
 
 
 def open_virtual_tiers(
