@@ -7,6 +7,7 @@ ends when nothing is left to do. After every step these oracles look at it:
     content   a block that can be found holds the bytes of its hash, on the device and on the host
     tokens    each request has the tokens that a core without a cache gives it
     places    nothing is written where a job reads or writes, and fetched blocks are held
+    quota     fetches together hold no more blocks than they may
     lanes     a lane has as many bytes to move as its jobs have
     events    what the events have told is what is there
     time      no fetch makes a sequence wait beyond its deadline
@@ -30,7 +31,7 @@ from pdserve.blocks.hashing import block_hashes, prompt_root
 from pdserve.clock import ManualClock
 from pdserve.engine_core.core import EngineCore
 from pdserve.engine_core.tiers.core_tiers import TierStorage
-from pdserve.engine_core.tiers.onboarder import FetchPlan
+from pdserve.engine_core.tiers.onboarder import SHARE, FetchPlan
 from pdserve.kv.storage import BlockMemory
 from pdserve.kv.tiers.disk.tier import DiskTier
 from pdserve.kv.tiers.job_runner import JobRunner, MemoryCopier
@@ -803,6 +804,8 @@ class TieredLife:
                 if early:
                     raise OracleError("pins", "a pinned block was evicted")
         pool, lower = self.core.pool, self.lower
+        if len(self._fetches()) > 1 and self.onboarder.in_flight > SHARE * pool.num_blocks:
+            raise OracleError("quota", "fetches hold more blocks than they may")
         there = {"device": set(pool._by_hash), "host": set(lower.host.names())}
         if lower.disk is not None and not lower.disk_paused:
             there["disk"] = set(lower.disk.hashes())

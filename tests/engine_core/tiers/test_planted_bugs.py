@@ -338,6 +338,17 @@ def a_pull_that_failed_needs_no_fence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Onboarder, "_try_end", end)
 
 
+@found_by("quota")
+def one_block_more_is_fetched_than_allowed(patch: pytest.MonkeyPatch) -> None:
+    whole = Onboarder.__init__
+
+    def init(self: Onboarder, *args: Any, **kwargs: Any) -> None:
+        whole(self, *args, **kwargs)
+        self._most += 1
+
+    patch.setattr(Onboarder, "__init__", init)
+
+
 @found_by("books")
 def blocks_stay_in_quarantine(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Onboarder, "on_fenced", lambda self, number: None)
