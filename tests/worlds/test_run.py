@@ -23,6 +23,7 @@ from tests.worlds.handoff_scenarios import draw_handoffs
 from tests.worlds.migration_scenarios import draw_migrations
 from tests.worlds.oracle.coverage import Cells, count_visits
 from tests.worlds.oracle.outcomes import completed_of
+from tests.worlds.oracle.tier_coverage import TIER_ON_PURPOSE
 from tests.worlds.plans import everything, handed_over, plan, with_tiers
 from tests.worlds.planted_bugs import planted
 from tests.worlds.run import WorldFailure, draw_plan, run, run_plan
@@ -175,6 +176,7 @@ def test_tiers_and_fetches_are_used_whatever_goes_wrong(seed: int) -> None:
         ("serve", "whole"),
     ):
         assert cells[cell], cell
+    assert TIER_ON_PURPOSE & cells.keys(), "no read that failed was waited for"
     assert report.effects == report.faults
     assert set(TIER_KINDS) <= set(report.effects)
     assert {name for name, count in report.tiers.items() if count} == {

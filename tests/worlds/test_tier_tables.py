@@ -60,6 +60,8 @@ BUGS: Final[dict[str, tuple[str, str]]] = {
     "the namespace is not in the key": (_DISK, "secret_forgotten_in_the_fingerprint"),
     "roots go first": (_KV, "roots_go_before_leaves"),
     "blocks behind a gap are loaded": (_CORE, "what_comes_behind_a_gap_is_used"),
+    "layers are read one group too early": (_CORE, "a_step_waits_for_the_group_before"),
+    "the quota of fetches is off by one": (_CORE, "one_block_more_is_fetched_than_allowed"),
     "a join has no deadline": (_CORE, "a_fetch_has_no_deadline"),
     "a probe takes a claim": (_CORE, "a_probe_claims_what_it_finds"),
     "frames are taken before it is known what exists": (

@@ -34,8 +34,9 @@ ALIKE: Final = replace(
     fickle=0.15,
 )
 """Prompts that others have computed, mostly; more of them than a device holds."""
+_OF_TIERS: Final = ("tier-reads", "tier-writes", "tier-full", "tier-slow", "tier-copies")
 _OF_WORKERS: Final = (
-    *("tier-reads", "tier-writes", "tier-full", "tier-slow", "tier-copies"),
+    *_OF_TIERS,
     *("crash", "drain", "leave", "engine", "stall", "step", "slow-worker"),
     *("cut", "reset", "lose", "kv-late", "kv-lost", "kv-slow", "kv-wrong", "pause"),
 )
@@ -67,9 +68,10 @@ def draw_tiers(seed: int) -> WorldPlan:
 
 
 def _faults(random: Random, workers: list[str]) -> list[Fault]:
-    """Faults of the workers, one after the other; disks fail for seconds."""
+    """Faults of the workers, one after the other, at least one kind of them of the tiers."""
     hosts = dict.fromkeys(workers, "worker")
     kinds = random.sample(_OF_WORKERS, random.choice((2, 4, len(_OF_WORKERS))))
+    kinds.append(random.choice(_OF_TIERS))
     rate = random.choice((0.2, 0.5))
     faults: list[Fault] = []
     now = _BEGIN

@@ -10,6 +10,8 @@ import msgspec
 import pytest
 
 from pdserve.engine_core.kv_fetch.server import MAX_SERVED, SERVE_SHARE, SLACK
+from pdserve.engine_core.kv_transfer.connector import PartDelivered
+from pdserve.errors import PathLost
 from pdserve.messages.engine import KvPullServed, PeerGone, ServeKvPull, StopKvPull
 from pdserve.messages.transfer import MAX_PARTS, TransferTicket
 from tests.engine_core.kv_fetch.pair import (
@@ -331,6 +333,27 @@ def test_staging_ends_with_its_pull(how: str):
         assert both.o.core.pool.counts().used == 0
         end(both)
     third.close()
+
+
+def test_parts_that_cannot_be_sent_end_the_pull():
+    """Those that are under way are read to their end, and the others are not sent."""
+    both = fetch_pair()
+    server = server_of(both.o)
+    server._limits = small_parts(both)
+    both.o.core.handle(asked(both, known(both, 33)[:32]))
+    assert answers(both) == []
+    ((handle, serving),) = server._servings.items()
+    first, *others = sorted(serving.under_way)
+    assert others
+    lost = PathLost("the path is lost")
+    server.delivered(PartDelivered(handle, first, 0, lost), both.o.clock.now())
+    assert server.refused == {"transfer": 1}
+    assert both.o.core.pool.counts().used == 8, "the others are still being read"
+    both.net.run()
+    (answer,) = answers(both)
+    assert answer.grant.refused == "transfer"
+    assert both.o.core.pool.counts().used == 0
+    end(both)
 
 
 def test_what_is_evicted_before_it_is_asked_for_is_absent():
