@@ -245,6 +245,13 @@ class TorchExecutor:
         self._moved = True
         return None if self.pool.memory is not None else TorchTierCopier(self.pool.tensor, arena)
 
+    @property
+    def loads_layers(self) -> bool:
+        """Whether steps wait for layers that are copied meanwhile: where another device copies.
+        For a pool in host memory, the copies would take the cores that compute."""
+        assert self.pool is not None, "allocate comes before tiers"
+        return self.pool.memory is None
+
     def expect(self, sampling: SamplingParams) -> None:
         """Start to compile the grammar of such a request; returns at once."""
         if self._sampler.masks.structured_output is not None:
