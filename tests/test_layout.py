@@ -284,6 +284,7 @@ SCENARIOS = {
     "engines/tensorrt_llm/test_behaviours.py": "the fake against its sources and the contract",
     "engines/tensorrt_llm/test_planted_bugs.py": "bugs that the tests must find",
     "engines/torch/test_cuda.py": "needs a GPU",
+    "engines/torch/test_layer_groups.py": "layers that come while a step computes",
     "engines/torch/test_engine_core.py": "the executor under a core",
     "engines/torch/test_handoff.py": "torch engines hand prompts over",
     "engines/torch/test_loading.py": "memory and pauses of loading, in a process of its own",
