@@ -287,6 +287,7 @@ SCENARIOS = {
     "engines/torch/test_layer_groups.py": "layers that come while a step computes",
     "engines/torch/test_engine_core.py": "the executor under a core",
     "engines/torch/test_handoff.py": "torch engines hand prompts over",
+    "engines/torch/test_kv_tiers.py": "prefixes from every tier and from another engine",
     "engines/torch/test_loading.py": "memory and pauses of loading, in a process of its own",
     "engines/torch/test_migration.py": "a request moves between torch engines",
     "engines/torch/test_weight_sharing.py": "several executors of one checkpoint",

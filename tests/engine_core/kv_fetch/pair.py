@@ -166,6 +166,11 @@ class FetchPair:
 
     def step_r(self) -> list[Event]:
         events = self.r.step()
+        self.note_r(events)
+        return events
+
+    def note_r(self, events: Sequence[Event]) -> None:
+        """Do what R's node does for these events."""
         for event in events:
             match event:
                 case KvPullOpened():
@@ -178,7 +183,6 @@ class FetchPair:
                         self.o.core.handle(StopKvPull(number))
                 case KvAbsorbed():
                     self.absorbed.append(event)
-        return events
 
     def _ask(self, event: KvPullOpened) -> None:
         if self.lose_answers or any(one.number == event.number for one in self.ended):
@@ -197,11 +201,15 @@ class FetchPair:
 
     def step_o(self) -> list[Event]:
         events = self.o.step()
+        self.note_o(events)
+        return events
+
+    def note_o(self, events: Sequence[Event]) -> None:
+        """Do what O's node does for these events."""
         for event in events:
             if isinstance(event, KvPullServed):
                 self.grants.append(event.grant)
                 self.net.under_way.append(lambda event=event: self._answer(event))
-        return events
 
     def _answer(self, event: KvPullServed) -> None:
         for number, asked in list(self._open.items()):
