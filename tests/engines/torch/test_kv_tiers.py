@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from pdserve.messages.request import GenerateRequest
 
 MOST = 6
 """Blocks of a prompt at most."""
@@ -43,6 +44,8 @@ BORDERS = (-1, 0, 1)
 """Tokens of a prompt beside whole blocks."""
 POOL = 1 << 19
 """Bytes of a device's blocks: a hundred."""
+CUTS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 19)
+"""Tokens of output after which a request moves."""
 
 
 def layouts() -> list[str]:
@@ -57,6 +60,9 @@ def layouts() -> list[str]:
 
 
 LAYOUTS = layouts()
+AT_D = ("", "D", "H", "S", "DHS", "SH")
+AT_P = ("", "DD", "HHH", "SSSS", "DHSH")
+"""Blocks that either end of a handoff has."""
 
 
 def some(cases: list[Any], seed: int, long: bool, count: int) -> list[Any]:
@@ -130,6 +136,73 @@ def test_the_peer_gives_what_it_has_below_its_device(
     both.place(wanted.prompt, letter * 5, both.p)
     both.place(wanted.prompt, "HS")
     both.check(wanted, "HSPPP", Random(seed))
+    both.forget()
+
+
+def test_a_request_that_moves_takes_its_own_output_along(
+    both: TieredPair, seed: int, long: bool
+) -> None:
+    """Its first worker goes when it has streamed so much. The blocks of its output come too."""
+    cases = list(itertools.product(LAYOUTS, CUTS))
+    for number, (layout, cut) in enumerate(some(cases, seed, long, 3)):
+        move(both, layout, cut, seed + number)
+
+
+def move(both: TieredPair, layout: str, cut: int, seed: int) -> None:
+    prompt = prompt_of(max(1, len(layout) * BLOCK - cut), seed)
+    wanted = request(prompt, max_tokens=30, temperature=0.9, seed=seed % 7, ignore_eos=True)
+    cold, _ = both.expected(wanted)
+    running = both.p.engine.submit(wanted)
+    while len(running.tokens[0]) < cut:
+        both.turn()
+    given = list(running.tokens[0])
+    both.p.engine.abort(running)
+    both.run()
+    assert given == cold.tokens[0][: len(given)]
+    tokens = prompt + given
+    if "P" not in layout:
+        evict(both.p, both.p.core.pool.counts().cached)
+    both.place(tokens, layout.replace("P", "."))
+    # The last token has no KV before the next step, so P has the full blocks of all but it.
+    both.check(replace(wanted, output=[given]), layout[: (len(tokens) - 1) // BLOCK])
+    both.forget()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_prompt_is_prefilled_elsewhere_and_both_ends_have_some(
+    both: TieredPair, early: bool, seed: int, long: bool
+) -> None:
+    """What D has brought up by then is not sent, what P has is not computed."""
+    cases = list(itertools.product(AT_D, AT_P, BORDERS, (1, 3)))
+    for number, (at_d, at_p, border, n) in enumerate(some(cases, seed, long, 2)):
+        length = 5 * BLOCK + border
+        wanted = request(prompt_of(length, seed + number), n=n, temperature=0.9, seed=number)
+        hand_over(both, wanted, at_d, at_p, early)
+
+
+def hand_over(both: TieredPair, wanted: GenerateRequest, at_d: str, at_p: str, early: bool) -> None:
+    """`early`: D has brought up its blocks before P's attempt is opened."""
+    length = len(wanted.prompt)
+    both.place(wanted.prompt, at_d)
+    both.place(wanted.prompt, at_p, both.p)
+    cold, _ = both.expected(wanted)
+    before_d, before_p = counted(both.d), counted(both.p)
+    handle, ledger = both.submit(wanted)
+    if early:
+        both.bring_up(handle)
+        both.open(handle)
+    both.run(Random(length))
+    both.compare(ledger, cold)
+    at_once = len(at_d) if early else at_d.count("D")
+    d, p = counted(both.d).since(before_d), counted(both.p).since(before_p)
+    assert d.computed == sum(len(output) - 1 for output in ledger.tokens)
+    assert d.received == length - at_once * BLOCK
+    usable = at_p[: (length - 1) // BLOCK]
+    # Each further choice samples from the last token's logits, computed once more.
+    assert p.computed == length - len(usable) * BLOCK + wanted.n - 1
+    assert (p.host, p.disk) == (usable.count("H") * BLOCK, usable.count("S") * BLOCK)
+    if early:
+        assert (d.host, d.disk) == (at_d.count("H") * BLOCK, at_d.count("S") * BLOCK)
     both.forget()
 
 

@@ -157,6 +157,14 @@ class TieredPair(DisaggPair):
         for end in (self.d, self.p):
             end.clock.advance(seconds)
 
+    def bring_up(self, handle: int) -> None:
+        """Step D alone until it has admitted a request and has its blocks from below."""
+        while handle not in self.admitted or self.d.core.wake_at() is not None:
+            before = self.d.clock.now()
+            self.step_d()
+            self.d.sleep()
+            self.p.clock.advance(self.d.clock.now() - before)
+
     # ------------------------------------------------------------------ places
 
     def forget(self) -> None:
