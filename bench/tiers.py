@@ -9,6 +9,7 @@
     pulls     blocks fetched from another worker's pool, against a handoff of as many
     answers   time to the first token of prompts of 8,000 tokens: computed, from the device, from
               host and disk; against what was predicted before the request
+    overlap   a prefill that begins before all layers of its prefix have come, in simulated time
     cold      a load of prompts that share nothing, with tiers and without
 
 Arms take turns within a round; a figure is the median over rounds, with the lowest and the highest.
@@ -36,6 +37,7 @@ from unittest.mock import patch
 import pdserve
 from bench.machine import facts
 from bench.pages import kept
+from bench.tier_overlap import rows as overlap_rows
 from bench.tier_pair import Pair
 from pdserve.clock import SystemClock
 from pdserve.engine_core.core import EngineCore
@@ -609,6 +611,16 @@ def main() -> None:
         "| prefix | measured | predicted | measured / predicted | measured / computed | late |",
         "|---|---|---|---|---|---|",
         *answers(given.dir, given.rounds),
+        "",
+        "## Prefill that begins before all layers have come",
+        "",
+        "A simulated worker in simulated time (`bench/tier_overlap.py`): 8,000 tokens come from",
+        "host memory in as long as it takes to compute the other 1,000. Milliseconds to the first",
+        "token.",
+        "",
+        "| groups of layers | whole blocks | in groups | less | ideal |",
+        "|---|---|---|---|---|",
+        *overlap_rows(),
         "",
         "## A load that shares nothing",
         "",
