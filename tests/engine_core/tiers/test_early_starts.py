@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,6 +20,7 @@ from tests.engine_core.test_tiers import BLOCK, BLOCK_BYTES, Bench, prompt, requ
 if TYPE_CHECKING:
     from pdserve.engine_core.tiers.early_starts import EarlyStarts
     from pdserve.kv.tiers.jobs import TierJob
+    from pdserve.kv.tiers.lower_tiers import LayersCome
     from pdserve.messages.request import GenerateRequest
     from pdserve.testing.output_checker import OutputChecker
 
@@ -176,3 +178,29 @@ def test_one_that_would_only_wait_leaves_when_others_run_with_it() -> None:
             bench.clock.advance(EACH / 2)
         assert right(found)
         assert not bench.early.started
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_a_group_has_come_when_its_last_copy_has(groups: int) -> None:
+    with Slow(groups) as bench:
+        bench.lower._jobs.copy_blocks = 1  # so that a group takes several copies
+        bench.cold(request(prompt(0)))
+        ended: Counter[int] = Counter()
+        told: list[tuple[int, int]] = []
+        onboarder = bench.core._onboarder
+        assert onboarder is not None
+        usual = onboarder.layers
+
+        def fault(job: TierJob) -> None:
+            if isinstance(job, CopyIn):
+                ended[job.group] += len(job.frames)
+
+        def layers(come: LayersCome, now: float) -> None:
+            told.append((come.group, ended[come.group]))
+            usual(come, now)
+
+        bench.io.fault = fault
+        onboarder.layers = layers  # type: ignore[method-assign]
+        assert right(bench.warm(request(prompt(0))))
+        assert ended[0] > groups, "more than one copy brings it"
+        assert told == [(group, ended[0]) for group in range(groups)]
