@@ -150,9 +150,11 @@ def test_a_second_turn_goes_where_its_blocks_are(cluster, client, number):
     def known() -> bool:
         explained = cluster.front.post("/route", {"model": "tiny", "messages": talk})
         overlaps = {one["worker"]: one["overlap_tokens"] for one in explained["candidates"]}
-        return overlaps[name] >= 5 * BLOCK
+        # A load report may count the first turn for a while after its end, and before there is a
+        # fitted model of latency one request more weighs as much as these blocks.
+        return overlaps[name] >= 5 * BLOCK and explained["worker"] == name
 
-    eventually(known, "the router never heard of the blocks")
+    eventually(known, "the router never chose the worker with the blocks")
     counted = {n: cached(worker) for n, worker in cluster.workers.items()}
     again = client.chat.completions.with_raw_response.create(
         model="tiny", messages=talk, max_tokens=4

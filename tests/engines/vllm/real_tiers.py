@@ -53,6 +53,8 @@ class Tiered:
         self.core = core
         self.tiers = core.tiers
         self.tiers.loads.planner = Everything()
+        # Looks at others' directories never end, and there is no other here.
+        self.tiers.lower._tiers.shared = None
         self.router = Router()
 
     def step(self) -> list[Event]:
