@@ -77,8 +77,9 @@ class EarlyStarts:
     # ------------------------------------------------------------------ before a step
 
     def may_leave(self, sequence: Sequence, fetch: BlockFetch) -> bool:
-        """Return whether a sequence should leave now, while the last layers are being copied. One
-        that would only wait in its step leaves later, unless no other would wait with it."""
+        """Return True if a sequence should begin now, while its last layers are still copied. If
+        other sequences run, it begins only once the copies are predicted to end in time: a step
+        that waits for them would hold up the others."""
         if self.is_sent(sequence.handle):
             return False
         leaves = not self._scheduler.running or self._copies() <= self._hidden(sequence, fetch)

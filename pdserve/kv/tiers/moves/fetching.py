@@ -74,7 +74,7 @@ class _Fetch:
     jobs: list[int] = field(default_factory=lambda: [0])
     """Copy jobs under way, by layer group. Copies of whole blocks count to the first one."""
     broken: bool = False
-    """Whether a copy failed, so that later ones do not count."""
+    """True once a copy has failed: blocks that are copied later are not used."""
     reason: str = ""
 
     @property

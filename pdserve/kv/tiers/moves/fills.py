@@ -41,7 +41,7 @@ class Filling:
     """Fetches that copy from the frame or will."""
     valid: bool = False
     unwanted: bool = False
-    """An operator has dropped the block: it goes when nobody reads it."""
+    """True if an operator has dropped the block. Its frame is freed when its last reader ends."""
 
 
 class Fills:
@@ -72,7 +72,7 @@ class Fills:
         return iter(self._filling)
 
     def is_ready(self, block_hash: bytes) -> bool:
-        """Return whether a fetch that has joined may copy the block."""
+        """Return True if the block is in its frame and checked, so that fetches may copy it."""
         filling = self._filling.get(block_hash)
         return filling is not None and filling.valid
 
@@ -156,7 +156,7 @@ class Fills:
         self._host.abandon(filling.frame)
 
     def settle(self, block_hash: bytes, now: Seconds) -> None:
-        """Make the frame an ordinary one, if its read has ended and nobody copies from it."""
+        """Put the frame into the host index once its read and all copies from it have ended."""
         filling = self._filling.get(block_hash)
         if filling is not None and filling.valid and not filling.readers:
             self._keep(block_hash, filling, now)
