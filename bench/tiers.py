@@ -503,8 +503,8 @@ def _peer_answers(model: Path, number: int, figures: Figures) -> None:
 
 def _warm(ask: Callable[[list[int]], object], seed: int) -> None:
     """Have a core compute short prompts and long: before, it does not know what that costs."""
-    for length in (64, 500, 2000):
-        ask(_prompts(seed + length, 1)[0][:length])
+    for turn, length in enumerate((64, 500, 2000, PROMPT, 4000, PROMPT)):
+        ask(_prompts(seed + turn, 1)[0][:length])
 
 
 def _token_bytes() -> int:

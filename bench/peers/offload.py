@@ -31,7 +31,7 @@ from bench.frontend import free_port
 from bench.machine import facts
 from bench.pages import kept
 from bench.peers import vllm as single
-from bench.peers.vllm import BLOCK, ROOT, System, processes, prompt_tokens, settled
+from bench.peers.vllm import BLOCK, ROOT, System, on_core, processes, prompt_tokens, settled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -43,6 +43,8 @@ DEVICE: Final = 96 << 20
 """Bytes of the device's KV: 8,192 tokens of the model."""
 HOST_GIB: Final = 1
 PROMPTS, LENGTH, OUTPUT, STREAMS = 24, 1024, 8, 2
+COMPUTES: Final = 1
+"""The processor on which each arm's model computes, with one thread."""
 _ERROR: Final = re.compile(r"^\(EngineCore.*?\b(\w*(?:Error|Exception): .*)$", re.M)
 """What the process of the engine says; that of the API only says that it has ended."""
 
@@ -92,6 +94,9 @@ def started(arm: Arm, python: Path, model: Path, log: Path) -> Iterator[System]:
     program = ["-m", "pdserve", "--port", str(port)] if arm.ours else []
     command = [str(python), *program, *flags, *arm.flags]
     extra = {"PDSERVE_CONFIG": "none", "VLLM_NO_USAGE_STATS": "1", "PYTHONHASHSEED": "0"}
+    # By itself vLLM keeps one core more for itself where a connector is, and on two cores then none
+    # is left: so it computes with two threads in those arms, and with one in the others.
+    extra |= on_core(COMPUTES)
     with processes([(command, extra | dict(arm.extra))], log) as pids:
         url = f"http://127.0.0.1:{port}"
         yield settled(System(arm.name, url, [f"{url}/metrics"], pids))
