@@ -45,7 +45,14 @@ if TYPE_CHECKING:
     from pdserve.messages.request import GenerateRequest
     from pdserve.transfer.base import Region
 
-__all__ = ["ENGINE", "ScriptedExecutor", "create", "reference_tokens", "reference_vector"]
+__all__ = [
+    "ENGINE",
+    "ScriptedExecutor",
+    "create",
+    "reference_entries",
+    "reference_tokens",
+    "reference_vector",
+]
 
 ENGINE = "pdserve.testing.scripted:create"
 
@@ -274,13 +281,19 @@ def reference_tokens(
     return output
 
 
+def reference_entries(tokens: Seq[int]) -> list[bytes]:
+    """The KV of each token, computed alone and without blocks."""
+    entries: list[bytes] = []
+    for position, token in enumerate(tokens):
+        entries.append(_entry(token, position, entries[-1] if entries else b""))
+    return entries
+
+
 def reference_vector(request: GenerateRequest, size: int = 8) -> bytes:
     """The embedding of a prompt, computed alone and without blocks."""
-    entries: list[bytes] = []
-    state = b""
-    for position, token in enumerate(request.prompt):
-        entries.append(_entry(token, position, entries[-1] if entries else b""))
-        state = blake2b(state + entries[-1]).digest()
+    entries, state = reference_entries(request.prompt), b""
+    for entry in entries:
+        state = blake2b(state + entry).digest()
     return _vector(state if request.pooling == "mean" else b"", entries, size)
 
 

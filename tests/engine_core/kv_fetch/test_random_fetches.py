@@ -1,8 +1,9 @@
 """Two cores that fetch from each other in any order of events, with faults; and bugs put in.
 
 Each world pulls, absorbs, cancels, evicts, computes and kills as its seed says. After every step
-both pools are sound, and no block is handed out that a peer may write to. At the end every pull has
-ended once, nothing is held, and every cached block of the requester has the right bytes.
+both pools are sound, no block is handed out that a peer may write to, what is being sent is held,
+and every block that can be found has the right bytes. At the end every pull has ended once and
+nothing is held.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pdserve.blocks.hashing import block_hashes, prompt_root
 from pdserve.engine_core.kv_fetch.puller import KvPuller
 from pdserve.engine_core.kv_fetch.server import SLACK, KvServer, ServeLimits
 from pdserve.messages.engine import PeerGone
 from pdserve.messages.kv_pull import KvPullGrant
 from pdserve.messages.tiers import KvSource
+from pdserve.testing.scripted import reference_entries
 from tests.engine_core.kv_fetch.pair import (
     BLOCK,
     OWNER,
+    SECRET,
     evict,
     fetch_pair,
     names_of,
@@ -34,8 +38,50 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.engine_core.kv_fetch.ports import PullEnd
+    from tests.support.disagg_pair import PairedCore
 
 PROMPTS = [prompt_of(length, seed=length) for length in (13, 21, 34, 50)]
+COMPAT = "scripted"
+
+
+def contents_of(prompt: list[int]) -> dict[bytes, bytes]:
+    """The right bytes of each block of a prompt, by its hash."""
+    root = prompt_root(SECRET, COMPAT, "")
+    names = block_hashes(prompt, BLOCK, parent=root, secret=SECRET)
+    entries = b"".join(reference_entries(prompt))
+    size = BLOCK * len(entries) // len(prompt)
+    return {name: entries[at * size : (at + 1) * size] for at, name in enumerate(names)}
+
+
+CONTENTS = {name: content for prompt in PROMPTS for name, content in contents_of(prompt).items()}
+
+
+def evict_some(end: PairedCore, most: int) -> None:
+    """Evict up to so many cached blocks."""
+    count = min(most, end.core.pool.counts().cached)
+    if count:
+        evict(end, count)
+
+
+def empty(end: PairedCore) -> None:
+    """Evict every block that nothing holds."""
+    evict_some(end, end.core.pool.num_blocks)
+
+
+def check_reads(end: PairedCore) -> None:
+    """What is being sent is held."""
+    for delivery in end.mover._deliveries:
+        for block in delivery.part.blocks:
+            assert end.core.pool.references(block), f"block {block} is sent and nobody holds it"
+
+
+def check_contents(end: PairedCore) -> None:
+    """A block that can be found is what it is called."""
+    view, size = end.mover.region.view, end.engine.capabilities.block_bytes
+    assert view is not None
+    for name, block in end.core.pool._by_hash.items():
+        if name in CONTENTS:
+            assert view[block * size : (block + 1) * size] == CONTENTS[name], block
 
 
 class FetchWorld:
@@ -57,8 +103,14 @@ class FetchWorld:
         """Play, then let everything end and look at what is left."""
         for _ in range(steps):
             self.rng.choice(ACTIONS)(self)
-            self.both.turn(self.rng)
+            self.turn()
         self.finish()
+
+    def turn(self) -> None:
+        self.both.turn(self.rng)
+        for end in (self.both.r, self.both.o):
+            check_reads(end)
+            check_contents(end)
 
     def finish(self) -> None:
         both = self.both
@@ -88,8 +140,8 @@ class FetchWorld:
         end = self.rng.choice([self.both.o, self.both.o, self.both.r])
         end.engine.submit(request(self.rng.choice(PROMPTS), max_tokens=self.rng.randint(1, 5)))
 
-    def pull(self) -> None:
-        both, prompt = self.both, self.rng.choice(PROMPTS)
+    def pull(self, prompt: list[int] | None = None) -> None:
+        both, prompt = self.both, prompt or self.rng.choice(PROMPTS)
         names = names_of(both.r, prompt)
         have = len(both.r.core.pool.match(names))
         room = min(both.r.core.pool.available - have, len(names) - have)
@@ -109,8 +161,32 @@ class FetchWorld:
     def evict(self) -> None:
         end = self.rng.choice([self.both.r, self.both.o, self.both.o])
         counts = end.core.pool.counts()
-        if counts.cached:
-            evict(end, self.rng.randint(1, counts.cached))
+        evict_some(end, self.rng.randint(1, max(1, counts.cached)))
+
+    def prepare(self) -> list[int]:
+        """A prompt that the owner has and the requester does not."""
+        prompt = self.rng.choice(PROMPTS)
+        ledger = self.both.o.engine.submit(request(prompt, max_tokens=1))
+        empty(self.both.r)
+        while not ledger.done:
+            self.turn()
+        return prompt
+
+    def press(self) -> None:
+        """Others take all that the owner does not hold, the moment it has answered."""
+        prompt, known = self.prepare(), len(self.both.grants)
+        self.pull(prompt)
+        for _ in range(60):
+            if len(self.both.grants) > known:
+                break
+            self.turn()
+        empty(self.both.o)
+
+    def pull_more_than_there_is(self) -> None:
+        """The owner has lost the end of what is wanted."""
+        prompt = self.prepare()
+        evict_some(self.both.o, self.rng.randint(1, len(prompt) // BLOCK))
+        self.pull(prompt)
 
     def break_something(self) -> None:
         self.both.net.faults.append(self.rng.choice(["lost", "late", "corrupt"]))
@@ -139,6 +215,8 @@ ACTIONS: list[Callable[[FetchWorld], None]] = [
     *[FetchWorld.compute] * 4,
     *[FetchWorld.pull] * 6,
     *[FetchWorld.heal] * 2,
+    FetchWorld.press,
+    FetchWorld.pull_more_than_there_is,
     FetchWorld.absorb,
     FetchWorld.cancel,
     FetchWorld.evict,
@@ -150,10 +228,14 @@ ACTIONS: list[Callable[[FetchWorld], None]] = [
 ]
 
 
+ALWAYS = range(6)
+"""Seeds of worlds that see every end, in each run."""
+
+
 def test_nothing_is_wrong_whatever_happens(seed: int, long: bool):
     seen: Counter[str] = Counter()
-    for number in range(300 if long else 12):
-        world = FetchWorld(seed + number)
+    for number in (*ALWAYS, *range(seed, seed + (300 if long else 8))):
+        world = FetchWorld(number)
         world.run()
         seen += world.seen
     often = {"whole", "short", "absent", "cancelled", "corrupt", "deadline", "gone"}
@@ -319,11 +401,16 @@ BUGS = [
 ]
 
 
+WORLDS = 60
+"""Most worlds until a bug is noticed. Always the same: one in four worlds notices the rarest bug,
+but what a commit draws might not."""
+
+
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-def test_every_bug_is_noticed(bug: Callable[[pytest.MonkeyPatch], None], seed: int):
+def test_every_bug_is_noticed(bug: Callable[[pytest.MonkeyPatch], None]):
     with pytest.MonkeyPatch.context() as patch:
         bug(patch)
-        assert any(is_noticed(FetchWorld(seed + number)) for number in range(60))
+        assert any(is_noticed(FetchWorld(number)) for number in range(WORLDS))
 
 
 def is_noticed(world: FetchWorld) -> bool:

@@ -42,9 +42,13 @@ from pdserve.messages.engine import ClearCache, EngineSpec, SetHashSecret
 from pdserve.messages.kv_events import BlockRemoved, BlockStored, PoolCleared
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.messages.tiers import KvSource, TierSpec
-from pdserve.testing import scripted
 from pdserve.testing.inline_engine import InlineEngine
-from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens
+from pdserve.testing.scripted import (
+    ENGINE,
+    ScriptedExecutor,
+    reference_entries,
+    reference_tokens,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -115,10 +119,7 @@ class Contents:
             tokens = request.prompt + reference_tokens(
                 request, choice, vocab=VOCAB, max_len=MAX_LEN
             )
-            entries: list[bytes] = [b""]
-            for position, token in enumerate(tokens):
-                entries.append(scripted._entry(token, position, entries[-1]))
-            joined = b"".join(entries)
+            joined = b"".join(reference_entries(tokens))
             for secret in SECRETS:
                 names = names_of(tokens, request.cache_salt, secret)
                 for place, name in enumerate(names):
