@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from pdserve.cli.parser import Parser
+from pdserve.cli.parser import Parser, value_of
 from pdserve.dashboards.alerts import Promise, alerts, recordings
 from pdserve.dashboards.boards import BOARDS
 from pdserve.dashboards.files import make_folder, write_all
@@ -115,10 +115,7 @@ def _texts(parsed: argparse.Namespace) -> dict[str, str]:
 
 
 def _objective(text: str) -> float:
-    try:
-        share = parse_share(text)
-    except ValueError as error:
-        raise ConfigError(f"--slo-objective: {error}") from None
+    share = value_of("--slo-objective", parse_share, text)
     if not _LEAST <= share <= _MOST:
         raise ConfigError(
             f"--slo-objective {text}: give a share from {_LEAST:.0%} to {_MOST:.3%}; nobody can "
@@ -128,10 +125,7 @@ def _objective(text: str) -> float:
 
 
 def _seconds(text: str) -> Seconds:
-    try:
-        seconds = parse_duration(text)
-    except ValueError as error:
-        raise ConfigError(f"--slo-ttft: {error}") from None
+    seconds = value_of("--slo-ttft", parse_duration, text)
     if seconds <= 0:
         raise ConfigError(f"--slo-ttft {text}: give a time above 0")
     return seconds

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from pdserve.cli.flag_hints import FLAGS
 from pdserve.errors import ConfigError
@@ -16,9 +16,19 @@ from pdserve.launch.config.options import BY_NAME, GROUPS, OPTIONS
 from pdserve.launch.config.resolve import Config, closest_match, resolve, unknown_option
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from pdserve.launch.config.options import Option
+
+T = TypeVar("T")
+
+
+def value_of(flag: str, parse: Callable[[str], T], text: str) -> T:
+    """The value that `text` stands for. Errors: `ConfigError` names the flag."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
 
 
 class Parser(argparse.ArgumentParser):

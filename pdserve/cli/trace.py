@@ -14,7 +14,7 @@ import sys
 import time
 from collections import defaultdict
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
@@ -29,7 +29,7 @@ from pdserve.cli.console.trace_list import (
     trace_list_head,
 )
 from pdserve.cli.outputs import printable
-from pdserve.cli.parser import Parser
+from pdserve.cli.parser import Parser, value_of
 from pdserve.errors import ConfigError, PdserveError, Unavailable
 from pdserve.launch import exit_codes
 from pdserve.launch.config.units import parse_count, parse_duration
@@ -40,7 +40,7 @@ from pdserve.tracing.waterfall import MAX_WIDTH, MIN_WIDTH, waterfall
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     from pdserve.ids import Seconds
     from pdserve.launch.cluster.admin_client import AdminClient
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-T = TypeVar("T")
 
 _WIDTH: Final = 80
 _WATCH: Final[Seconds] = 60.0
@@ -124,7 +123,7 @@ def _query(parsed: argparse.Namespace) -> TraceQuery:
         raise ConfigError("--watch is for all requests of its model: give no other one beside it")
     if parsed.time and not watch:
         raise ConfigError("--for needs --watch model=NAME")
-    seconds = _parsed("--for", parse_duration, parsed.time) if parsed.time else _WATCH
+    seconds = value_of("--for", parse_duration, parsed.time) if parsed.time else _WATCH
     if not 0 < seconds <= LONGEST_WATCH:
         raise ConfigError(f"--for: a watch lasts up to {LONGEST_WATCH / 60:.0f} minutes")
 
@@ -135,11 +134,11 @@ def _query(parsed: argparse.Namespace) -> TraceQuery:
         raise ConfigError("names and ids of requests are UTF-8; this one is not")
     return TraceQuery(
         id=parsed.request.strip(),
-        limit=MOST_SUMMARIES if watch else _parsed("--limit", limit, parsed.limit),
+        limit=MOST_SUMMARIES if watch else value_of("--limit", limit, parsed.limit),
         model=watch or parsed.model,
         errors=parsed.errors,
         slow=parsed.slow,
-        longer_than=_parsed("--over", parse_duration, parsed.over) if parsed.over else 0.0,
+        longer_than=value_of("--over", parse_duration, parsed.over) if parsed.over else 0.0,
         watch=watch,
         watch_seconds=seconds if watch else 0.0,
     )
@@ -152,13 +151,6 @@ def _watched(text: str) -> str:
     if key != "model" or not name:
         raise ConfigError(f"--watch: {text!r} names no model; write --watch model=NAME")
     return name
-
-
-def _parsed(flag: str, parse: Callable[[str], T], text: str) -> T:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ConfigError(f"{flag}: {error}") from None
 
 
 # ---------------------------------------------------------------------- output

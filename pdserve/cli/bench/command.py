@@ -28,7 +28,7 @@ from pdserve.cli.bench.workload import (
     with_output_lengths,
 )
 from pdserve.cli.outputs import check_writable, write
-from pdserve.cli.parser import Parser
+from pdserve.cli.parser import Parser, value_of
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.launch import exit_codes
 from pdserve.launch.config import units
@@ -230,7 +230,9 @@ def _plan(parsed: argparse.Namespace) -> _Plan:
 
     _check_used(parsed)
     endpoint = parsed.endpoint or ("chat" if parsed.prompts else "completions")
-    duration = _duration("--duration", parsed.duration) if parsed.duration else None
+    duration = (
+        value_of("--duration", units.parse_duration, parsed.duration) if parsed.duration else None
+    )
     open_loop = parsed.rate or (parsed.trace and not parsed.concurrency)
     concurrency = 0 if open_loop else _count("--concurrency", parsed.concurrency or "8", 1)
     fields = {} if parsed.temperature is None else {"temperature": parsed.temperature}
@@ -252,7 +254,7 @@ def _plan(parsed: argparse.Namespace) -> _Plan:
         total,
         list(warm_up_requests(warm, words=words, vocabulary=vocabulary, seed=seed)),
         parse_slo(parsed.slo),
-        _duration("--timeout", parsed.timeout),
+        value_of("--timeout", units.parse_duration, parsed.timeout),
         _count("--retries", parsed.retries),
     )
 
@@ -322,7 +324,7 @@ def _traced(
 
     shape = TraceTransform(
         speed=_number("--speed", parsed.speed or "1"),
-        jitter=_duration("--jitter", parsed.jitter) if parsed.jitter else 0.0,
+        jitter=value_of("--jitter", units.parse_duration, parsed.jitter) if parsed.jitter else 0.0,
         limit=most,
         seed=_count("--seed", parsed.seed or "0"),
     )
@@ -348,10 +350,7 @@ def _timed(parsed: argparse.Namespace, asks: Iterator[SampleRequest]) -> Iterato
 
 
 def _count(flag: str, text: str, least: int = 0) -> int:
-    try:
-        return units.parse_count(text, least)
-    except ValueError as error:
-        raise ConfigError(f"{flag}: {error}") from None
+    return value_of(flag, lambda given: units.parse_count(given, least), text)
 
 
 def _number(flag: str, text: str) -> float:
@@ -362,13 +361,6 @@ def _number(flag: str, text: str) -> float:
     if not 0 < value < 1e9:
         raise ConfigError(f"{flag}: {text!r} is no number above 0")
     return value
-
-
-def _duration(flag: str, text: str) -> Seconds:
-    try:
-        return units.parse_duration(text)
-    except ValueError as error:
-        raise ConfigError(f"{flag}: {error}") from None
 
 
 # ---------------------------------------------------------------- the run

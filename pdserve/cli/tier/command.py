@@ -15,7 +15,7 @@ from pdserve.cli.console.layout import Table, lines_of
 from pdserve.cli.console.reach import add_reach, reach_of
 from pdserve.cli.console.tier_rows import tier_table
 from pdserve.cli.outputs import printable
-from pdserve.cli.parser import Parser
+from pdserve.cli.parser import Parser, value_of
 from pdserve.cli.status_tables import age, as_json
 from pdserve.errors import ConfigError
 from pdserve.launch import exit_codes
@@ -251,10 +251,7 @@ def _warm(parsed: argparse.Namespace) -> int:
 def _ttl(text: str) -> float:
     if not text:
         return 0.0
-    try:
-        seconds = parse_duration(text)
-    except ValueError as error:
-        raise ConfigError(f"--ttl: {error}") from None
+    seconds = value_of("--ttl", parse_duration, text)
     if seconds > _LONGEST_TTL:
         raise ConfigError("--ttl: a day is the most that is kept")
     return seconds

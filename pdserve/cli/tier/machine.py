@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from pdserve.cli.parser import value_of
 from pdserve.errors import ConfigError
 from pdserve.kv.tiers.measuring.probe import (
     break_even,
@@ -110,14 +111,8 @@ def report_tiers(directories: Sequence[str], cost: TokenCost) -> TierOutlook:
 
 def token_cost(size: str, model: str, rate: str) -> TokenCost:
     """What the flags say of a model. Errors: `ConfigError`."""
-    try:
-        kv = parse_size(size) if size else 0
-    except ValueError as error:
-        raise ConfigError(f"--bytes-per-token: {error}") from None
-    try:
-        tokens = parse_rate(rate) if rate else 0.0
-    except ValueError as error:
-        raise ConfigError(f"--prefill-rate: {error}") from None
+    kv = value_of("--bytes-per-token", parse_size, size) if size else 0
+    tokens = value_of("--prefill-rate", parse_rate, rate) if rate else 0.0
     if model and not kv:
         kv = _bytes_of(Path(model).expanduser())
     return TokenCost(kv, 1 / tokens if tokens else 0.0)
