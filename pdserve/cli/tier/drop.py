@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.cli.outputs import printable
+from pdserve.cli.parser import value_of
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.launch import exit_codes
 from pdserve.launch.config.units import parse_duration
@@ -36,10 +37,7 @@ def order_of(parsed: argparse.Namespace) -> DropOrder:
 def _older(text: str) -> float:
     if not text:
         return 0.0
-    try:
-        seconds = parse_duration(text)
-    except ValueError as error:
-        raise ConfigError(f"--older: {error}") from None
+    seconds = value_of("--older", parse_duration, text)
     if not seconds:
         raise ConfigError("--older 0 is everything: say --all")
     return seconds
@@ -68,12 +66,15 @@ async def drop(reach: Reach, order: DropOrder, names: Sequence[str]) -> int:
                 failed = True
                 print(printable(f"{worker.node}: {error.message}"))
             else:
-                print(printable(f"{worker.node}: {_forgotten(report.blocks)}"))
+                print(printable(f"{worker.node}: {_forgotten(report.blocks, order)}"))
     finally:
         await visitor.close()
     return exit_codes.FAILED if failed else exit_codes.OK
 
 
-def _forgotten(blocks: Mapping[Tier, int]) -> str:
+def _forgotten(blocks: Mapping[Tier, int], order: DropOrder) -> str:
     parts = [f"{count} on {tier}" for tier, count in blocks.items()]
-    return f"forgot blocks: {', '.join(parts)}" if parts else "forgot what was cached"
+    if parts:
+        return f"forgot blocks: {', '.join(parts)}"
+    # `--older` spares the device; engines that schedule by themselves do not count.
+    return "has no tier below its device" if order.older else "forgot what was cached"

@@ -43,14 +43,19 @@ class DropOrders:
             if isinstance(answer, PdserveError):
                 call.fail(answer)
                 return
-            # Owners are tenants, so they are counted and not logged.
             _log.info(
-                "%s dropped KV: %s; %s",
+                "%s dropped KV of %s: %s",
                 call.link.peer.node,
-                ", ".join(f"{count} blocks on {tier}" for tier, count in answer.items()) or "none",
-                "of all" if order.owners is None else f"of {len(order.owners)} owners of salts",
+                _meant(order),
+                ", ".join(f"blocks on {tier}: {count}" for tier, count in answer.items()) or "none",
             )
             call.reply(DropReport(answer))
 
         self._engine.drop_kv(order.owners, order.older, done)
         return None
+
+
+def _meant(order: DropOrder) -> str:
+    """Whose KV is meant. Tenants are counted and not named: a log has no names of tenants."""
+    whose = "all" if order.owners is None else f"{len(order.owners)} tenants or salts"
+    return f"{whose}, unused for {order.older:g} s" if order.older else whose

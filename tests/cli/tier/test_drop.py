@@ -109,6 +109,11 @@ async def test_each_worker_is_told_and_says_what_is_gone(
     ]
 
 
+async def test_old_blocks_are_only_below_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+    await drop(cast("Reach", Visitor()), DropOrder(None, 60.0), ["b"])
+    assert capsys.readouterr().out == "b: has no tier below its device\n"
+
+
 async def test_a_worker_that_cannot_is_named_and_the_others_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -59,5 +59,5 @@ def test_orders_are_answered_with_blocks_by_tier_or_the_reason(
 
     with caplog.at_level("INFO"):
         run(main())
-    assert "a dropped KV: 1 blocks on device, 7 blocks on disk; of 1 owners" in caplog.text
+    assert "a dropped KV of 1 tenants or salts, unused for 60 s: blocks on device: 1" in caplog.text
     assert "secret" not in caplog.text
