@@ -44,6 +44,7 @@ def run(arguments: list[str]) -> int:
     parsed = parser.parse(arguments)
     if parsed.what:
         return _tiers(parsed)
+    _refuse_measuring(parsed)
     facts = read_facts()
     if parsed.json:
         print(json.dumps([dataclasses.asdict(fact) for fact in facts], indent=2))
@@ -51,6 +52,14 @@ def run(arguments: list[str]) -> int:
         print(report(facts, unicode=(sys.stdout.encoding or "").lower().startswith("utf")))
     bad = any(fact.state == "problem" for fact in facts)
     return exit_codes.FAILED if bad else exit_codes.OK
+
+
+def _refuse_measuring(parsed: argparse.Namespace) -> None:
+    """Errors: `ConfigError` for a flag that only `doctor tiers` reads."""
+    for name in ("disk", "model_dir", "bytes_per_token", "prefill_rate"):
+        if getattr(parsed, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} is for the tiers: pdserve doctor tiers {flag} ...")
 
 
 def _tiers(parsed: argparse.Namespace) -> int:

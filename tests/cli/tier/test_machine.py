@@ -107,3 +107,5 @@ def test_the_command_measures_and_judges(
     assert told["disks"][0]["trouble"] == "cannot be used: no"
     assert main(["doctor", "teirs"]) == exit_codes.USAGE
     assert "'teirs' is unknown: use tiers" in capsys.readouterr().err
+    assert main(["doctor", *model]) == exit_codes.USAGE
+    assert "--model-dir is for the tiers: pdserve doctor tiers" in capsys.readouterr().err
