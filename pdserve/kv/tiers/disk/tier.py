@@ -22,6 +22,7 @@ from pdserve.kv.tiers.disk.records import TierWriteError
 from pdserve.kv.tiers.disk.recovery import find_segments
 from pdserve.kv.tiers.disk.sealed_reader import SealedReader
 from pdserve.kv.tiers.measuring.first_rates import measure_disk
+from pdserve.limits.sizes import approximate_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,6 +60,19 @@ class RecoveryReport:
     epoch: int = 1
     was: str = ""
     """Who had the directory before; empty: it is new."""
+
+    def __str__(self) -> str:
+        """For the log."""
+        words = ["new"]
+        if self.was:
+            size = approximate_size(self.bytes)
+            words = [f"found {self.records} blocks ({size}) of {self.was} in {self.seconds:.2f} s"]
+        if self.dropped:
+            words.append(f"removed {self.dropped} files that could not be read")
+        if self.unreachable:
+            size = approximate_size(self.unreachable)
+            words.append(f"{size} beside it are of another model or hash secret")
+        return "; ".join(words)
 
 
 @dataclass(frozen=True, slots=True)

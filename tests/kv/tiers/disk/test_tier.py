@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno as codes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -67,6 +68,8 @@ def test_a_tier_outlives_its_process(tmp_path: Path):
     assert again.report.records == 20
     assert again.report.bytes == again.index.counts().valid_bytes
     assert (again.report.epoch, again.report.was) == (2, "a")
+    assert str(tier.report) == "new"
+    assert re.fullmatch(r"found 20 blocks \(.+B\) of a in .+ s", str(again.report))
     assert len(machine.served()) == 20
     again.close()
 
@@ -88,6 +91,7 @@ def test_another_secret_neither_reads_nor_keeps_more_than_its_share(tmp_path: Pa
     other, machine = open_tier(tmp_path, fingerprint=replace(FINGERPRINT, secret_id=b"secret-2"))
     assert other.report.records == 0
     assert other.report.unreachable == disk_usage(old) > 0
+    assert str(other.report).endswith("beside it are of another model or hash secret")
     for number in range(40):
         machine.store_all(chain(number, 2))
         assert sum(disk_usage(path) for path in subdirectories(tmp_path)) <= CAPACITY
