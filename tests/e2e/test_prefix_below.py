@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SECTION = section("A prefix below the device")
-SHELLS, ASK = blocks(SECTION)
-
+SHELLS, ASK, KILL, AGAIN = blocks(SECTION)
 
 TRIES = 6
 
@@ -75,10 +74,11 @@ def tier(home: dict[str, str], *arguments: str) -> str:
 
 def check_operations(home: dict[str, str], address: str, folder: Path) -> None:
     """An operator sees the blocks, finds them whole, and has them forgotten."""
-    (disk,) = [
-        line for line in tier(home, "status", "--join", address).splitlines() if " disk " in line
-    ]
+    head, *rows = tier(home, "status", "--join", address).splitlines()
+    (disk,) = [row for row in rows if " disk " in row]
     assert disk.split()[:2] == ["left", "disk"]
+    hits = head.index("HIT TOKENS")
+    assert disk[hits:].split()[0] == "96"
     assert "3 blocks are whole" in tier(home, "verify", str(folder))
     assert "left: forgot blocks: 3 on device" in tier(home, "drop", "--all", "--join", address)
     assert "0 blocks are whole" in tier(home, "verify", str(folder))
@@ -92,7 +92,9 @@ def test_readmes_prefix_comes_from_the_neighbour_and_from_disk(tmp_path: Path) -
     shells = SHELLS.replace("/tmp/pdserve-kv", str(folder))
     router, left, right, frontend = shells.splitlines()
     define, *asks = ASK.splitlines()
-    assert asks == ["ask left", "ask right", "ask left"]
+    once_more, status, count = AGAIN.splitlines()
+    assert asks == ["ask left", "ask right"]
+    assert (KILL, once_more, status) == ("kill -9 PID", "ask left", "pdserve tier status")
     wanted = re.findall(r"`x-pdserve-cached: (.*?)`", SECTION)
 
     def ask(command: str) -> str:
@@ -123,8 +125,11 @@ def test_readmes_prefix_comes_from_the_neighbour_and_from_disk(tmp_path: Path) -
                 with Server(None, *flags(left, places), **home) as one:
                     one.wait_for_line("ready: ")
                     wait_sound(front, 2)
-                    found.append(cached(ask(asks[2])))
+                    found.append(cached(ask(once_more)))
                     if wanted[1] in found:
                         check_operations(home, seed, folder)
-                        assert "x-pdserve-cached-tokens: 0" in ask(asks[2])
+                        counted = run(count, places)
+                        assert re.search(r'source="peer"\} 96\.0', counted), counted
+                        assert re.search(r'source="disk"\} \d+', counted), counted
+                        assert "x-pdserve-cached-tokens: 0" in ask(once_more)
                     one.end(signal.SIGKILL)
