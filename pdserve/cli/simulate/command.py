@@ -186,13 +186,13 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     _number(group, "--noise", 0.0, "Random spread of a step's time, as a share of it.")
     _count(group, "--block-size", 512, "Tokens per KV block.")
     _count(group, "--kv-tokens", 500_000, "Tokens that a worker's pool holds.")
-    for flag, what in (("--host-kv", "host memory"), ("--disk-kv", "disk")):
+    for flag, where in (("--host-kv", "in host memory"), ("--disk-kv", "on disk")):
         group.add_argument(
             flag,
             metavar="SIZE",
             type=_as_size,
             default="0",
-            help=f"Size of a worker's KV tier in {what}, such as 64GiB; 0: none. [0]",
+            help=f"Size of a worker's KV tier {where}, such as 64GiB; 0: none. [0]",
         )
     group.add_argument(
         "--kv-fetch",

@@ -119,7 +119,7 @@ def _sources(tokens: dict[str, int], workers: list[dict[str, Any]]) -> Iterator[
     lower = {name: tokens[name] for name in ("host", "disk", "peer") if tokens[name]}
     if lower:
         words = ", ".join(f"{name} {count / total:.1%}" for name, count in lower.items())
-        yield f"  of the device  {tokens['device'] / total:7.1%}   {words}"
+        yield f"  on the device  {tokens['device'] / total:7.1%}   {words}"
     for tier in dict.fromkeys(name for worker in workers for name in worker["tiers"]):
         kept = [w["tiers"][tier]["retention"] for w in workers if tier in w["tiers"]]
         if any(kept):

@@ -39,7 +39,7 @@ GROUPS = {
     "model": "what to serve",
     "server": "where to listen",
     "engine": "how to compute",
-    "tiers": "where KV goes when it leaves the device, and whence it is fetched",
+    "tiers": "where KV goes when it leaves the device, and when it is fetched",
     "limits": "what one client or all together may use",
     "security": "keys, certificates and what clients may do",
     "logging": "what to tell the operator",
@@ -912,8 +912,8 @@ OPTIONS: tuple[Option, ...] = (
         "admin-socket",
         "cluster.admin_socket",
         "cluster",
-        "Unix socket of a server without a cluster, for status, top, trace and drain; none: "
-        "without.",
+        "Unix socket of a server without a cluster, for status, top, trace, drain, disagg and "
+        "tier; none: without.",
         "PATH",
         "in the user's runtime directory",
     ),

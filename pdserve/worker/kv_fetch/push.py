@@ -102,7 +102,7 @@ class KvPusher:
         )
         self._numbers.pushed += sum(taken)
         if shares:
-            _log.info("%d cached blocks moved to %d other workers", sum(taken), len(shares))
+            _log.info("%d cached blocks moved; workers asked: %d", sum(taken), len(shares))
         return sum(taken)
 
     async def _offer(self, heir: NodeLife, chains: KvChains, until: Seconds) -> int:
