@@ -27,6 +27,7 @@ from pdserve.kv.tiers.lower_tiers import LowerTiers
 from pdserve.kv.tiers.measuring.first_rates import describe, measure_copies
 from pdserve.kv.tiers.thread_io import ThreadTierIo
 from pdserve.kv.tiers.turns import TurnTracker
+from pdserve.limits.sizes import approximate_size
 from pdserve.messages.kv_events import BlockStored, PoolCleared
 
 if TYPE_CHECKING:
@@ -417,8 +418,8 @@ def frames_of(spec: TierSpec, block_bytes: Bytes) -> int:
     frames = spec.host_bytes // block_bytes
     if not frames:
         raise ConfigError(
-            f"--host-kv of {spec.host_bytes} bytes holds no block: a block of this model takes "
-            f"{block_bytes} bytes"
+            f"--host-kv is too small: this worker's part of it is "
+            f"{approximate_size(spec.host_bytes)}, a block takes {approximate_size(block_bytes)}"
         )
     return frames
 

@@ -32,6 +32,7 @@ from pdserve.kv.tiers.disk.records import (
 from pdserve.kv.tiers.disk.segment import Segment, SegmentState
 from pdserve.kv.tiers.disk.segment_log import SegmentLog
 from pdserve.kv.tiers.disk.trouble import CORRUPT, DiskTrouble, is_full
+from pdserve.limits.sizes import approximate_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,6 +48,7 @@ _LARGEST_SEGMENT: Final[Bytes] = 1 << 30
 _SEGMENTS: Final = 16
 """Segments that a tier is divided into, if records are small: eviction takes one."""
 _FEWEST_SEGMENTS: Final = 4
+_MIB: Final[Bytes] = 1 << 20
 _RECORDS: Final = 16
 """Records that a segment should have at least."""
 _MOVE_BYTES: Final[Bytes] = 8 << 20
@@ -64,9 +66,11 @@ def segment_size(capacity: Bytes, payload: Bytes) -> Bytes:
     least = PAGE + record_bytes(payload) + table_bytes(1)
     most = capacity // _FEWEST_SEGMENTS
     if most < least:
+        enough = (_FEWEST_SEGMENTS * least + 2 * _MIB) // _MIB * _MIB
         raise ConfigError(
-            f"a disk tier of {capacity} bytes is too small for blocks of {payload} bytes: "
-            f"it needs {_FEWEST_SEGMENTS * least} bytes, set in --disk-kv"
+            "--disk-kv is too small: this worker's part of it has "
+            f"{approximate_size(capacity)} for blocks of {approximate_size(payload)}; "
+            f"{approximate_size(enough)} for each worker of this process are enough"
         )
     wanted = PAGE + _RECORDS * record_bytes(payload) + table_bytes(_RECORDS)
     size = min(max(capacity // _SEGMENTS, wanted), max(_LARGEST_SEGMENT, least), most)
