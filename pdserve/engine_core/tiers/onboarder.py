@@ -20,12 +20,13 @@ The engine core owns it. It decides; it never waits.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 from msgspec.structs import replace
 
+from pdserve.engine_core.tiers.ended_lives import EndedLives
 from pdserve.engine_core.tiers.plan_tally import PlanTally
 from pdserve.kv.tiers.lower_tiers import FetchDone
 from pdserve.messages.tiers import CachedSource
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
 __all__ = ["BlockFetch", "FetchPlan", "Onboarder"]
 SHARE: Final = 0.25
 """Most of the pool that fetches fill at once, as a share; a single one may take more."""
-
-MOST_GONE: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +210,7 @@ class Onboarder:
         self._onboardings: dict[int, BlockFetch] = {}
         self._coming: dict[bytes, BlockFetch] = {}
         """First fetched hash, and every later one, of each fetch."""
-        self._gone: OrderedDict[str, int] = OrderedDict()
-        """The last life of each node that has ended, of the last `MOST_GONE` nodes."""
+        self._ended_lives = EndedLives()
         self._numbers = 0
         self._most = max(1, int(SHARE * pool.num_blocks))
 
@@ -329,14 +327,11 @@ class Onboarder:
         return onboarding
 
     def _may_pull(self, source: KvSource) -> bool:
-        return self.puller is not None and source.epoch > self._gone.get(source.node, -1)
+        return self.puller is not None and not self._ended_lives.has(source.node, source.epoch)
 
     def peer_gone(self, node: str, epoch: int) -> None:
-        """This life of a node has ended. A router may name it for some time, but a path to it would
-        be closed by nobody."""
-        self._gone[node] = max(epoch, self._gone.pop(node, epoch))
-        if len(self._gone) > MOST_GONE:
-            self._gone.popitem(last=False)
+        """This life of a node has ended: it is not asked any more."""
+        self._ended_lives.add(node, epoch)
 
     def _note(
         self,

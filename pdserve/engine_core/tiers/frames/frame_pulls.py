@@ -10,10 +10,10 @@ the blocks are for is the caller's business, who loads them from the host as any
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from pdserve.engine_core.tiers.ended_lives import EndedLives
 from pdserve.kv.tiers.block import TierBlock
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ __all__ = ["FramePulls"]
 
 SHARE: Final = 0.25
 """Most of the host tier that pulls fill at once, as a share; a single one may take half."""
-
-MOST_GONE: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +59,7 @@ class FramePulls:
         """Frames that a peer may still write to, of pulls that have ended."""
         self._coming: dict[bytes, int] = {}
         """Every hash that is being pulled, with its pull."""
-        self._gone: OrderedDict[str, int] = OrderedDict()
-        """The last life of each node that has ended, of the last `MOST_GONE` nodes."""
+        self._ended_lives = EndedLives()
         self._numbers = 0
 
     def __len__(self) -> int:
@@ -75,13 +72,11 @@ class FramePulls:
 
     def may_pull(self, source: KvSource) -> bool:
         """Return whether this life of a worker may be asked: it has not ended."""
-        return source.epoch > self._gone.get(source.node, -1)
+        return not self._ended_lives.has(source.node, source.epoch)
 
     def peer_gone(self, node: str, epoch: int) -> None:
-        """This life of a node has ended. A router may name it for some time."""
-        self._gone[node] = max(epoch, self._gone.pop(node, epoch))
-        if len(self._gone) > MOST_GONE:
-            self._gone.popitem(last=False)
+        """This life of a node has ended: it is not asked any more."""
+        self._ended_lives.add(node, epoch)
 
     # ------------------------------------------------------------------ beginning
 
