@@ -132,7 +132,35 @@ def _is_reused(block: TierBlock, ghosts: GhostList, now: Seconds) -> bool:
     return block.turns >= 2 or block.pin_until > now or block.hash in ghosts
 
 
-class HostAdmission:
+class _Verdicts:
+    """What every tier's admission remembers."""
+
+    def __init__(self, mode: AdmissionMode, blocks: int) -> None:
+        """`blocks`: those that the tier has room for."""
+        self.ghosts = GhostList(2 * blocks)
+        self.retention = Retention()
+        self.admitted = 0
+        self.refused = 0
+        self._mode = mode
+
+    def evicted(self, block_hash: bytes, age: Seconds, now: Seconds) -> None:
+        """The tier evicted a block for lack of room, `age` seconds after its last use. Blocks that
+        the tier above has, too, do not count."""
+        self.retention.evicted(age, now)
+        self.ghosts.add(block_hash, now)
+
+    def _remember(self, block_hash: bytes, now: Seconds, *, verdict: bool) -> bool:
+        """Count a verdict, which is returned; a refused block is remembered."""
+        if verdict:
+            self.admitted += 1
+            self.ghosts.forget(block_hash)
+        else:
+            self.refused += 1
+            self.ghosts.add(block_hash, now)
+        return verdict
+
+
+class HostAdmission(_Verdicts):
     """What host memory takes of the blocks that leave the device.
 
     `auto` takes everything while the tier would then keep blocks for `ENOUGH_RETENTION` seconds.
@@ -141,11 +169,7 @@ class HostAdmission:
     """
 
     def __init__(self, mode: AdmissionMode, frames: int) -> None:
-        self.ghosts = GhostList(2 * frames)
-        self.retention = Retention()
-        self.admitted = 0
-        self.refused = 0
-        self._mode = mode
+        super().__init__(mode, frames)
         self._taken = 1.0
         """Part of the last offered blocks that was taken."""
 
@@ -154,19 +178,7 @@ class HostAdmission:
         `reused`: it was used again since it was computed."""
         verdict = self._takes_all(now) or reused or _is_reused(block, self.ghosts, now)
         self._taken += _VERDICT_WEIGHT * (verdict - self._taken)
-        if verdict:
-            self.admitted += 1
-            self.ghosts.forget(block.hash)
-        else:
-            self.refused += 1
-            self.ghosts.add(block.hash, now)
-        return verdict
-
-    def evicted(self, block_hash: bytes, age: Seconds, now: Seconds) -> None:
-        """The tier evicted a block for lack of room, `age` seconds after its last use. Blocks that
-        the device had, too, do not count."""
-        self.retention.evicted(age, now)
-        self.ghosts.add(block_hash, now)
+        return self._remember(block.hash, now, verdict=verdict)
 
     def _takes_all(self, now: Seconds) -> bool:
         if self._mode != "auto":
@@ -175,7 +187,7 @@ class HostAdmission:
         return kept is None or kept * self._taken >= ENOUGH_RETENTION
 
 
-class DiskAdmission:
+class DiskAdmission(_Verdicts):
     """What the disk takes of the blocks that host memory gives up, within the write budget.
 
     `auto` takes everything while there is credit, except for a part that is reserved for reused
@@ -184,30 +196,14 @@ class DiskAdmission:
     """
 
     def __init__(self, mode: AdmissionMode, blocks: int, budget: WriteBudget) -> None:
-        self.ghosts = GhostList(2 * blocks)
-        self.retention = Retention()
+        super().__init__(mode, blocks)
         self.budget = budget
-        self.admitted = 0
-        self.refused = 0
-        self._mode = mode
 
     def admits(self, block: TierBlock, size: Bytes, now: Seconds, *, reused: bool = False) -> bool:
         """Whether to write this block of `size` bytes, which the disk does not have; if so, its
         bytes are taken from the budget. A refused one is remembered."""
         wanted = self._takes_all(now) or reused or _is_reused(block, self.ghosts, now)
-        verdict = wanted and self.budget.take(size, now)
-        if verdict:
-            self.admitted += 1
-            self.ghosts.forget(block.hash)
-        else:
-            self.refused += 1
-            self.ghosts.add(block.hash, now)
-        return verdict
-
-    def evicted(self, block_hash: bytes, age: Seconds, now: Seconds) -> None:
-        """The disk dropped a block for lack of room."""
-        self.retention.evicted(age, now)
-        self.ghosts.add(block_hash, now)
+        return self._remember(block.hash, now, verdict=wanted and self.budget.take(size, now))
 
     def _takes_all(self, now: Seconds) -> bool:
         if self._mode != "auto":
