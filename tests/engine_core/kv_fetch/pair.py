@@ -13,6 +13,7 @@ import msgspec
 
 from pdserve.blocks.hashing import joined_hashes, prompt_root, split_hashes
 from pdserve.engine_core.kv_fetch.chains import blocks_up_to
+from pdserve.ids import NodeId, NodeLife
 from pdserve.messages.engine import (
     AbsorbKv,
     EngineSpec,
@@ -52,6 +53,7 @@ SPEC = EngineSpec(
     transfer=TransferSpec(),
 )
 OWNER = KvSource("p", 1, 100)
+ASKER = NodeLife(NodeId("d"), 1)
 
 
 @dataclass(eq=False)
@@ -189,15 +191,7 @@ class FetchPair:
             return
         self._numbers += 1
         self._open[event.number] = self._numbers
-        command = ServeKvPull(
-            number=self._numbers,
-            node="d",
-            epoch=1,
-            hashes=event.hashes,
-            ticket=event.ticket,
-            timeout=event.timeout,
-        )
-        self.o.core.handle(carried(command, ServeKvPull))
+        self.o.core.handle(carried(question(self._numbers, event), ServeKvPull))
 
     def step_o(self) -> list[Event]:
         events = self.o.step()
@@ -290,6 +284,18 @@ def evict(end: PairedCore, count: int) -> None:
 def carried(command: Any, kind: Any) -> Any:
     """The command after a journey over the wire."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=kind)
+
+
+def question(number: int, event: KvPullOpened, asker: NodeLife = ASKER) -> ServeKvPull:
+    """What the owner's node tells its core when a pull of the asker has opened."""
+    return ServeKvPull(
+        number=number,
+        node=asker.node,
+        epoch=asker.epoch,
+        hashes=event.hashes,
+        ticket=event.ticket,
+        timeout=event.timeout,
+    )
 
 
 def fetch_pair(spec: EngineSpec = SPEC, **changes: Any) -> FetchPair:

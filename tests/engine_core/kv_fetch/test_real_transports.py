@@ -32,7 +32,7 @@ from pdserve.messages.engine import (
 )
 from pdserve.testing.inline_engine import InlineEngine
 from pdserve.testing.scripted import ScriptedExecutor
-from tests.engine_core.kv_fetch.pair import BLOCK, SECRET, SPEC, carried
+from tests.engine_core.kv_fetch.pair import BLOCK, SECRET, SPEC, carried, question
 from tests.engine_core.kv_transfer.test_handoff import prompt_of, reference, request
 
 if TYPE_CHECKING:
@@ -96,14 +96,7 @@ class RealEnd:
             return
         self.numbers += 1
         self.calls[self.numbers] = event.number
-        command = ServeKvPull(
-            number=self.numbers,
-            node=peer.life.node,
-            epoch=peer.life.epoch,
-            hashes=event.hashes,
-            ticket=event.ticket,
-            timeout=event.timeout,
-        )
+        command = question(self.numbers, event, peer.life)
         self.core.handle(carried(command, ServeKvPull))
 
 

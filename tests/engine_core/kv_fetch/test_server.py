@@ -21,6 +21,7 @@ from tests.engine_core.kv_fetch.pair import (
     fetch_pair,
     names_of,
     puller_of,
+    question,
     root_of,
     server_of,
 )
@@ -38,15 +39,7 @@ def asked(both: FetchPair, prompt: Sequence[int], *, first: int = 0) -> ServeKvP
     both.lose_answers = True
     both.pull(prompt, first=first)
     both.run()
-    event = both.asked[-1]
-    return ServeKvPull(
-        number=len(both.asked),
-        node="d",
-        epoch=1,
-        hashes=event.hashes,
-        ticket=event.ticket,
-        timeout=event.timeout,
-    )
+    return question(len(both.asked), both.asked[-1])
 
 
 def answers(both: FetchPair) -> list[KvPullServed]:

@@ -17,6 +17,7 @@ from pdserve.clock import ManualClock
 from pdserve.engine_core.kv_transfer.kv_region import region_in_memory
 from pdserve.engine_core.tiers.core_tiers import DeviceTiers, TierStorage
 from pdserve.engine_core.tiers.frames.frame_fetches import FrameFetches
+from pdserve.ids import NodeId, NodeLife
 from pdserve.kv.block_pool import BlockPool
 from pdserve.kv.storage import BlockMemory
 from pdserve.kv.tiers.job_runner import JobRunner, MemoryCopier
@@ -39,6 +40,7 @@ from pdserve.messages.tiers import KvSource, TierSpec
 from pdserve.messages.transfer import RankKvLayout
 from pdserve.testing.fake_mover import FakeMover, FakeNet
 from pdserve.transfer.copy_plan import block_bytes
+from tests.engine_core.kv_fetch.pair import question
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -173,15 +175,8 @@ class Two:
         for event in self.asker.step():
             match event:
                 case KvPullOpened():
-                    question = ServeKvPull(
-                        number=event.number,
-                        node="asker",
-                        epoch=1,
-                        hashes=event.hashes,
-                        ticket=event.ticket,
-                        timeout=event.timeout,
-                    )
-                    self.net.under_way.append(partial(self._tell, self.owner, question))
+                    asked = question(event.number, event, NodeLife(NodeId("asker"), 1))
+                    self.net.under_way.append(partial(self._tell, self.owner, asked))
                 case KvPullEnded():
                     self.ended.append(event)
                     stop = StopKvPull(event.number)
