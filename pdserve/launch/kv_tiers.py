@@ -6,6 +6,7 @@ with a remedy. It does not know how tiers work. The engine process still checks 
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import ConfigError
+from pdserve.kv.tiers.disk.directory import disk_usage, subdirectories
 from pdserve.limits.memory import available
 from pdserve.limits.sizes import approximate_size
 from pdserve.messages.kv_events import TIERS
@@ -45,8 +47,6 @@ _AUTO_SHARE_ON_HOST: Final = 0.4
 _AUTO_LEAST: Final[Bytes] = 64 << 20
 """Below this size a host tier is not worth its bookkeeping."""
 _GPU_FILES: Final = ("/dev/nvidiactl", "/dev/kfd")
-_MOST_FILES: Final = 100_000
-"""Most files of a directory that are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class DiskRoom:
     free: Bytes
     """Bytes that this process may still write on its file system."""
     taken: Bytes = 0
-    """Bytes that files in the directory take already: KV of an earlier run is replaced."""
+    """Bytes that KV in the directory takes already: an earlier run's is replaced."""
 
 
 def plan_tiers(
@@ -81,7 +81,7 @@ def plan_tiers(
         _check_disk(config.disk_kv, disk)
     share = config.kv_share
     return TierSpec(
-        host_bytes=int(host * share),
+        host_bytes=math.ceil(host * share),
         disk_path="" if config.disk_kv is None else str(Path(config.disk_kv.path).resolve()),
         disk_bytes=0 if config.disk_kv is None else int(config.disk_kv.size * share),
         disk_write_budget=int(config.disk_kv_write_budget * share),
@@ -133,13 +133,8 @@ def measure_disk(disk: DiskKv) -> DiskRoom:
     path = Path(disk.path)
     try:
         path.mkdir(mode=0o700, exist_ok=True)
-    except FileNotFoundError:
-        reason = f"there is no directory {path.parent}; make it, or mount what belongs there"
-        raise ConfigError(f"--disk-kv: {reason}") from None
-    except (FileExistsError, NotADirectoryError):
-        raise ConfigError(f"--disk-kv: {path} is a file; name a directory") from None
     except OSError as error:
-        raise ConfigError(_unwritable(path, error)) from None
+        raise ConfigError(_cannot_be_made(path, error)) from None
     try:
         with tempfile.TemporaryFile(dir=path) as probe:
             probe.write(b"pdserve")
@@ -150,6 +145,18 @@ def measure_disk(disk: DiskKv) -> DiskRoom:
     return DiskRoom(system.f_bavail * system.f_frsize, _taken(path))
 
 
+def _cannot_be_made(path: Path, error: OSError) -> str:
+    """Why there is no such directory, and a remedy."""
+    if path.is_symlink():
+        return f"--disk-kv: {path} is a link to what is no directory; make that, or name another"
+    if isinstance(error, (FileExistsError, NotADirectoryError)):
+        return f"--disk-kv: {path} is a file; name a directory"
+    if isinstance(error, FileNotFoundError) and not path.parent.is_dir():
+        missing = f"there is no directory {path.parent}"
+        return f"--disk-kv: {missing}; make it, or mount what belongs there"
+    return _unwritable(path, error)
+
+
 def _unwritable(path: Path, error: OSError) -> str:
     return (
         f"--disk-kv: {path} cannot be written: {error.strerror}; give this user write access, or "
@@ -158,18 +165,8 @@ def _unwritable(path: Path, error: OSError) -> str:
 
 
 def _taken(path: Path) -> Bytes:
-    """Bytes that files below this directory take on the disk. Files may vanish meanwhile."""
-    taken = count = 0
-    for folder, _, names in os.walk(path):
-        for name in names:
-            try:
-                taken += os.lstat(os.path.join(folder, name)).st_blocks * 512
-            except OSError:
-                continue
-            count += 1
-            if count >= _MOST_FILES:
-                return taken
-    return taken
+    """Bytes that workers' KV below this directory takes on the disk; other files stay."""
+    return sum(map(disk_usage, subdirectories(path)))
 
 
 def _check_disk(disk: DiskKv, room: DiskRoom) -> None:

@@ -81,6 +81,11 @@ def test_the_workers_of_one_process_share_what_is_named() -> None:
     )
 
 
+def test_a_share_of_a_size_is_never_nothing() -> None:
+    """0 would mean: no tier."""
+    assert planned(host_kv=1, kv_share=0.5).host_bytes == 1
+
+
 def test_auto_leaves_more_where_the_device_is_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned(host_kv=None, device="cuda:1").host_bytes == int(20 * GIB * 0.6)
     assert planned(host_kv=None, device="cpu").host_bytes == int(20 * GIB * 0.4)
@@ -124,19 +129,26 @@ def test_a_directory_is_made_for_this_user_alone(tmp_path: Path) -> None:
     assert room.taken == 0
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert not list(path.iterdir()), "the probe leaves nothing"
-    (path / "part").mkdir()
-    (path / "part" / "segment").write_bytes(bytes(1 << 20))
-    assert measure_disk(DiskKv(str(path), GIB)).taken >= 1 << 20
+
+
+def test_only_kv_makes_room_when_it_is_replaced(tmp_path: Path) -> None:
+    for folder, size in (("photos", 3 << 20), ("tier-01234567-89abcdef", 1 << 20)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "seg-000001-00000000").write_bytes(b"x" * size)
+    assert 1 << 20 <= measure_disk(DiskKv(str(tmp_path), GIB)).taken < 3 << 20
 
 
 def test_a_directory_that_cannot_be_used_is_explained(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
     for path, says in (
         (tmp_path / "absent" / "kv", f"there is no directory {tmp_path}/absent; make it, or mount"),
         (file, "is a file; name a directory"),
         (file / "kv", "is a file; name a directory"),
         (Path("/proc"), "/proc cannot be written: "),
+        (Path("/proc/kv"), "/proc/kv cannot be written: "),
+        (tmp_path / "dangling", f"{tmp_path}/dangling is a link to what is no directory; make"),
     ):
         with pytest.raises(ConfigError, match=r"^--disk-kv: ") as caught:
             measure_disk(DiskKv(str(path), GIB))
