@@ -58,22 +58,24 @@ _BAD_READS: Final = 2
 _NO_ROOT: Final = bytes(16)
 
 
-def segment_size(capacity: Bytes, payload: Bytes) -> Bytes:
-    """Bytes of a segment for a tier of this capacity and payloads of this length.
+def segment_size(capacity: Bytes, payload: Bytes, slack: Bytes = 0) -> Bytes:
+    """Bytes of a segment for a tier of this capacity and payloads of this length; segments leave
+    `slack` of the capacity.
 
     Errors: `ConfigError` if four segments of one record do not fit.
     """
     least = PAGE + record_bytes(payload) + table_bytes(1)
-    most = capacity // _FEWEST_SEGMENTS
+    room = capacity - slack
+    most = room // _FEWEST_SEGMENTS
     if most < least:
-        enough = (_FEWEST_SEGMENTS * least + 2 * _MIB) // _MIB * _MIB
+        enough = (_FEWEST_SEGMENTS * least + slack + 2 * _MIB) // _MIB * _MIB
         raise ConfigError(
             "--disk-kv is too small: this worker's part of it has "
             f"{approximate_size(capacity)} for blocks of {approximate_size(payload)}; "
             f"{approximate_size(enough)} for each worker of this process are enough"
         )
     wanted = PAGE + _RECORDS * record_bytes(payload) + table_bytes(_RECORDS)
-    size = min(max(capacity // _SEGMENTS, wanted), max(_LARGEST_SEGMENT, least), most)
+    size = min(max(room // _SEGMENTS, wanted), max(_LARGEST_SEGMENT, least), most)
     return size // PAGE * PAGE
 
 

@@ -151,7 +151,7 @@ class DiskTier:
             capacity,
             fingerprint,
             owner or f"unnamed-{secrets.token_hex(8)}",
-            segment_bytes or segment_size(capacity - _SLACK, fingerprint.block_bytes),
+            segment_bytes or segment_size(capacity, fingerprint.block_bytes, _SLACK),
             wall,
             ops,
         )

@@ -154,8 +154,16 @@ def test_files_that_are_none_of_it_are_removed_and_counted(tmp_path: Path):
 
 
 def test_a_tier_that_is_too_small_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="too small"):
-        DiskTier.open(tmp_path, 100_000, FINGERPRINT, clock=ManualClock())
+    with pytest.raises(ConfigError) as caught:
+        DiskTier.open(tmp_path, 1, FINGERPRINT, clock=ManualClock())
+    assert caught.value.message.startswith(
+        "--disk-kv is too small: this worker's part of it has 1 B for blocks of "
+    )
+    found = re.search(
+        r"; (\d+)\.0 MiB for each worker of this process are enough", caught.value.message
+    )
+    assert found is not None
+    DiskTier.open(tmp_path, int(found[1]) << 20, FINGERPRINT, clock=ManualClock()).close()
 
 
 def test_a_tier_without_files_has_the_same_port():
