@@ -26,6 +26,12 @@ _FULL: Final = frozenset({codes.ENOSPC, codes.EDQUOT, codes.EFBIG})
 _BARRED: Final = frozenset({codes.EROFS, codes.EACCES, codes.EPERM, codes.ENOENT, codes.ESTALE})
 """Errors that say writing is not possible at all now."""
 
+_GONE: Final = " (its directory is gone: make it again, and restart the worker)"
+_REMEDIES: Final = {
+    **dict.fromkeys(_FULL, " (make room, or name a smaller size)"),
+    **dict.fromkeys((codes.ENOENT, codes.ESTALE), _GONE),
+}
+
 _FIRST_PAUSE: Final[Seconds] = 30.0
 _LONGEST_PAUSE: Final[Seconds] = 600.0
 _BUDGET: Final = 3
@@ -49,6 +55,7 @@ class DiskTrouble:
     def __init__(self) -> None:
         self._recent: deque[Seconds] = deque(maxlen=_BUDGET)
         self._pauses = 0
+        self._since: Seconds = 0.0
         self._until: Seconds = 0.0
         self._text = ""
         self.by_errno: dict[int, int] = {}
@@ -63,7 +70,7 @@ class DiskTrouble:
         self._recent.append(now)
         if len(self._recent) == _BUDGET and now - self._recent[0] <= _WINDOW:
             self._recent.clear()
-            self._until = max(self._until, now + _LONGEST_PAUSE)
+            self._since, self._until = now, max(self._until, now + _LONGEST_PAUSE)
             self._text = f"{_BUDGET} errors within {_WINDOW:.0f} s, the last: {_named(errno)}"
 
     def wrote(self, now: Seconds) -> None:
@@ -76,19 +83,21 @@ class DiskTrouble:
         return now >= self._until
 
     def text(self, now: Seconds) -> str:
-        """What is wrong, for the operator; empty: nothing."""
+        """What is wrong, for the operator; empty: nothing. It counts no seconds down: each change
+        is a line in the log."""
         if not self._text:
             return ""
-        left = self._until - now
-        then = f"no writes for another {left:.0f} s" if left > 0 else "the next write is a trial"
-        return f"{self._text}; {then}"
+        if now >= self._until:
+            return f"{self._text}; the next write is a trial"
+        return f"{self._text}; no writes for {self._until - self._since:.0f} s"
 
     def _pause(self, errno: int, now: Seconds) -> None:
         if now < self._until and self._text:
             return  # of the batches that were under way, each one fails
+        self._since = now
         self._until = now + backoff_delay(_FIRST_PAUSE, _LONGEST_PAUSE, self._pauses)
         self._pauses += 1
-        self._text = f"cannot write: {_named(errno)}"
+        self._text = f"cannot write: {_named(errno)}{_REMEDIES.get(errno, '')}"
 
 
 def _named(errno: int) -> str:

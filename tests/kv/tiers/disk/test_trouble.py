@@ -49,10 +49,18 @@ def test_the_text_says_what_is_wrong_and_for_how_long():
     trouble = DiskTrouble()
     assert trouble.text(0.0) == ""
     trouble.failed(codes.ENOSPC, 0.0)
-    assert trouble.text(10.0) == (
-        "cannot write: No space left on device; no writes for another 20 s"
-    )
+    full = "cannot write: No space left on device (make room, or name a smaller size)"
+    assert trouble.text(10.0) == f"{full}; no writes for 30 s"
+    assert trouble.text(20.0) == trouble.text(10.0), "each change of the text is logged"
     assert trouble.text(31.0).endswith("the next write is a trial")
     for _ in range(3):
         trouble.failed(CORRUPT, 40.0)
-    assert "does not match its checksum" in trouble.text(40.0)
+    assert trouble.text(40.0) == (
+        "3 errors within 60 s, the last: a record does not match its checksum; no writes for 600 s"
+    )
+
+
+def test_a_directory_that_is_gone_has_a_remedy():
+    trouble = DiskTrouble()
+    trouble.failed(codes.ENOENT, 0.0)
+    assert "its directory is gone: make it again, and restart the worker" in trouble.text(0.0)
