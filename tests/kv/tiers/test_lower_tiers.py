@@ -262,3 +262,17 @@ def test_a_failed_job_does_not_count_as_a_fast_one() -> None:
         world.step()
     for lane in world.lower.lanes():
         assert (lane.bandwidth, lane.latency) == pytest.approx(before[lane.lane], rel=1e-9)
+
+
+def test_many_bad_blocks_share_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(Random(1), 0.0)
+    for _ in range(400):
+        world.step()
+    world.io.fault = lambda job: ("planted", "io", 0) if isinstance(job, Fill) else None
+    began = world.clock.now()
+    for _ in range(200):
+        world.step()
+    lines = [record for record in caplog.records if "was not read from disk" in record.message]
+    stats = {record.tier: record for record in world.lower.stats(world.clock.now())}
+    assert stats[2].failed >= 5
+    assert 1 <= len(lines) <= 1 + (world.clock.now() - began) / 10.0

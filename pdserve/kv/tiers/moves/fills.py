@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.kv.tiers.block import TierBlock
 from pdserve.kv.tiers.jobs import Fill, FillShared
+from pdserve.net.log_throttle import LogThrottle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -61,6 +62,7 @@ class Fills:
         self._sharing = sharing
         self._take_frame = take_frame
         self._filling: dict[bytes, Filling] = {}
+        self._warnings = LogThrottle()
 
     def __len__(self) -> int:
         return len(self._filling)
@@ -145,11 +147,18 @@ class Fills:
         assert disk is not None
         if done.error:
             self._tiers.disk_counts.failed += 1
-            _log.warning("a KV block was not read from disk: %s", done.error)
+            self._warn(done.error, now)
             disk.read_failed(job.place, job.hash, done.reason, now, done.errno)
         else:
             disk.touch(job.hash, now)
         disk.release(job.place)
+
+    def _warn(self, error: str, now: Seconds) -> None:
+        """A bad segment has thousands of blocks: they share a line."""
+        others = self._warnings.admit("read", now)
+        if others is not None:
+            more = f" ({others} others since the last such line)" if others else ""
+            _log.warning("a KV block was not read from disk: %s%s", error, more)
 
     def _failed(self, block_hash: bytes, filling: Filling) -> None:
         del self._filling[block_hash]
