@@ -51,7 +51,9 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse all of `arguments`. Errors: `ConfigError`, with the nearest flag."""
-        known, rest = self.parse_known_args(arguments)
+        # vLLM's help has groups (--help=all); here one text has them all.
+        given = ["--help" if word.startswith("--help=") else word for word in arguments]
+        known, rest = self.parse_known_args(given)
         if rest:
             raise self._unknown(rest[0])
         return known

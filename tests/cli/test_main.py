@@ -48,6 +48,14 @@ def test_help_has_every_group_flag_default_variable_and_command(capsys):
     assert "[127.0.0.1; PDSERVE_HOST]" in text
 
 
+def test_help_of_a_group_is_the_whole_help(capsys):
+    for words in (["--help=all"], ["tier", "--help=all"]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 0
+    assert "--host-kv SIZE" in capsys.readouterr().out
+
+
 def test_what_is_not_built_is_absent_from_help():
     text = make_parser().format_help()
     for role in UNBUILT_ROLES:
