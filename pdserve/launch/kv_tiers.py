@@ -6,6 +6,7 @@ with a remedy. It does not know how tiers work. The engine process still checks 
 
 from __future__ import annotations
 
+import errno as codes
 import math
 import os
 import tempfile
@@ -46,6 +47,7 @@ _AUTO_SHARE_ON_HOST: Final = 0.4
 --kv-memory, blocks take a quarter of what is free."""
 _AUTO_LEAST: Final[Bytes] = 64 << 20
 """Below this size a host tier is not worth its bookkeeping."""
+_FULL: Final = (codes.ENOSPC, codes.EDQUOT)
 _GPU_FILES: Final = ("/dev/nvidiactl", "/dev/kfd")
 
 
@@ -136,13 +138,25 @@ def measure_disk(disk: DiskKv) -> DiskRoom:
     except OSError as error:
         raise ConfigError(_cannot_be_made(path, error)) from None
     try:
+        free = _free(path)
+    except OSError as error:
+        raise ConfigError(_unwritable(path, error)) from None
+    return DiskRoom(free, _taken(path))
+
+
+def _free(path: Path) -> Bytes:
+    """Bytes that may still be written there; 0 where the disk or a quota is full, which KV of an
+    earlier run may have done. Errors: OSError if it cannot be written at all."""
+    try:
         with tempfile.TemporaryFile(dir=path) as probe:
             probe.write(b"pdserve")
             probe.flush()
-        system = os.statvfs(path)
     except OSError as error:
-        raise ConfigError(_unwritable(path, error)) from None
-    return DiskRoom(system.f_bavail * system.f_frsize, _taken(path))
+        if error.errno in _FULL:
+            return 0
+        raise
+    system = os.statvfs(path)
+    return system.f_bavail * system.f_frsize
 
 
 def _cannot_be_made(path: Path, error: OSError) -> str:

@@ -155,10 +155,19 @@ def test_a_directory_that_cannot_be_used_is_explained(tmp_path: Path) -> None:
         assert says in caught.value.message
 
 
-def test_a_full_disk_is_found_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_has_the_room_that_its_kv_takes(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(**_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(code, os.strerror(code))
 
+    (tmp_path / "tier-01234567-89abcdef").mkdir()
+    (tmp_path / "tier-01234567-89abcdef" / "seg-000001-00000000").write_bytes(b"x" * (8 << 20))
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
-        measure_disk(DiskKv(str(tmp_path), GIB))
+    room = measure_disk(DiskKv(str(tmp_path), 8 << 20))
+    assert room.free == 0
+    config = WorkerConfig(disk_kv=DiskKv(str(tmp_path), 9 << 20))
+    with pytest.raises(ConfigError, match=r"more than the 0 B that are free in .*: make room"):
+        plan_tiers(config, "w", MEMORY, room)
+    assert plan_tiers(WorkerConfig(disk_kv=DiskKv(str(tmp_path), 8 << 20)), "w", MEMORY, room)
