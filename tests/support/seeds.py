@@ -2,7 +2,7 @@
 
 `PDSERVE_TEST_SEED` (the Makefile passes the commit) drives both, so a failure is repeated by its
 value and consecutive commits walk through all the long suites. `PDSERVE_TEST_LONG=1` takes
-everything.
+everything, and gives each test more time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from tests.support import parts
 
 SLICES = 10
 """`make test` runs one in SLICES of the tests marked `long`, unless their mark says otherwise."""
+LONG_LIMIT = 900.0
+"""Seconds that each test has at least in long mode: it takes up to twenty times the examples, and
+other work may have most of the machine."""
 
 
 def run_seed() -> str:
@@ -49,6 +52,14 @@ def is_in_slice(item: pytest.Item, seed: str) -> bool:
     return in_slice(name, seed, marker.kwargs.get("one_in", SLICES))
 
 
+def extend_limits(items: list[pytest.Item]) -> None:
+    """Give each test `LONG_LIMIT` unless its mark gives more, or gives no limit (0)."""
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        if marker is None or 0 < marker.args[0] < LONG_LIMIT:
+            item.add_marker(pytest.mark.timeout(LONG_LIMIT), append=False)
+
+
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """This test's own seed in [0, 2**64): another per test and per run, the same when repeated."""
@@ -71,6 +82,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out the long tests that are not this run's, unless one was asked for by name, and what
     is not of this run's part."""
     parts.leave_out(config, items)
+    if is_long() and config.getoption("timeout", None) is None:
+        extend_limits(items)
     if is_long() or any("::" in argument for argument in config.args):
         return
     left_out = [item for item in items if not is_in_slice(item, run_seed())]

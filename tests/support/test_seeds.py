@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.seeds import SLICES, in_slice, is_in_slice, number_for
+from tests.support.seeds import LONG_LIMIT, SLICES, in_slice, is_in_slice, number_for
 
 LONG = """
 import pytest
@@ -16,6 +16,30 @@ def test_long(i):
 
 def test_short(seed, long):
     print("SEED", seed, "LONG", long)
+"""
+
+MARKED = """
+import pytest
+
+def test_plain():
+    pass
+
+@pytest.mark.timeout(240)
+def test_short():
+    pass
+
+@pytest.mark.timeout(7200)
+def test_hours():
+    pass
+
+@pytest.mark.timeout(0)
+def test_unlimited():
+    pass
+
+@pytest.fixture(autouse=True)
+def told(request):
+    mark = request.node.get_closest_marker("timeout")
+    print("LIMIT", request.node.name, mark and mark.args[0])
 """
 
 
@@ -52,6 +76,25 @@ def test_long_runs_take_everything(run) -> None:
     result = run(long="1")
     result.assert_outcomes(passed=41)
     assert seed_line(result).endswith("LONG True")
+
+
+@pytest.mark.parametrize(
+    ("long", "args", "limits"),
+    [
+        ("1", (), [LONG_LIMIT, LONG_LIMIT, 7200, 0]),
+        ("1", ("--timeout=5",), [None, 240, 7200, 0]),
+        ("", (), [None, 240, 7200, 0]),
+    ],
+)
+def test_long_runs_give_each_test_more_time(
+    pytester: pytest.Pytester, run, long: str, args: tuple[str, ...], limits: list[float | None]
+) -> None:
+    pytester.makepyfile(test_it=MARKED)
+    result = run(*args, long=long)
+    result.assert_outcomes(passed=4)
+    names = ("plain", "short", "hours", "unlimited")
+    lines = [f"*LIMIT test_{name} {limit}*" for name, limit in zip(names, limits, strict=True)]
+    result.stdout.fnmatch_lines(lines)
 
 
 def test_a_test_asked_for_by_name_is_run(run) -> None:
