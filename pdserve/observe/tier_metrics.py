@@ -233,7 +233,8 @@ MISS_METRICS: Final[tuple[NamedMetric[MissSample], ...]] = (
         "blocks",
         "Blocks that were known below the device or at another worker and were not fetched: "
         "computed (that is sooner), bound (too much is fetched already), room (the device has "
-        "none), or why a fetch did not bring them (absent, deadline, busy, corrupt and others).",
+        "none, or the host tier of vLLM), or why a fetch did not bring them (absent, deadline, "
+        "busy, corrupt and others).",
     ),
 )
 """The metric of misses. The label is the reason."""

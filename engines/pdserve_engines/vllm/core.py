@@ -627,4 +627,6 @@ class VllmCore(StagedCore):
             tiers=() if tiers is None else tiers.stats(self.clock.now()),
             lanes=() if tiers is None else tiers.lanes(),
         )
+        if tiers is not None:
+            complete = tiers.loads.counts.add_stats(complete)
         return self.add_fetches(complete)

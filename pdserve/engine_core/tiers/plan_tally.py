@@ -30,7 +30,13 @@ class PlanTally:
 
     def __init__(self, sources: Iterable[SourceName] = ()) -> None:
         """`sources` are told of before the first of their plans, too."""
-        self._sums = {source: PlanStats(source=source) for source in sources}
+        self._sums: dict[SourceName, PlanStats] = {}
+        for source in sources:
+            self.tell_of(source)
+
+    def tell_of(self, source: SourceName) -> None:
+        """Have a source in the sums from now on."""
+        self._sums.setdefault(source, PlanStats(source=source))
 
     def ended(self, plan: FetchPlan, came: int, took: Seconds) -> None:
         """A fetch has brought the plan's first `came` blocks. Ignores plans that predicted nothing,

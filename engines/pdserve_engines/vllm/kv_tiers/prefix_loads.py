@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from pdserve.messages.tiers import CachedSource
+from pdserve_engines.vllm.kv_tiers.load_counts import LoadCounts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,6 +72,12 @@ class _Chain:
     """The pull that it waits for; 0: none."""
     pulled: dict[bytes, str] = field(default_factory=dict)
     """The worker from which a block was pulled for it, by hash."""
+    plan: FetchPlan | None = None
+    """What is to come; the plan of its pull, if there was one."""
+    pull_began: Seconds | None = None
+    """When that pull began; None: there was none."""
+    passed_over: int = 0
+    """Blocks of lower tiers that are computed: that is sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,8 @@ class _Load:
     """Hash of its first block."""
     local: int
     count: int
+    plan: FetchPlan
+    began: Seconds
 
 
 @dataclass(slots=True)
@@ -95,6 +104,7 @@ class PrefixLoads:
         self.planner = planner
         self.pulls: FramePulls | None = None
         """Pulls blocks from other workers; None: nothing does."""
+        self.counts = LoadCounts()
         self._lower = lower
         self._size = block_size
         self._chains: dict[str, _Chain] = {}
@@ -146,7 +156,9 @@ class PrefixLoads:
         chain = self._chains.get(key)
         if chain is None or chain.refused or local % self._size:
             return 0
-        chain.local, chain.count = local // self._size, 0
+        chain.local, chain.count, chain.passed_over = local // self._size, 0, 0
+        if chain.pull_began is None:
+            chain.plan = None
         usable = min(len(chain.hashes), (tokens - 1) // self._size)
         if chain.local >= usable:
             return 0
@@ -159,9 +171,12 @@ class PrefixLoads:
         if self._is_pulled(hashes[chain.local + len(found) :]) or self._pull(chain, found, usable):
             return None
         plan = self.planner.choose(chain.local, found, (), usable, 0.0) if found else None
+        chain.count = 0 if plan is None else plan.local
+        chain.passed_over = len(found) - chain.count
         if plan is None or not plan.local:
             return 0
-        chain.count, chain.wait = plan.local, max(plan.deadline, PATIENCE)
+        chain.plan = chain.plan or plan
+        chain.wait = max(plan.deadline, PATIENCE)
         return chain.count * self._size
 
     def _is_pulled(self, missing: Sequence[bytes]) -> bool:
@@ -175,10 +190,17 @@ class PrefixLoads:
             return False
         peers = [each for each in chain.peers if pulls.may_pull(each)]
         chain.peers = ()
-        plan = self.planner.choose(chain.local, found, peers, usable, 0.0) if peers else None
+        if not peers:
+            return False
+        plan = self.planner.choose(chain.local, found, peers, usable, 0.0)
+        known = max(min(each.blocks, usable) for each in peers) - chain.local
+        planned = 0 if plan is None else plan.count
+        self.counts.missed(known - max(planned, len(found)), "computed")
         if plan is None or plan.source is None:
             return False
         chain.pull = self._pull_as_planned(pulls, chain, plan, plan.source)
+        if not chain.pull:
+            self.counts.missed(plan.peer, "room")
         return bool(chain.pull)
 
     def _pull_as_planned(
@@ -186,11 +208,12 @@ class PrefixLoads:
     ) -> int:
         first = chain.local + plan.local
 
-        def ended(hashes: Sequence[bytes]) -> None:
+        def ended(hashes: Sequence[bytes], error: str) -> None:
             chain.pull = 0
             chain.pulled = dict.fromkeys(hashes, source.node)
+            self.counts.missed(plan.peer - len(hashes), error or "absent")
 
-        return pulls.begin(
+        number = pulls.begin(
             source,
             chain.hashes[first : first + plan.peer],
             first,
@@ -200,6 +223,9 @@ class PrefixLoads:
             chain.hashes[chain.local : first],
             ended,
         )
+        if number:
+            chain.plan, chain.pull_began = plan, pulls.now
+        return number
 
     def allocated(self, key: str, external: int, blocks: Sequence[int], now: Seconds) -> None:
         """vLLM has given a request all of its blocks, and counts on `external` tokens to be
@@ -207,12 +233,16 @@ class PrefixLoads:
         chain = self._chains.get(key)
         if chain is None:
             return
+        plan, began = self._take_plan(chain, now)
+        if plan is None:
+            return
         if not external:
+            self.counts.plans.ended(plan, 0, now - began)
             return
         first, end = chain.local, chain.local + external // self._size
         numbers = self._numbers
         numbers.last += 1
-        load = _Load(key, chain.hashes[first], first, end - first)
+        load = _Load(key, chain.hashes[first], first, end - first, plan, began)
         numbers.loads[numbers.last] = load
         self._loading.add(key)
         self._coming[load.first] += 1
@@ -225,9 +255,16 @@ class PrefixLoads:
             now + chain.wait,
         )
 
+    def _take_plan(self, chain: _Chain, now: Seconds) -> tuple[FetchPlan | None, Seconds]:
+        """What a request waits for from now on, or was pulled for it; and since when."""
+        self.counts.missed(chain.passed_over, "computed")
+        plan, began = chain.plan, now if chain.pull_began is None else chain.pull_began
+        chain.plan, chain.pull_began, chain.passed_over = None, None, 0
+        return plan, began
+
     # ------------------------------------------------------------------ after that
 
-    def fetched(self, done: FetchDone) -> LoadDone | None:
+    def fetched(self, done: FetchDone, now: Seconds) -> LoadDone | None:
         """A fetch has ended; None: it was not for a request."""
         load = self._numbers.loads.pop(done.number, None)
         if load is None:
@@ -236,10 +273,12 @@ class PrefixLoads:
         self._coming[load.first] -= 1
         if not self._coming[load.first]:
             del self._coming[load.first]
+        self.counts.missed(load.count - done.blocks, done.reason or "absent")
         chain = self._chains.get(load.key)
         if chain is not None:
             chain.count = done.blocks
             chain.refused = done.blocks < load.count
+            self.counts.plans.ended(load.plan, min(done.blocks, load.plan.count), now - load.began)
         return LoadDone(
             load.key,
             load.local * self._size,
@@ -266,6 +305,7 @@ class PrefixLoads:
         """vLLM has ended a request, in any way."""
         chain = self._chains.pop(key, None)
         if chain is not None and chain.pull and self.pulls is not None:
+            self.counts.missed(0 if chain.plan is None else chain.plan.peer, "cancelled")
             self.pulls.cancel(chain.pull)
         if key not in self._loading:
             return
@@ -277,4 +317,4 @@ class PrefixLoads:
         """The hashes are void: nothing more is loaded for the requests that are here."""
         for chain in self._chains.values():
             chain.hashes, chain.count, chain.refused = (), 0, True
-            chain.peers = ()
+            chain.peers, chain.plan, chain.pull_began = (), None, None

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from pdserve.kv.tiers.lanes import LaneEstimate
     from pdserve.messages.engine import EngineCapabilities, Event
     from pdserve.messages.request import GenerateRequest
-    from pdserve.messages.tiers import LaneName, TierSpec
+    from pdserve.messages.tiers import LaneName, SourceName, TierSpec
     from pdserve.messages.transfer import RankKvLayout
     from pdserve.transfer.base import Region
     from pdserve_engines.vllm.block_names import BlockNames
@@ -94,6 +94,7 @@ class VllmTiers(DeviceTiers):
             mode=spec.fetch,
         )
         self.loads = PrefixLoads(self.lower, planner, self._size)
+        self._tell_of("host", *(("disk",) if spec.disk_path else ()))
 
     # ------------------------------------------------------------------ requests
 
@@ -194,7 +195,14 @@ class VllmTiers(DeviceTiers):
         `say` sends an event to the node."""
         self._fetches = fetches = FrameFetches(self, mover, region, self._mode, say)
         self.loads.pulls = fetches.pulls
+        if fetches.pulls is not None:
+            self._tell_of("peer")
         return fetches
+
+    def _tell_of(self, *sources: SourceName) -> None:
+        """Blocks may come from there: the counts of plans have it from now on."""
+        for source in sources:
+            self.loads.counts.plans.tell_of(source)
 
     def lane_estimates(self) -> dict[LaneName, LaneEstimate]:
         """What each lane is predicted to do, that from other workers included."""
@@ -206,7 +214,7 @@ class VllmTiers(DeviceTiers):
 
     def advance(self, now: Seconds) -> list[LoadDone]:
         """Take in what has been copied, read and written; returns the loads that have ended."""
-        done = [self.loads.fetched(each) for each in self.take(now)]
+        done = [self.loads.fetched(each, now) for each in self.take(now)]
         return [each for each in done if each is not None]
 
     def note_step(self, chunks: Collection[Chunk], took: Seconds) -> None:

@@ -37,7 +37,9 @@ class _Pull:
     parent: bytes
     frames: list[int]
     root: bytes
-    ended: Callable[[Sequence[bytes]], None]
+    short: str
+    """Why it is for fewer blocks than were asked for."""
+    ended: Callable[[Sequence[bytes], str], None]
 
 
 class FramePulls:
@@ -89,13 +91,13 @@ class FramePulls:
         root: bytes,
         patience: Seconds,
         local: Sequence[bytes],
-        ended: Callable[[Sequence[bytes]], None],
+        ended: Callable[[Sequence[bytes], str], None],
     ) -> int:
         """Pull these blocks, the first of which is block `first` of its chain and follows `parent`.
         `root` is the mark of their owner; `local` are blocks of the host that are used with them,
         and must not make room for them. Returns a number above 0, or 0 if there is no room.
-        `ended` is called once, with the hashes of the leading blocks that are on the host then,
-        unless the pull is cancelled."""
+        `ended` is called once, with the hashes of the leading blocks that are on the host then and
+        why others have not come, unless the pull is cancelled. `room`: there was none for them."""
         self._arrivals.keep_near(local, self.now)
         frames = self._reserve(len(hashes))
         if not frames:
@@ -103,7 +105,8 @@ class FramePulls:
         self._numbers += 1
         number, now = self._numbers, self.now
         wanted = list(hashes[: len(frames)])
-        self._pulls[number] = _Pull(wanted, parent, frames, root, ended)
+        short = "room" if len(wanted) < len(hashes) else ""
+        self._pulls[number] = _Pull(wanted, parent, frames, root, short, ended)
         self._coming.update(dict.fromkeys(wanted, number))
         self.lane.begin(number, len(wanted), now)
         self._puller.pull(
@@ -137,7 +140,7 @@ class FramePulls:
             parent = name
         if blocks_ok < len(pull.frames):
             self._closing[number] = pull.frames[blocks_ok:]
-        pull.ended(pull.hashes[:blocks_ok])
+        pull.ended(pull.hashes[:blocks_ok], error or pull.short)
 
     def on_fenced(self, number: int) -> None:
         """No peer can write to the pull's other frames any more."""
@@ -156,7 +159,7 @@ class FramePulls:
         """Nothing that is being pulled is wanted: it has no name any more."""
         for number, pull in list(self._pulls.items()):
             self.cancel(number)
-            pull.ended(())
+            pull.ended((), "cancelled")
 
     def _forget(self, number: int) -> _Pull:
         pull = self._pulls.pop(number)

@@ -89,6 +89,9 @@ class End:
         self.mover.start(self.region, lambda: None)
         self.fetches = FrameFetches(self.tiers, self.mover, self.region, mode, self.said.append)
         self.came: list[list[bytes]] = []
+        """Blocks of each pull that has ended."""
+        self.why: list[str] = []
+        """Why no more have come."""
 
     @property
     def host(self):
@@ -130,8 +133,12 @@ class End:
             b"",
             patience,
             local,
-            lambda came: self.came.append([*came]),
+            self._pulled,
         )
+
+    def _pulled(self, hashes: Sequence[bytes], why: str) -> None:
+        self.came.append([*hashes])
+        self.why.append(why)
 
     def step(self) -> list[Event]:
         now = self.clock.now()
@@ -285,6 +292,11 @@ def test_pulls_leave_frames_for_others(two: Two) -> None:
     assert two.asker.host.counts().filling == FRAMES // 2
     assert two.asker.pull(chain(2, 1)) == 0
     two.run()
+    two.owner.compute(chain(3, 12))
+    two.asker.pull(chain(3, 12))
+    two.run()
+    assert two.asker.came[1]
+    assert two.asker.why == ["absent", "room"]
 
 
 def test_a_pull_evicts_other_blocks_than_those_before_it(two: Two) -> None:
