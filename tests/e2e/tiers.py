@@ -48,6 +48,8 @@ class Answer(NamedTuple):
     """Reused prompt tokens by source."""
     node: str
     """The worker that `peer` is."""
+    tokens: list[int]
+    """The ids of the answer, if the request has asked for them: `return_token_ids`."""
 
 
 def prompt(seed: object, blocks: int = BLOCKS) -> list[int]:
@@ -69,7 +71,9 @@ def ask(
         answer = json.loads(response.read())
         told = {name.lower(): value for name, value in response.headers.items()}
     cached, node = _cached(told)
-    return Answer(answer["choices"][0]["text"], told["x-pdserve-worker"], cached, node)
+    (choice,) = answer["choices"]
+    tokens = choice.get("token_ids") or []
+    return Answer(choice["text"], told["x-pdserve-worker"], cached, node, tokens)
 
 
 def _cached(headers: Mapping[str, str]) -> tuple[dict[str, int], str]:

@@ -20,7 +20,7 @@ from tests.chaos.cluster import Cluster, Node, eventually
 from tests.e2e.server import PATIENCE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -74,11 +74,12 @@ class VllmCluster(Cluster):
         self.workers[name] = node
         return node
 
-    def open(self) -> None:
-        """Start a router, two workers and a frontend, and wait until they can work."""
+    def open(self, **flags: Sequence[str]) -> None:
+        """Start a router, two workers and a frontend, and wait until they can work. `flags`: more
+        of them, by worker."""
         self.router()
         for name in ("left", "right"):
-            self.with_vllm(name, "--stall-timeout", "8s")
+            self.with_vllm(name, "--stall-timeout", "8s", *flags.get(name, ()))
         self.front = self.frontend()
         self.wait_whole()
 
