@@ -272,6 +272,7 @@ SCENARIOS = {
     "engine_core/kv_fetch/test_requests_that_fetch.py": "scheduler, onboarder and puller together",
     "engine_core/kv_transfer/test_handoff.py": "two cores, sender and receiver together",
     "engine_core/kv_transfer/test_handoff_faults.py": "the same with lost and wrong parts",
+    "engine_core/kv_transfer/test_planted_bugs.py": "bugs that courses of two cores must find",
     "engine_core/kv_transfer/test_random_handoffs.py": "random handoffs between cores",
     "engine_core/test_exactness.py": "tokens under every schedule",
     "engine_core/test_json_schemas.py": "structured output over many schemas",

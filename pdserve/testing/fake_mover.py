@@ -58,6 +58,8 @@ class _Delivery:
     part: KvPart
     error: TransferError | None = None
     """The error that it will end with, without any of it landing; None: none."""
+    data: list[bytes] | None = None
+    """What is to be sent, when it was ordered; None: not known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -189,6 +191,9 @@ class FakeMover:
 
     def deliver(self, handle: int, peer: NodeLife, ticket: TransferTicket, part: KvPart) -> None:
         delivery = _Delivery(self, handle, ticket, part)
+        grant = self.net.grants[ticket.slot, ticket.generation]
+        if self.region.view is not None and not grant.closed:
+            delivery.data = self._data(self._runs(grant, delivery))
         self.net.under_way.append(lambda: self._land(delivery))
         self._deliveries.append(delivery)
 
@@ -220,7 +225,9 @@ class FakeMover:
                 grant.mover.say(AttemptBroken(grant.key, delivery.error))
             return
         runs = self._runs(grant, delivery)
-        self._write(grant, runs, [self._read(at, size) for at, _, size in runs], fault)
+        data = self._data(runs)
+        assert delivery.data in (None, data), "blocks have changed while they were sent"
+        self._write(grant, runs, data, fault)
         self.say(PartDelivered(delivery.handle, delivery.part.number, runs.size, None))
         if not grant.revoked:
             grant.mover.say(PartArrived(grant.key, delivery.part.number, runs.size))
@@ -234,9 +241,10 @@ class FakeMover:
         plan = plan_block(ours, grant.mover.region.layout, part.layers)
         return bind_blocks(plan, blocks, ticket.blocks[place : place + len(blocks)])
 
-    def _read(self, at: int, size: int) -> bytes:
-        assert self.region.view is not None
-        return bytes(self.region.view[at : at + size])
+    def _data(self, runs: CopyRuns) -> list[bytes]:
+        view = self.region.view
+        assert view is not None
+        return [bytes(view[at : at + size]) for at, _, size in runs]
 
     def _write(self, grant: _Grant, runs: CopyRuns, data: list[bytes], fault: str) -> None:
         view = grant.mover.region.view
@@ -252,7 +260,7 @@ class FakeMover:
 
     def _leave_ghost(self, grant: _Grant, delivery: _Delivery) -> None:
         runs = self._runs(grant, delivery)
-        ghost = _Ghost(grant, runs, [self._read(at, size) for at, _, size in runs])
+        ghost = _Ghost(grant, runs, self._data(runs))
         self.net.under_way.append(lambda: self._haunt(ghost))
 
     def _haunt(self, ghost: _Ghost) -> None:

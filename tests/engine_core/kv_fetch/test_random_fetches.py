@@ -15,73 +15,40 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.blocks.hashing import block_hashes, prompt_root
 from pdserve.engine_core.kv_fetch.puller import KvPuller
 from pdserve.engine_core.kv_fetch.server import SLACK, KvServer, ServeLimits
 from pdserve.messages.engine import PeerGone
 from pdserve.messages.kv_pull import KvPullGrant
 from pdserve.messages.tiers import KvSource
-from pdserve.testing.scripted import reference_entries
 from tests.engine_core.kv_fetch.pair import (
     BLOCK,
     OWNER,
     SECRET,
-    evict,
     fetch_pair,
     names_of,
     puller_of,
     server_of,
 )
 from tests.engine_core.kv_transfer.test_handoff import prompt_of, reference, request
+from tests.support.kv_checks import (
+    check_contents,
+    check_reads,
+    contents_of,
+    evict_all,
+    evict_some,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.engine_core.kv_fetch.ports import PullEnd
-    from tests.support.disagg_pair import PairedCore
 
 PROMPTS = [prompt_of(length, seed=length) for length in (13, 21, 34, 50)]
-COMPAT = "scripted"
-
-
-def contents_of(prompt: list[int]) -> dict[bytes, bytes]:
-    """The right bytes of each block of a prompt, by its hash."""
-    root = prompt_root(SECRET, COMPAT, "")
-    names = block_hashes(prompt, BLOCK, parent=root, secret=SECRET)
-    entries = b"".join(reference_entries(prompt))
-    size = BLOCK * len(entries) // len(prompt)
-    return {name: entries[at * size : (at + 1) * size] for at, name in enumerate(names)}
-
-
-CONTENTS = {name: content for prompt in PROMPTS for name, content in contents_of(prompt).items()}
-
-
-def evict_some(end: PairedCore, most: int) -> None:
-    """Evict up to so many cached blocks."""
-    count = min(most, end.core.pool.counts().cached)
-    if count:
-        evict(end, count)
-
-
-def empty(end: PairedCore) -> None:
-    """Evict every block that nothing holds."""
-    evict_some(end, end.core.pool.num_blocks)
-
-
-def check_reads(end: PairedCore) -> None:
-    """What is being sent is held."""
-    for delivery in end.mover._deliveries:
-        for block in delivery.part.blocks:
-            assert end.core.pool.references(block), f"block {block} is sent and nobody holds it"
-
-
-def check_contents(end: PairedCore) -> None:
-    """A block that can be found is what it is called."""
-    view, size = end.mover.region.view, end.engine.capabilities.block_bytes
-    assert view is not None
-    for name, block in end.core.pool._by_hash.items():
-        if name in CONTENTS:
-            assert view[block * size : (block + 1) * size] == CONTENTS[name], block
+CONTENTS = {
+    name: content
+    for prompt in PROMPTS
+    for name, content in contents_of(prompt, BLOCK, SECRET).items()
+}
 
 
 class FetchWorld:
@@ -110,7 +77,7 @@ class FetchWorld:
         self.both.turn(self.rng)
         for end in (self.both.r, self.both.o):
             check_reads(end)
-            check_contents(end)
+            check_contents(end, CONTENTS)
 
     def finish(self) -> None:
         both = self.both
@@ -167,7 +134,7 @@ class FetchWorld:
         """A prompt that the owner has and the requester does not."""
         prompt = self.rng.choice(PROMPTS)
         ledger = self.both.o.engine.submit(request(prompt, max_tokens=1))
-        empty(self.both.r)
+        evict_all(self.both.r)
         while not ledger.done:
             self.turn()
         return prompt
@@ -180,7 +147,7 @@ class FetchWorld:
             if len(self.both.grants) > known:
                 break
             self.turn()
-        empty(self.both.o)
+        evict_all(self.both.o)
 
     def pull_more_than_there_is(self) -> None:
         """The owner has lost the end of what is wanted."""
@@ -339,6 +306,15 @@ def forget_the_deadline(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KvPuller, "advance", patient)
 
 
+def hold_nothing_while_more_is_brought(patch: pytest.MonkeyPatch) -> None:
+    """What matched at the question is sent later, whether it is still there or not."""
+
+    def match(self: KvServer, serving) -> None:
+        serving.blocks = serving.blocks or self._pool.match(serving.hashes)
+
+    patch.setattr(KvServer, "_hold", match)
+
+
 def hold_only_what_is_wanted(patch: pytest.MonkeyPatch) -> None:
     """The blocks before the wanted ones may be evicted first."""
     patch.setattr("pdserve.engine_core.kv_fetch.server.blocks_up_to", lambda pool, name: [])
@@ -393,6 +369,7 @@ BUGS = [
     use_before_all_has_come,
     leak_when_the_requester_dies,
     forget_the_deadline,
+    hold_nothing_while_more_is_brought,
     hold_only_what_is_wanted,
     forget_to_stop_deliveries,
     report_twice,

@@ -159,6 +159,14 @@ class WatchedIo(VirtualTierIo):
         read = {place for each in self.under_way for place in read_by(each)}
         if touched := read & written_by(job):
             raise OracleError("places", f"{type(job).__name__} writes {touched}, being read")
+        if isinstance(job, CopyOut):
+            self._look_at_sources(job)
+
+    def _look_at_sources(self, job: CopyOut) -> None:
+        """A real copy may read at once: the step that writes the blocks must be over."""
+        for block, content in zip(job.blocks, job.contents, strict=True):
+            if self._life.block(block) != self._life.contents.bytes.get(content.hash):
+                raise OracleError("places", f"block {block} is copied before it is written")
 
     def _end(self, job: TierJob, seconds: Seconds) -> JobDone:
         self.under_way.remove(job)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pdserve.engine_core.core import EngineCore
 from pdserve.engine_core.scheduler.scheduler import Scheduler
 from pdserve.engine_core.tiers.core_tiers import CoreTiers
 from pdserve.engine_core.tiers.early_starts import EarlyStarts
@@ -32,7 +33,9 @@ from tests.engine_core.tiers.lives import OracleError, TieredLife
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-LIVES = 40
+    from pdserve.engine_core.executor import StepPlan
+
+LIVES = 100
 """Most lives until a bug is found. Always the same: the cost is a property of the suite."""
 
 
@@ -169,6 +172,26 @@ def a_copy_of_what_the_block_was_counts(patch: pytest.MonkeyPatch) -> None:
         whole(self, again, error, now)
 
     patch.setattr(Storing, "stored", stored)
+
+
+@found_by("places")
+def a_copy_does_not_wait_for_the_step_that_writes_the_block(patch: pytest.MonkeyPatch) -> None:
+    """Blocks have names, and are copied, when their step is planned."""
+    whole = EngineCore._plan
+
+    def plan(self: EngineCore, now: float) -> StepPlan:
+        made, names = whole(self, now), self.scheduler._names
+        assert self._tiers is not None
+        assert names is not None
+        for chunk in made.chunks:
+            sequence, before = chunk.sequence, chunk.sequence.num_computed
+            sequence.num_computed = chunk.start + chunk.count
+            self.scheduler._commit(sequence)
+            sequence.num_computed = before
+            self._tiers.cleaner.lend(names.of(sequence, sequence.num_committed), now)
+        return made
+
+    patch.setattr(EngineCore, "_plan", plan)
 
 
 @found_by("places")
@@ -532,6 +555,7 @@ def first_finding(name: str) -> OracleError | None:
 
 
 @pytest.mark.long(one_in=3)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name: str) -> None:
     found = first_finding(name)

@@ -7,6 +7,7 @@ of them fails without the bug, which their own files show.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -20,9 +21,11 @@ from pdserve_engines.vllm.choices import VllmChoice
 from pdserve_engines.vllm.core import VllmCore
 from pdserve_engines.vllm.engine import Engine
 from pdserve_engines.vllm.grammar import ConstrainedChoice, Constraints
+from pdserve_engines.vllm.kv_tiers.step_io import RankReport, StepIo
 from tests.engines.vllm import fake_vllm, test_block_names, test_core, test_engine, test_grammar
 from tests.engines.vllm import test_options as options_tests
 from tests.engines.vllm import test_params as params_tests
+from tests.engines.vllm.kv_tiers import test_step_io as step_io_tests
 from tests.engines.vllm.test_core import Inline, request
 from tests.engines.vllm.vllm_pool import Router
 
@@ -420,6 +423,16 @@ def there_is_no_bound(patch: Patch) -> None:
         return capabilities
 
     patch.setattr(VllmCore, "open", unbounded)
+
+
+@bug(seen_by=step_io_tests.test_ranks_may_be_at_different_steps)
+def reports_of_ranks_count_for_the_oldest_step(patch: Patch) -> None:
+    reported = StepIo.reported
+
+    def in_order(self: StepIo, report: RankReport) -> None:
+        reported(self, replace(report, number=min(self._steps)))
+
+    patch.setattr(StepIo, "reported", in_order)
 
 
 @pytest.mark.parametrize(("plant", "seen_by"), BUGS)

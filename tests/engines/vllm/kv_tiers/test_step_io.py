@@ -106,6 +106,25 @@ def test_every_rank_reports_and_one_error_fails_the_jobs() -> None:
     assert (loaded.error, loaded.seconds) == ("", 2.0)
 
 
+def test_ranks_may_be_at_different_steps() -> None:
+    """A copy has ended when every rank has reported its own step, in whatever order."""
+    world, jobs = World(ranks=2), (out(1), out(2))
+    numbers: list[int] = []
+    for job in jobs:
+        world.io.submit(job)
+        copies = world.io.take(computes=True)
+        assert copies is not None
+        numbers.append(copies.number)
+    first, second = numbers
+    world.io.reported(RankReport(second))
+    world.io.reported(RankReport(first))
+    assert world.io.poll() == []
+    world.io.reported(RankReport(second, out_error="no memory"))
+    assert [(each.job, each.error) for each in world.io.poll()] == [(jobs[1], "no memory")]
+    world.io.reported(RankReport(first))
+    assert [(each.job, each.error) for each in world.io.poll()] == [(jobs[0], "")]
+
+
 def test_a_step_that_computes_copies_out_what_fits_and_what_is_given_away() -> None:
     world = World(block_bytes=STEP_BYTES)
     for block in (1, 2, 3):

@@ -130,6 +130,21 @@ def test_blocks_pass_between_engines_of_any_size(
         each.close()
 
 
+@pytest.mark.parametrize(("p", "d"), [(2, 1), (1, 2), (4, 2), (2, 8)])
+def test_ranks_that_change_places_are_noticed(
+    staging: StagingPool, p: int, d: int, monkeypatch: pytest.MonkeyPatch
+):
+    """A bug: the ranks are counted from the end."""
+    whole = RankCopier.__init__
+
+    def init(self: RankCopier, caches: Any, form: CacheForm, tp: int, rank: int) -> None:
+        whole(self, caches, form, tp, tp - 1 - rank)
+
+    monkeypatch.setattr(RankCopier, "__init__", init)
+    with pytest.raises(AssertionError):
+        test_blocks_pass_between_engines_of_any_size(staging, p, d, 1, "heads first")
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_packed_planes_pass_unchanged(staging: StagingPool, parts: int):
     sources, senders = ranks_of(2, "heads first", "planes vec", parts)
