@@ -55,6 +55,8 @@ class SecretKeeper:
             try:
                 keep_secret(self._root, secret, birth, self._wall())
             except OSError as error:
+                if any(stored.secret == secret for stored in stored_secrets(self._root)):
+                    continue  # only its time is old
                 _log.warning(
                     "the hash secret cannot be kept in %s (%s): the KV on this disk will not be "
                     "found after a restart of the cluster",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -57,5 +59,25 @@ def test_a_slow_disk_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_disk_that_fails_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     SecretKeeper(tmp_path / "file", time.time).keep(b"1" * 32, 2)
+    join_writer()
+    assert "cannot be kept" in caplog.text
+
+
+def test_a_secret_that_is_there_already_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk is full when its worker comes back."""
+    keeper = SecretKeeper(tmp_path, time.time)
+    keeper.keep(b"1" * 32, 2)
+    join_writer()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(kept_secret, "keep_secret", full)
+    keeper.keep(b"1" * 32, 2)
+    join_writer()
+    assert not caplog.records
+    keeper.keep(b"2" * 32, 2)
     join_writer()
     assert "cannot be kept" in caplog.text
