@@ -7,7 +7,8 @@ text has eight texts of 10,000 characters (about 2,000 words of prose) that are 
 some libraries remember words: a cell is the median CPU time of the eight, each encoded once, after
 eight others. `tokie` and `gigatoken` are measured where they are installed. Code is the standard
 library's, prose is docs/, Chinese, Japanese and Korean come from CPython's tests, all else is
-drawn. `differs` counts texts whose ids are not those of `tokenizers`. Writes bench/results/encode_text.md.
+drawn. `differs` counts texts whose ids are not those of `tokenizers`. Writes
+bench/results/encode_text.md.
 """
 
 from __future__ import annotations
