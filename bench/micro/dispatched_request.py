@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from bench.machine import facts
 from pdserve.frontend.config import FrontendConfig
-from pdserve.frontend.dispatch.dispatched_request import Assignment, DispatchedRequest
+from pdserve.frontend.dispatch.assignment import Assignment
+from pdserve.frontend.dispatch.dispatched_request import DispatchedRequest
 from pdserve.frontend.routing_hints import NO_HINTS
 from pdserve.ids import NodeId
 from pdserve.messages.request import GenerateRequest, SamplingParams, TokenDelta
@@ -38,10 +39,11 @@ class Sink:
     def on_error(self, error: BaseException) -> None: ...
 
 
-class Ways:
-    """The part of `dispatched_request.ClusterPort` that an undisturbed request needs."""
+class Context:
+    """The part of `dispatched_request.DispatchContext` that an undisturbed request needs."""
 
     config = FrontendConfig()
+    members = trials = None
 
     def now(self) -> float:
         return 0.0
@@ -53,7 +55,7 @@ def attempt() -> Assignment:
         request_id="r", model="m", prompt=[1], sampling=SamplingParams(max_tokens=2 * TOKENS)
     )
     dispatched = DispatchedRequest(
-        cast("Any", Ways()), request, Sink(), NO_HINTS, lambda placement: None
+        cast("Any", Context()), request, Sink(), NO_HINTS, lambda placement: None
     )
     made = Assignment(dispatched, Sink(), dispatched.received, RouteDecision(NodeId("w"), 1, 1))
     made.begun = made.plain = True

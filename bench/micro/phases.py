@@ -28,6 +28,7 @@ from multidict import CIMultiDict
 from bench.machine import facts
 from pdserve.frontend.config import FrontendConfig
 from pdserve.frontend.dispatch.dispatched_request import DispatchedRequest
+from pdserve.frontend.dispatch.router_client import RouterBooking
 from pdserve.frontend.http.http_request import HttpRequest
 from pdserve.frontend.placement import PromptStats
 from pdserve.frontend.request_traces import RequestTraces
@@ -93,12 +94,18 @@ class Sink:
     def on_error(self, error: BaseException) -> None: ...
 
 
-class Ways:
-    """A cluster that answers at once: the part of `ClusterPort` that such a request needs."""
+class Context:
+    """A cluster that answers at once: the part of `DispatchContext` that such a request needs, and
+    of its members, routers and workers."""
 
     config = CONFIG
+    trials = None
     decision = RouteDecision(NodeId("w1"), 1, 1, "ttft", 1, 0.01)
     sequence = SimpleNamespace(choices=1)
+
+    def __init__(self) -> None:
+        self.members = self.routers = self.workers = self
+        self.booked: dict[int, object] = {}
 
     def now(self) -> float:
         return now()
@@ -109,11 +116,19 @@ class Ways:
     def standing(self, life: object) -> str:
         return "here"
 
-    async def route(self, dispatched: object) -> tuple[NodeId, RouteDecision]:
-        return NodeId("r1"), self.decision
+    def epoch_of(self, node: NodeId) -> int:
+        return 1
 
-    async def place(self, begin: Any, attempt: Any, router: object, routed: object) -> Any:
-        begin()
+    def release(self, router: NodeId, booking: int, outcome: str) -> None:
+        self.booked.pop(booking, None)
+
+    async def route(self, question: object, patience: object) -> RouterBooking:
+        return RouterBooking(cast("Any", self), NodeId("r1"), self.decision)
+
+    async def stream(self, life: object) -> Context:
+        return self
+
+    async def open(self, *args: object, **options: object) -> Any:
         return self.sequence
 
 
@@ -208,7 +223,7 @@ def answered(active: Any, began: float) -> None:
     )
 
 
-def one(arm: Arm, ways: Ways, deltas: list[TokenDelta], active: Any) -> None:
+def one(arm: Arm, ways: Context, deltas: list[TokenDelta], active: Any) -> None:
     """One request, as the frontend's files treat it."""
     call = HttpRequest(cast("Any", HTTP), b"")
     call.route = "/v1/chat/completions"
@@ -243,7 +258,7 @@ def one(arm: Arm, ways: Ways, deltas: list[TokenDelta], active: Any) -> None:
 
 def measure(arm: Arm) -> float:
     """Microseconds of CPU per request."""
-    ways, active = Ways(), SimpleNamespace(error=None, model="m", hints=NO_HINTS)
+    ways, active = Context(), SimpleNamespace(error=None, model="m", hints=NO_HINTS)
     answered(active, now())
     deltas = DELTAS
     if arm.parts:

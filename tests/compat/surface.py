@@ -51,7 +51,7 @@ from pdserve.errors import PdserveError
 from pdserve.frontend.access import api_keys
 from pdserve.frontend.api.adapters import anthropic_output, responses_output
 from pdserve.frontend.api.app import Api, ApiRoute
-from pdserve.frontend.dispatch import migration_state
+from pdserve.frontend.dispatch.migration import migration_state
 from pdserve.frontend.http import cors
 from pdserve.frontend.http.connection import ClientConnection
 from pdserve.frontend.placement import HEADER_NAMES

@@ -229,7 +229,7 @@ class World:
         await self.nodes.until(self._all_serve)
 
     def _all_serve(self) -> bool:
-        return len(self.backend._offers.workers("tiny")) == len(self.workers)
+        return len(self.backend.members.workers("tiny")) == len(self.workers)
 
 
 @asynccontextmanager
@@ -240,7 +240,7 @@ async def world(seed: int = 0, **config: Any) -> AsyncIterator[World]:
         yield made
         made.backend.close(Draining("the test is over"))
         assert made.backend.requests == 0
-        assert not made.backend._channels
-        assert not made.backend._retired
+        assert not made.backend.workers.newest
+        assert not made.backend.workers.retired
         await nodes.until(lambda: all(not w.channels.requests for w in made.workers.values()))
         assert all(not w.bookings for w in made.workers.values())

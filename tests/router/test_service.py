@@ -565,7 +565,7 @@ async def test_a_prefill_worker_gets_no_requests_but_its_blocks_are_known() -> N
         await w.worker("d", mode="decode")
         await w.nodes.until(lambda: router.workers() == ["d"])
         assert (await w.ask("f", "r")).worker == "d"
-        await w.nodes.until(lambda: backend._offers.workers("tiny") == (NodeId("d"),))
+        await w.nodes.until(lambda: backend.members.workers("tiny") == (NodeId("d"),))
 
 
 # ------------------------------------------------------------------------ several routers

@@ -137,7 +137,7 @@ def counted(
         patch("pdserve.worker.node.Topics", partial(Topics, config=short)),
         patch("pdserve.testing.scripted.ScriptedExecutor.release", _note_nothing),
         patch("pdserve.worker.transfer_rpc._REMEMBERED", 4),
-        patch("pdserve.frontend.dispatch.cluster_client._REMEMBERED", 4),
+        patch("pdserve.frontend.dispatch.cluster_members._REMEMBERED", 4),
         patch("pdserve.net.timers._FEW", 4),
     ):
         if traced:

@@ -171,11 +171,11 @@ async def _no_rejoin(self: Any, effect: Any) -> None:
 
 
 def _release_twice(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`_Releaser.__call__`, without its memory."""
+    """`RouterBooking.end`, without its memory."""
 
     def release(self: Any, outcome: str) -> None:
         original(self, outcome)
-        self._told = False
+        self._ended = False
         original(self, outcome)
 
     return release
@@ -378,14 +378,14 @@ def _begins_anew(original: property) -> property:
 
 BUGS: Final[dict[str, PlantedBug]] = {
     "release not sent": PlantedBug(
-        "pdserve.frontend.dispatch.cluster_client",
-        "_Releaser.__call__",
+        "pdserve.frontend.dispatch.router_client",
+        "RouterBooking.end",
         _never,
         "answers are not given back",
     ),
     "release sent twice": PlantedBug(
-        "pdserve.frontend.dispatch.cluster_client",
-        "_Releaser.__call__",
+        "pdserve.frontend.dispatch.router_client",
+        "RouterBooking.end",
         _release_twice,
         "answers are given back twice",
     ),
@@ -613,25 +613,25 @@ HANDOFF_BUGS: Final[dict[str, PlantedBug]] = {
 
 MIGRATION_BUGS: Final[dict[str, PlantedBug]] = {
     "output is not carried": PlantedBug(
-        "pdserve.frontend.dispatch.migration_state",
+        "pdserve.frontend.dispatch.migration.migration_state",
         "ReceivedTokens.continuation",
         _continues(output=[], ended=()),
         "clients get tokens again",
     ),
     "ended choices are not told": PlantedBug(
-        "pdserve.frontend.dispatch.migration_state",
+        "pdserve.frontend.dispatch.migration.migration_state",
         "ReceivedTokens.continuation",
         _continues(ended=()),
         "choices end twice",
     ),
     "the seed is drawn again": PlantedBug(
-        "pdserve.frontend.dispatch.migration_state",
+        "pdserve.frontend.dispatch.migration.migration_state",
         "ReceivedTokens.continuation",
         _redraws_seed,
         "other tokens than without a migration",
     ),
     "tokens that are held back are not carried": PlantedBug(
-        "pdserve.frontend.dispatch.migration_state",
+        "pdserve.frontend.dispatch.migration.migration_state",
         "ReceivedTokens.tokens",
         _forgets_last,
         "clients get tokens again",
@@ -667,7 +667,7 @@ MIGRATION_BUGS: Final[dict[str, PlantedBug]] = {
         "drains take all their time",
     ),
     "poison is not counted": PlantedBug(
-        "pdserve.frontend.dispatch.migration_state",
+        "pdserve.frontend.dispatch.migration.migration_state",
         "PoisonTracker.add",
         _never,
         "one request kills all workers",
@@ -692,8 +692,8 @@ MIGRATION_BUGS: Final[dict[str, PlantedBug]] = {
 
 TRACE_BUGS: Final = {
     "an attempt stays open when its worker is lost": PlantedBug(
-        "pdserve.frontend.dispatch.dispatched_request",
-        "DispatchedRequest._end_phase",
+        "pdserve.frontend.dispatch.dispatch_phases",
+        "DispatchPhases.end_attempt",
         _never,
         "traces show a dead worker at work",
     ),

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 class RequestHandle(Protocol):
     """One request in progress."""
 
-    moved: Seconds
-    """Seconds between two workers during which no token came, so far."""
+    @property
+    def moved(self) -> Seconds:
+        """Seconds between two workers during which no token came, so far."""
+        ...
 
     def cancel(self) -> None:
         """Cancels the request, because the client is gone or needs no more, and frees everything.

@@ -118,7 +118,7 @@ class FrontendRole:
         while self.backend.unready_reason() is not None:
             if self.node.now() >= until:
                 return False
-            await self.backend.wait_news()
+            await self.backend.wait_change()
         await self.service.make_models()
         return True
 
@@ -126,13 +126,13 @@ class FrontendRole:
         """Logs once, when requests can be served, what is served. A child frontend starts to listen
         then."""
         while self.backend.unready_reason() is not None:
-            await self.backend.wait_news()
+            await self.backend.wait_change()
         config = self._context.config.frontend
         if is_child_frontend(self._context.config):
             await self._take_part()
             return
         while (model := await self.service.usable_model()) is None:
-            await self.backend.wait_news()
+            await self.backend.wait_change()
         _log.info("%s", served_line(config, self.service.port, model))
 
     async def _take_part(self) -> None:

@@ -22,7 +22,7 @@ from pdserve.errors import (
     Unavailable,
     WorkerLost,
 )
-from pdserve.frontend.routing_hints import NO_HINTS, RoutingHints
+from pdserve.frontend.routing_hints import RoutingHints
 from pdserve.ids import NodeId
 from pdserve.messages.node import NodeCard, summarize_card
 from pdserve.messages.routing import RoutingPreview
@@ -214,7 +214,7 @@ async def test_a_router_that_stands_still_is_left_for_another() -> None:
         sequence.cancel()
         w.nodes.world.resume(first.node.id)
         await w.nodes.until(lambda: first.dropped == ["r"], 30.0)
-        assert w.backend._asking.get(first.node.id, {}) == {}
+        assert w.backend.routers._asking.get(first.node.id, {}) == {}
 
 
 @virtually
@@ -231,9 +231,9 @@ async def test_doubts_may_come_one_after_the_other() -> None:
         member = w.node.registry.get(first.node.id)
         assert member is not None
         doubtful = replace(member, suspect=True)
-        w.backend._leave_doubtful([doubtful])
+        w.backend.routers._leave_doubtful([doubtful])
         await asyncio.sleep(0)  # the question is being given up
-        w.backend._leave_doubtful([doubtful])
+        w.backend.routers._leave_doubtful([doubtful])
         sequence = await opening
         sequence.cancel()
 
@@ -286,7 +286,7 @@ async def test_a_router_that_cannot_be_reached_is_not_asked_for_a_while() -> Non
         assert w.nodes.loop.time() - before < 6.0
         assert 3 <= len(router.questions) <= 6
         await asyncio.sleep(10.0)
-        assert w.backend.routers._silent == {}
+        assert w.backend.routers._routers._silent == {}
 
 
 @pytest.mark.parametrize(
@@ -427,8 +427,9 @@ async def test_a_router_that_begins_anew_is_asked_again_unless_it_is_right() -> 
         router.refusal = None
         (await opening).cancel()
         router.refusal = NoWorker("all are shutting down", retry_after=4.0)
+        asked = router.questions[-1]
         worker.serve(draining=True)
-        await w.nodes.until(lambda: not w.backend._takes(request(), NO_HINTS))
+        await w.nodes.until(lambda: not w.backend.routers._is_served(asked))
         before = w.nodes.loop.time()
         assert (await refused(w, NoWorker)).message == "all are shutting down"
         assert w.nodes.loop.time() - before < 0.01
@@ -891,13 +892,13 @@ async def test_cancelled_at_any_moment_of_the_second_way_nothing_is_left() -> No
             first.refuse(Overloaded("the queue is full"))
             for _ in range(turns):
                 await asyncio.sleep(0)
-            reached = bool(second.running) and not w.backend._again
+            reached = bool(second.running) and not w.backend._searching
             stream.cancel()
             second.say(5, end=True)
             await asyncio.sleep(0.1)
             assert (sink.tokens, sink.errors) == ([], [])
             assert router.open == {}
-            assert w.backend._again == {}
+            assert w.backend._searching == {}
     assert reached, "the way has more turns than were tried"
 
 
@@ -978,7 +979,10 @@ async def test_a_router_explains_without_counting_anything() -> None:
             router.explained = RoutingPreview(policy="ttft", worker=NodeId("a"))
         worker = await w.worker("a")
         await w.ready()
-        assert await w.backend.explain(request()) == (w.backend.routers.order[0], router.explained)
+        assert await w.backend.explain(request()) == (
+            w.backend.routers.order[0],
+            router.explained,
+        )
         silent = w.routers[w.backend.routers.order[0]]
         silent.explained = None
         name, _ = await w.backend.explain(request())
@@ -1012,7 +1016,7 @@ async def test_streams_go_on_where_they_are_when_a_link_is_replaced() -> None:
                 await asyncio.sleep(0.1)
                 assert old.ends == new.ends == 1
                 assert old.tokens == new.tokens == [number]
-                assert not w.backend._retired
+                assert not w.backend.workers.retired
             assert replaced
 
 
@@ -1064,6 +1068,6 @@ async def test_conflicting_models_are_a_degradation_while_they_last() -> None:
         small, parts = summarize_card(model(tokenizer_json=b"another"))
         other.node.publish_card(NodeCard(role="worker", started=2, models=(small,)), parts)
         await w.nodes.until(lambda: "model_conflict" in w.degradations.reasons())
-        assert w.backend._offers.workers("tiny") == ("a",)
+        assert w.backend.members.workers("tiny") == ("a",)
         await w.nodes.crash("b")
         await w.nodes.until(lambda: "model_conflict" not in w.degradations.reasons())

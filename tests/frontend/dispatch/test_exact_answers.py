@@ -120,13 +120,13 @@ async def site(**config: Any) -> AsyncIterator[Site]:
             made.workers.append(worker)
             made.router.workers.append((name, worker.node.epoch))
         await until(lambda: w.backend.unready_reason() is None)
-        await until(lambda: len(w.backend._offers.workers(MODEL)) == 3)
+        await until(lambda: len(w.backend.members.workers(MODEL)) == 3)
         await service.start()
         await service._models.prepare()
         try:
             yield made
             await until(lambda: made.idle)
-            assert not w.backend._booked
+            assert not w.backend.routers.booked
         finally:
             await service.stop(0)
             w.backend.close(Draining("the test is over"))

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.frontend.dispatch.dispatched_request import DispatchedRequest
-from pdserve.frontend.dispatch.migration_state import migration_reason
+from pdserve.frontend.dispatch.migration.migration_state import migration_reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.errors import PdserveError
-    from pdserve.frontend.dispatch.dispatched_request import Assignment
+    from pdserve.frontend.dispatch.assignment import Assignment
 
 __all__ = ["PROBES", "REQUEST_CELLS"]
 
@@ -55,13 +55,15 @@ REQUEST_CELLS: Final = frozenset(
 def _state(dispatched: DispatchedRequest) -> str:
     attempt = dispatched.attempt
     if attempt is None:
-        return "asking" if dispatched._migration is None else "between"
+        return "asking" if dispatched._migrations.current is None else "between"
     if attempt.moving is not None:
         return "leaving"
     if attempt.begun:
         return "streaming"
     return (
-        "between" if attempt.sequence is None and dispatched._migration is not None else "accepted"
+        "between"
+        if attempt.sequence is None and dispatched._migrations.current is not None
+        else "accepted"
     )
 
 
@@ -85,10 +87,10 @@ def _unwanted(cells: Any, dispatched: DispatchedRequest, attempt: Assignment, re
 def _progressed(cells: Any, dispatched: DispatchedRequest) -> None:
     attempt = dispatched.attempt
     leaving = attempt is not None and attempt.moving is not None
-    state = "between" if dispatched._migration is not None else "accepted"
+    state = "between" if dispatched._migrations.current is not None else "accepted"
     cells[f"request {'leaving' if leaving else state}", "begins"] += 1
-    if dispatched._migration is not None:
-        cells[f"migration {dispatched._migration.reason}", "completed"] += 1
+    if dispatched._migrations.current is not None:
+        cells[f"migration {dispatched._migrations.current.reason}", "completed"] += 1
 
 
 def _left(cells: Any, dispatched: DispatchedRequest, attempt: Assignment) -> None:
@@ -103,8 +105,8 @@ def _ended(cells: Any, dispatched: DispatchedRequest, error: PdserveError) -> No
 
 
 def _closed(cells: Any, dispatched: DispatchedRequest, outcome: str, error: Any = None) -> None:
-    if dispatched._migration is not None:
-        cells[f"migration {dispatched._migration.reason}", outcome] += 1
+    if dispatched._migrations.current is not None:
+        cells[f"migration {dispatched._migrations.current.reason}", outcome] += 1
 
 
 def _cancelled(cells: Any, dispatched: DispatchedRequest) -> None:

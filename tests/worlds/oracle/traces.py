@@ -12,6 +12,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import Cancelled
+from pdserve.frontend.dispatch.dispatched_request import DispatchedRequest
 from pdserve.tracing.keep import FOREIGN_RATE, RequestFacts
 from pdserve.tracing.phases import MOST
 from pdserve.tracing.tree import TraceRoot, build_trace
@@ -166,7 +167,8 @@ def _agrees(account: TrackedRequest, prompt: PromptPhases) -> Iterator[str]:
     begun = [attempt for attempt in prompt.attempts if attempt.first]
     if len(finished) > 1 or finished not in ([], begun[-1:]) or (finished and account.error):
         yield f"an attempt of it has finished: {ends}"
-    moved = getattr(account.stream, "_migrated", 0)
+    stream = account.stream
+    moved = stream._migrations.completed if isinstance(stream, DispatchedRequest) else 0
     completed = sum(move.outcome == "completed" for move in prompt.moves)
     if completed != moved and not prompt.moves_left_out:
         yield f"{completed} moves are recorded of {moved}"

@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from pdserve.errors import PdserveError
-from pdserve.frontend.dispatch.migration_state import prewarm_request
+from pdserve.frontend.dispatch.migration.kv_prewarm import prewarm
+from pdserve.frontend.dispatch.migration.migration_state import prewarm_request
 from pdserve.ids import NodeLife
 
 if TYPE_CHECKING:
-    from pdserve.frontend.dispatch.dispatched_request import (
-        Assignment,
-        ClusterPort,
-        DispatchedRequest,
-    )
-    from pdserve.ids import NodeId, Seconds
+    from pdserve.frontend.dispatch.assignment import Assignment
+    from pdserve.frontend.dispatch.dispatched_request import DispatchContext, DispatchedRequest
+    from pdserve.frontend.dispatch.router_client import RouterBooking
+    from pdserve.ids import Seconds
     from pdserve.messages.routing import RouteDecision
 
 __all__ = ["migrate_live"]
@@ -34,13 +33,13 @@ _WARM: Final[Seconds] = 5.0
 """Seconds for the whole pre-copy; KV that is missing then is computed at the new worker."""
 _BLOCKS: Final = 4
 """Minimum number of KV blocks to fetch; fewer are computed as fast."""
-_NEWS: Final[Seconds] = 5.0
+_CHANGE: Final[Seconds] = 5.0
 """A request that must leave asks again when membership changes, or after this many seconds."""
 _PAUSE: Final[Seconds] = 0.05
 
 
 async def migrate_live(
-    dispatched: DispatchedRequest, ways: ClusterPort, attempt: Assignment
+    dispatched: DispatchedRequest, context: DispatchContext, attempt: Assignment
 ) -> None:
     """Tries to move the request to another worker; `attempt.moving` is the reason.
 
@@ -51,18 +50,18 @@ async def migrate_live(
     """
     while True:
         reason = attempt.moving
-        answer = await _ask(dispatched)
-        if answer is not None and await _go(dispatched, ways, attempt, *answer):
+        booking = await _ask(dispatched)
+        if booking is not None and await _go(dispatched, context, attempt, booking):
             return
         if dispatched.attempt is not attempt:
             return
         if attempt.moving == "drain":
-            await ways.wait_news(timeout=_NEWS, at_least=_PAUSE)
+            await context.members.wait_change(timeout=_CHANGE, at_least=_PAUSE)
         elif attempt.moving == reason:
             return
 
 
-async def _ask(dispatched: DispatchedRequest) -> tuple[NodeId, RouteDecision] | None:
+async def _ask(dispatched: DispatchedRequest) -> RouterBooking | None:
     try:
         return await dispatched.route()
     except PdserveError as error:
@@ -72,50 +71,53 @@ async def _ask(dispatched: DispatchedRequest) -> tuple[NodeId, RouteDecision] | 
 
 async def _go(
     dispatched: DispatchedRequest,
-    ways: ClusterPort,
+    context: DispatchContext,
     attempt: Assignment,
-    router: NodeId,
-    routed: RouteDecision,
+    booking: RouterBooking,
 ) -> bool:
-    """Moves the request to the worker of the decision; returns False if it was not moved."""
+    """Moves the request to the worker of the booking; returns False if it was not moved."""
     try:
         if attempt.moving != "queue":
-            await _warm(dispatched, ways, attempt, routed)
+            await _prewarm(dispatched, context, attempt, booking.decision)
         elif attempt.begun:
             # The request began while the router was asked, so moving it to begin sooner is
             # pointless.
-            ways.give_back(router, routed)
+            booking.end("unreached")
             return False
     except BaseException:
-        ways.give_back(router, routed)
+        booking.end("unreached")
         raise
     try:
-        return await dispatched.place(router, routed, leave=attempt)
+        return await dispatched.place(booking, leave=attempt)
     except PdserveError as error:
-        dispatched.count_out(NodeLife(routed.worker, routed.epoch), error)
+        dispatched.refused(booking.decision, error)
         return False
 
 
-async def _warm(
-    dispatched: DispatchedRequest, ways: ClusterPort, attempt: Assignment, routed: RouteDecision
+async def _prewarm(
+    dispatched: DispatchedRequest,
+    context: DispatchContext,
+    attempt: Assignment,
+    decision: RouteDecision,
 ) -> None:
     """Lets the worker get the KV of all tokens so far: from the worker that has them, or else what
     others have of the prompt. Failures are ignored: the worker then computes the KV when it has the
     request."""
-    request, received = dispatched.request, dispatched.received
+    request, received, members = dispatched.request, dispatched.received, context.members
     tokens = len(request.prompt) + received.longest
-    if tokens < _BLOCKS * ways.block_size(request.model) or not attempt.begun:
+    if tokens < _BLOCKS * members.block_size(request.model) or not attempt.begun:
         return
-    source = attempt.life if ways.shares_kv(attempt.life.node, routed.worker) else None
-    until = ways.now() + _WARM
+    source = attempt.life if members.shares_kv(attempt.life.node, decision.worker) else None
+    until = context.now() + _WARM
     try:
         for choice in received.live:
-            left = until - ways.now()
+            left = until - context.now()
             if left <= 0:
                 return
             wanted = prewarm_request(request, received.tokens(choice), source, left)
             if source is None:
-                wanted = replace(wanted, kv_sources=routed.kv_sources)
-            await ways.warm(wanted, routed, left)
+                wanted = replace(wanted, kv_sources=decision.kv_sources)
+            life = NodeLife(decision.worker, decision.epoch)
+            await prewarm(context.workers, life, wanted, left)
     except PdserveError as error:
-        _log.info("prewarming worker %s failed: %s", routed.worker, error)
+        _log.info("prewarming worker %s failed: %s", decision.worker, error)

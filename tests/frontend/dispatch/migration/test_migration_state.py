@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve import errors
-from pdserve.frontend.dispatch.migration_state import (
+from pdserve.frontend.dispatch.migration.migration_state import (
     Exclusions,
     LifeStatus,
     PoisonTracker,

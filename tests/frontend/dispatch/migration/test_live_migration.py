@@ -419,7 +419,7 @@ async def test_its_worker_may_die_while_another_is_warmed_up() -> None:
             await scene.finish(scene.second, 6)
             assert scene.sink.tokens == [5, 6]
             assert outcomes(w) == {("worker_lost", "completed"): 1}
-            assert not w.backend._again
+            assert not w.backend._searching
 
 
 @virtually
@@ -434,7 +434,7 @@ async def test_it_may_end_while_another_worker_is_looked_for_or_warmed_up() -> N
             await scene.finish(scene.first, 6)
             await asyncio.sleep(0.1)
             assert scene.second.running == {}
-            assert not w.backend._again
+            assert not w.backend._searching
             assert scene.router.open == {}
             assert outcomes(w) == {}
 
@@ -463,8 +463,8 @@ async def test_cancelled_at_any_moment_of_a_move_nothing_is_left() -> None:
                 await asyncio.sleep(0.1)
                 assert (scene.sink.tokens, scene.sink.errors) == (before, [])
                 assert scene.router.open == {}
-                assert not w.backend._again
-                assert not w.backend._booked
+                assert not w.backend._searching
+                assert not w.backend.routers.booked
                 assert w.backend.requests == 0
         assert (False, False) in states
         assert (True, True) in states, "the way has more turns than were tried"
@@ -480,7 +480,7 @@ async def test_closing_ends_what_moves() -> None:
         assert [type(error) for error in scene.sink.errors] == [Draining]
         await asyncio.sleep(0.1)
         assert scene.second.running == scene.first.running == {}
-        assert not w.backend._again
+        assert not w.backend._searching
 
 
 @pytest.mark.parametrize("reason", ["kv", "itl", "queue", "drain"])

@@ -1,0 +1,1 @@
+"""Moves a request from one worker to another, without a lost token."""
