@@ -118,7 +118,7 @@ if TYPE_CHECKING:
     from pdserve.kv.tiers.lanes import LaneEstimate
     from pdserve.kv.tiers.lower_tiers import LowerTiers
     from pdserve.messages.request import SamplingParams, TokenDelta
-    from pdserve.messages.tiers import LaneLoad, LaneName, SourceName
+    from pdserve.messages.tiers import LaneLoad, LaneName, SourceName, TierStats
     from pdserve.transfer.base import Region
 
 __all__ = ["EngineCore"]
@@ -772,12 +772,18 @@ class EngineCore:
             uncomputed_tokens=scheduler.uncomputed(),
             kv_tokens=sum(sequence.num_computed for sequence in scheduler.running),
             itl=self._itl,
-            tiers=() if self._tiers is None else self._tiers.stats(self._clock.now()),
+            tiers=self._tier_stats(),
             lanes=self._lanes(),
         )
         if self._onboarder is not None:
             stats = self._onboarder.add_stats(stats)
         return stats if self._incoming is None else self._with_transfers(stats, self._incoming)
+
+    def _tier_stats(self) -> tuple[TierStats, ...]:
+        if self._tiers is None or self._early is None:
+            return ()
+        host, *others = self._tiers.stats(self._clock.now())
+        return (self._early.add_stats(host), *others)
 
     def _with_transfers(self, stats: EngineStats, incoming: KvReceiver) -> EngineStats:
         outgoing = self._outgoing

@@ -112,6 +112,10 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Blocks of them that were read."""
     shared_failed: Count = 0
     """Blocks of them that were gone or bad when they were read."""
+    early_starts: Count = 0
+    """Prompts that began before all layers of their blocks had come from here."""
+    early_failed: Count = 0
+    """Those of them that were computed again, since the other layers were late or did not come."""
 
 
 class PlanStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

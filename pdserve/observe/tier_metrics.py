@@ -49,6 +49,8 @@ class TierSample:
     shared: int = 0
     shared_read: int = 0
     shared_failed: int = 0
+    early_starts: int = 0
+    early_failed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +170,18 @@ TIER_METRICS: Final[tuple[NamedMetric[TierSample], ...]] = (
         "counter",
         "shared_failed",
         "Blocks of other workers that were gone or bad: they were computed again.",
+    ),
+    NamedMetric(
+        "kv_tier_early_starts_total",
+        "counter",
+        "early_starts",
+        "Prompts whose prefill began before all layers of their prefix had come from host memory.",
+    ),
+    NamedMetric(
+        "kv_tier_early_start_failures_total",
+        "counter",
+        "early_failed",
+        "Those of them that were computed again, since layers were late or could not be copied.",
     ),
 )
 """All metrics of tiers, in the order of `docs/metrics.md`. The label is the tier's name: `host`,

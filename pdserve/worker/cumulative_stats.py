@@ -22,7 +22,7 @@ COUNTERS = tuple(
 TIER_COUNTERS = (
     *("blocks_stored", "blocks_evicted", "blocks_refused", "blocks_unsaved"),
     *("hit_tokens", "failed", "read_bytes", "written_bytes"),
-    *("shared_read", "shared_failed"),
+    *("shared_read", "shared_failed", "early_starts", "early_failed"),
 )
 PLAN_COUNTERS = tuple(name for name in PlanStats.__struct_fields__ if name != "source")
 

@@ -48,9 +48,12 @@ def test_counters_of_tiers_do_not_fall_either():
         totals.note(EngineStats())  # it loads
         for hits in (0, 5, 9):
             disk = TierStats(tier=2, hit_tokens=hits, written_bytes=2 * hits, blocks_valid=hits)
-            totals.note(EngineStats(steps=hits, tiers=(TierStats(tier=1), disk)))
+            host = TierStats(tier=1, early_starts=hits, early_failed=hits // 2)
+            totals.note(EngineStats(steps=hits, tiers=(host, disk)))
             host, disk = totals.snapshot().tiers
             assert (host.tier, host.hit_tokens) == (1, 0)
+            assert host.early_starts == 9 * life + hits
+            assert host.early_failed == 4 * life + hits // 2
             assert (disk.hit_tokens, disk.written_bytes) == (9 * life + hits, 18 * life + 2 * hits)
             assert disk.blocks_valid == hits
 

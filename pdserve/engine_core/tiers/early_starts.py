@@ -24,6 +24,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from pdserve.engine_core.scheduler.sequence import SequenceStatus
 from pdserve.engine_core.tiers.step_gate import StepGate
 from pdserve.observe.logs import about
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.kv.tiers.lower_tiers import LowerTiers
     from pdserve.kv.tiers.planner import PrefillCost
+    from pdserve.messages.tiers import TierStats
 
 __all__ = ["EarlyStarts"]
 
@@ -73,6 +76,10 @@ class EarlyStarts:
         self._lower = lower
         self._cost = cost
         self._clock = clock
+
+    def add_stats(self, host: TierStats) -> TierStats:
+        """The host tier's stats with those of early starts."""
+        return replace(host, early_starts=self.started, early_failed=self.failed)
 
     # ------------------------------------------------------------------ before a step
 

@@ -274,6 +274,8 @@ def _tier(stats: TierStats) -> dict[str, Any]:
         "failed": stats.failed,
         "read_bytes": stats.read_bytes,
         "written_bytes": stats.written_bytes,
+        "early_starts": stats.early_starts,
+        "early_failed": stats.early_failed,
         "retention": stats.retention,
     }
 

@@ -51,6 +51,8 @@ def tier_sample(tier: TierStats, block_bytes: Bytes) -> TierSample:
         shared=tier.shared_blocks,
         shared_read=tier.shared_read,
         shared_failed=tier.shared_failed,
+        early_starts=tier.early_starts,
+        early_failed=tier.early_failed,
     )
 
 

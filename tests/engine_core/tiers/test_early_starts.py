@@ -86,6 +86,8 @@ def test_a_sequence_runs_while_its_last_layers_come(
         assert right(found)
         assert bench.early.started == 1
         assert bench.early.failed == 0
+        host = bench.core.stats().tiers[0]
+        assert (host.early_starts, host.early_failed) == (1, 0)
         assert bench.sources(found)["host"] >= 4 * BLOCK
         assert bench.core.stats().prompt_tokens == 4 * (8 * BLOCK + 1) + 8 * BLOCK + extra
 
@@ -122,6 +124,8 @@ def test_a_copy_that_fails_is_computed(group: int) -> None:
         found = bench.warm(request(prompt(0)))
         assert right(found)
         assert bench.early.failed == bench.early.started == (group > 0)
+        host = bench.core.stats().tiers[0]
+        assert host.early_failed == host.early_starts == (group > 0)
         assert bench.core.stats().prompt_tokens == 5 * (8 * BLOCK + 1)
 
 
