@@ -219,7 +219,8 @@ class EngineCore:
             progress(LoadProgress(stage="registering KV blocks"))
         transfers = self._start_moving(spec)
         tiers = self._start_tiers(spec, info)
-        return _capabilities(spec, info, limits, sizing, transfers, tiers)
+        layers = self._loaded_layers(info)
+        return _capabilities(spec, info, limits, sizing, transfers, tiers, layers)
 
     def _start_tiers(self, spec: EngineSpec, info: ModelInfo) -> tuple[str, ...]:
         """Open the tiers below the device, and what brings blocks from there and from peers.
@@ -244,6 +245,7 @@ class EngineCore:
             block_tokens=self.pool.block_size,
             block_bytes=info.layout.block_bytes,
             mode=settings.fetch,
+            layers=self._loaded_layers(info),
         )
         lower = None if self._tiers is None else self._tiers.lower
         self._onboarder = Onboarder(self.pool, lower, planner, self._on_onboarded)
@@ -275,8 +277,13 @@ class EngineCore:
         if self._outgoing is not None:
             early.is_sent = self._outgoing.holds
         onboarder.early = self._early = early
-        if getattr(self._executor, "loads_layers", False):
-            lower.layers = LayerGroups(info.layout.num_layers, info.layout.block_bytes)
+        if layers := self._loaded_layers(info):
+            lower.layers = LayerGroups(layers, info.layout.block_bytes)
+
+    def _loaded_layers(self, info: ModelInfo) -> int:
+        """As `EngineCapabilities.kv_layers`."""
+        able = self._tiers is not None and getattr(self._executor, "loads_layers", False)
+        return info.layout.num_layers if able else 0
 
     def _open_storage(self, spec: TierSpec, info: ModelInfo, secret_id: bytes) -> TierStorage:
         return open_storage(spec, info, self._executor, secret_id, self.make_tier_io)
@@ -866,6 +873,7 @@ def _capabilities(
     sizing: PoolSizing,
     transfers: tuple[str, ...],
     tiers: tuple[str, ...],
+    kv_layers: int,
 ) -> EngineCapabilities:
     return EngineCapabilities(
         engine=spec.engine,
@@ -894,4 +902,5 @@ def _capabilities(
         num_labels=info.num_labels,
         reduced=sizing.warning or "",
         tiers=tiers,
+        kv_layers=kv_layers,
     )

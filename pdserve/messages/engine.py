@@ -135,6 +135,8 @@ class EngineCapabilities(msgspec.Struct, frozen=True, array_like=True, kw_only=T
     fetches: tuple[str, ...] = ()
     """Backends by which blocks of the prefix cache can be exchanged, while no other KV is; empty:
     `transfers`."""
+    kv_layers: int = 0
+    """The model's layers, if blocks come from host memory in groups of them; 0: they come whole."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

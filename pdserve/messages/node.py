@@ -106,6 +106,9 @@ class NodeCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     fetches: tuple[str, ...] = ()
     """Backends by which a worker exchanges cached blocks, while it moves no other KV; empty:
     `transfers`."""
+    kv_layers: int = 0
+    """Layers of a worker's model, if its engine loads KV from host memory in groups of them; 0: its
+    blocks come whole."""
 
     def has_lora(self, lora: str) -> bool:
         """True if the worker has the LoRA adapter with this id."""

@@ -384,6 +384,7 @@ class WorkerAgent:
             transfers=() if capabilities is None else capabilities.transfers,
             kv_block_bytes=0 if capabilities is None else capabilities.block_bytes,
             fetches=() if capabilities is None else capabilities.fetches,
+            kv_layers=0 if capabilities is None else capabilities.kv_layers,
         )
         if card == self._told:
             return

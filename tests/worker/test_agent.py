@@ -65,6 +65,7 @@ CAPABILITIES = EngineCapabilities(
     block_size=32,
     num_blocks=8,
     block_bytes=1,
+    kv_layers=5,
     max_batch_tokens=64,
     max_sequences=16,
 )
@@ -226,7 +227,7 @@ async def test_a_card_says_what_is_served_once_it_can_be() -> None:
         assert (card.host, card.max_sequences, set(card.topics)) == ("here", 0, {LOAD, SEQUENCES})
         whole = model(aliases=("default",))
         w.service.ready(whole)
-        card = await w.card_with(reason="", max_sequences=16, kv_block_bytes=1)
+        card = await w.card_with(reason="", max_sequences=16, kv_block_bytes=1, kv_layers=5)
         (small,) = card.models
         parts = {h: await w.front.part(NodeId("w"), h, timeout=5.0) for h in small.parts}
         assert model_card(small, parts) == whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pdserve.engine_core.tiers.onboarder import FetchPlan
@@ -30,11 +31,14 @@ class FetchPlanner:
         block_tokens: int,
         block_bytes: Bytes,
         mode: KvFetchMode = "auto",
+        layers: int = 0,
     ) -> None:
-        """`lanes` returns the present estimates; assumed ones stand for those that it lacks."""
+        """`lanes` returns the present estimates; assumed ones stand for those that it lacks.
+        `layers`: as in `PlannerConfig`, for prompts that may begin early."""
         self._cost = cost
         self._lanes = lanes
         self._config = PlannerConfig(block_tokens=block_tokens, block_bytes=block_bytes, fetch=mode)
+        self._early = replace(self._config, layers=layers)
 
     def choose(
         self,
@@ -43,10 +47,12 @@ class FetchPlanner:
         peers: Sequence[KvSource],
         blocks: int,
         wait: Seconds,
+        *,
+        early: bool = False,
     ) -> FetchPlan | None:
         """What to fetch behind the first `device` blocks of a prompt that can use `blocks` of them;
         None: nothing. `local` says where this worker has the next ones. `wait`: seconds until the
-        prompt could be computed."""
+        prompt could be computed. `early`: as in `FetchChooser.choose`."""
         size = self._config.block_tokens
         sources = PromptSources(
             tokens=blocks * size + 1,
@@ -55,7 +61,8 @@ class FetchPlanner:
             peers=[(peer.node, min(peer.blocks, blocks)) for peer in peers],
             wait=wait,
         )
-        chosen = plan(sources, {**ASSUMED, **self._lanes()}, self._cost, self._config)
+        config = self._early if early else self._config
+        chosen = plan(sources, {**ASSUMED, **self._lanes()}, self._cost, config)
         return _fetch_plan(chosen, peers)
 
 

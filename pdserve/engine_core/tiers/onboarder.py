@@ -168,8 +168,11 @@ class FetchChooser(Protocol):
         peers: Sequence[KvSource],
         blocks: int,
         wait: Seconds,
+        *,
+        early: bool = False,
     ) -> FetchPlan | None:
-        """What to fetch of a prompt's `blocks` behind the first `device` ones; None: nothing."""
+        """What to fetch of a prompt's `blocks` behind the first `device` ones; None: nothing.
+        `early`: the prompt may begin before all layers of its blocks have come."""
         ...
 
 
@@ -278,7 +281,8 @@ class Onboarder:
             return False
         sequence.fetched = True
         sources = sequence.request.kv_sources
-        began = self.begin(hashes, shared, now, spare, sources, root=sequence.root)
+        early = self.early is not None and not self.early.is_sent(sequence.handle)
+        began = self.begin(hashes, shared, now, spare, sources, root=sequence.root, early=early)
         if began is not None:
             began.asker = sequence
             began.waiting.append(sequence)
@@ -295,11 +299,12 @@ class Onboarder:
         root: bytes,
         done: Callable[[int], None] | None = None,
         all_local: bool = False,
+        early: bool = False,
     ) -> BlockFetch | None:
         """Fetch blocks behind the `shared` ones; None if none is worth it or there is no room.
         `root`: parent hash of the chain's first block. `done` is called at the end, while the
         blocks that have come are still held. `all_local`: all that lower tiers have, whether it is
-        sooner than to compute it or not."""
+        sooner than to compute it or not. `early`: as in `FetchChooser.choose`."""
         first = len(shared)
         local = [] if self._tiers is None else self._tiers.run(hashes, first)
         peers = [one for one in sources if self._may_pull(one)]
@@ -308,7 +313,7 @@ class Onboarder:
         if all_local:
             plan: FetchPlan | None = FetchPlan(len(local))
         else:
-            plan = self._planner.choose(first, local, peers, len(hashes), 0.0)
+            plan = self._planner.choose(first, local, peers, len(hashes), 0.0, early=early)
         planned = 0 if plan is None else plan.count
         known = max([len(local), *(min(one.blocks, len(hashes)) - first for one in peers)])
         self.outcomes["computed"] += max(0, known - planned)

@@ -7,9 +7,10 @@
     finish = max( max(W, O_first) + P, max(W, O) + P / G )
 
 The model runs in G layer groups: a group starts when its part of every fetched block is there, and
-O_first is when that holds for the first one. What goes through a lane in groups needs a G-th of
-its own bytes there, but all bytes ahead of it; other lanes bring whole blocks. The finish is exact
-for lanes that send the groups one after the other.
+O_first is when that holds for the first one. Only blocks of host memory come in groups, those
+behind the last block of the disk; G is what `layer_groups` makes of them. All others come whole.
+The finish is exact for a lane that sends the groups one after the other, and for a rest of the
+prompt that is computed in one step.
 
 Every plan is a prefix of what the sources have: whole local runs, and after them at most one other
 worker. The last run may be cut where its blocks begin to cost time. The plan that finishes first
@@ -22,6 +23,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Protocol
+
+from pdserve.kv.tiers.layer_groups import most_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -93,10 +96,8 @@ class PlannerConfig:
 
     block_tokens: int
     block_bytes: Bytes
-    groups: int = 1
-    """Layer groups that a prefix is loaded in."""
-    grouped: frozenset[LaneName] = frozenset({"h2d"})
-    """Lanes that move one layer group after the other."""
+    layers: int = 0
+    """The model's layers, if blocks come from host memory in groups of them; 0: they come whole."""
     fetch: KvFetchMode = "auto"
     """Whether blocks come from other workers: if it is sooner, whenever this worker does not have
     them, or never."""
@@ -207,9 +208,12 @@ class _Judge:
         cached = runs[-1].end if runs else self._prompt.device
         work = self._cost.prefill(self._prompt.tokens, cached * config.block_tokens)
         sizes = self._sizes(runs)
-        first = max((self._first(lane, size) for lane, size in sizes.items()), default=0.0)
         whole = self._whole(sizes)
-        return max(max(wait, first) + work, max(wait, whole) + work / config.groups)
+        divided = self._divided(runs)
+        groups = most_groups(divided, config.block_bytes, config.layers)
+        if groups > 1:
+            sizes["h2d"] -= divided - divided // groups
+        return max(max(wait, self._whole(sizes)) + work, max(wait, whole) + work / groups)
 
     def segments(self, runs: Sequence[Run], gain: Seconds) -> tuple[PlannedSegment, ...]:
         """The runs with their times; a lane serves them in order. `gain`: how much sooner this is
@@ -252,9 +256,13 @@ class _Judge:
     def _whole(self, sizes: Mapping[LaneName, Bytes]) -> Seconds:
         return max((self._lanes[lane].seconds(size) for lane, size in sizes.items()), default=0.0)
 
-    def _first(self, lane: LaneName, size: Bytes) -> Seconds:
-        groups = self.config.groups if lane in self.config.grouped else 1
-        return self._lanes[lane].seconds(size // groups)
+    def _divided(self, runs: Sequence[Run]) -> Bytes:
+        """Bytes that come in layer groups: those of the host's blocks behind the disk's."""
+        blocks = 0
+        for run in runs:
+            if run.source != "peer":
+                blocks = blocks + run.count if run.source == "host" else 0
+        return blocks * self.config.block_bytes
 
 
 def _candidates(prompt: PromptSources, judge: _Judge) -> Iterator[tuple[Run, ...]]:

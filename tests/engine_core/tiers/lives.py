@@ -214,9 +214,11 @@ class MixedPlanner:
         peers: Sequence[KvSource],
         blocks: int,
         wait: Seconds,
+        *,
+        early: bool = False,
     ) -> FetchPlan | None:
         """As `FetchChooser.choose`."""
-        plan = self._planner.choose(device, local, peers, blocks, wait)
+        plan = self._planner.choose(device, local, peers, blocks, wait, early=early)
         if plan is not None:
             plan = dataclasses.replace(plan, deadline=min(plan.deadline, 1.5 * plan.seconds + 0.02))
         rest = blocks - device - len(local)

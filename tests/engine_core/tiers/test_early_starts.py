@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from msgspec.structs import replace
 
+from pdserve.clock import ManualClock
+from pdserve.engine_core.core import EngineCore
 from pdserve.kv.tiers.jobs import CopyIn
 from pdserve.kv.tiers.lanes import LaneEstimate
 from pdserve.kv.tiers.layer_groups import LayerGroups
 from pdserve.kv.tiers.virtual_io import LaneRate
 from pdserve.messages.kv_events import BlockStored
 from pdserve.messages.request import SamplingParams
-from pdserve.testing.scripted import reference_tokens
-from tests.engine_core.test_tiers import BLOCK, BLOCK_BYTES, Bench, prompt, request
+from pdserve.messages.tiers import TierSpec
+from pdserve.testing.scripted import ScriptedExecutor, reference_tokens
+from tests.engine_core.test_tiers import BLOCK, BLOCK_BYTES, SPEC, Bench, prompt, request
 
 if TYPE_CHECKING:
     from pdserve.engine_core.tiers.early_starts import EarlyStarts
@@ -90,6 +93,40 @@ def test_a_sequence_runs_while_its_last_layers_come(
         assert (host.early_starts, host.early_failed) == (1, 0)
         assert bench.sources(found)["host"] >= 4 * BLOCK
         assert bench.core.stats().prompt_tokens == 4 * (8 * BLOCK + 1) + 8 * BLOCK + extra
+
+
+@pytest.mark.parametrize(("sent", "started"), [(False, 1), (True, 0)])
+def test_only_what_may_begin_early_is_planned_so(sent: bool, started: int) -> None:
+    """Blocks of a prompt that is prefilled for another worker are sent at once."""
+    with Slow(4) as bench:
+        bench.cold(request(prompt(0)))
+        bench.early.is_sent = lambda handle: sent
+        assert bench.core._onboarder is not None
+        planner: Any = bench.core._onboarder._planner
+        planned, usual = [], planner.choose
+
+        def choose(*known: Any, early: bool = False) -> Any:
+            planned.append(early)
+            return usual(*known, early=early)
+
+        planner.choose = choose
+        assert right(bench.warm(request(prompt(0))))
+        assert planned == [not sent]
+        assert bench.early.started == started
+
+
+@pytest.mark.parametrize(
+    ("able", "tiers", "layers"),
+    [(True, SPEC.tiers, 1), (False, SPEC.tiers, 0), (True, None, 0), (True, TierSpec(), 0)],
+)
+def test_an_engine_says_whether_its_blocks_come_in_groups(
+    able: bool, tiers: TierSpec | None, layers: int
+) -> None:
+    executor = ScriptedExecutor()
+    executor.loads_layers = able  # type: ignore[attr-defined]
+    core = EngineCore(executor, ManualClock())
+    assert core.load(replace(SPEC, tiers=tiers), lambda progress: None).kv_layers == layers
+    assert core.close() == 0
 
 
 def test_blocks_are_told_of_when_their_last_layers_have_come() -> None:

@@ -21,7 +21,7 @@ def planner(mode: KvFetchMode = "auto", **lanes: LaneEstimate) -> FetchPlanner:
     known: dict[LaneName, LaneEstimate] = {"h2d": FAST, "disk_read": FAST, "fetch": FAST}
     known |= lanes  # type: ignore[arg-type]
     return FetchPlanner(
-        SLOW_PREFILL, lambda: known, block_tokens=BLOCK, block_bytes=1 << 20, mode=mode
+        SLOW_PREFILL, lambda: known, block_tokens=BLOCK, block_bytes=1 << 20, mode=mode, layers=32
     )
 
 
@@ -45,6 +45,16 @@ def test_a_slow_lane_ends_the_plan_before_it() -> None:
 def test_nothing_is_fetched_that_is_computed_sooner() -> None:
     assert planner(h2d=SLOW).choose(0, HOST[:3], [], 60, 0.0) is None
     assert planner(fetch=SLOW).choose(0, [], [KvSource("w2", 1, 3)], 60, 0.0) is None
+
+
+def test_only_a_prompt_that_may_begin_early_gains_by_it() -> None:
+    slow = planner(h2d=LaneEstimate(30e6))
+    assert slow.choose(0, HOST, [], 60, 0.0) is None
+    early = slow.choose(0, HOST, [], 60, 0.0, early=True)
+    assert early is not None
+    assert early.local == 40
+    assert early.seconds == pytest.approx((40 << 20) / 30e6)
+    assert early.saves == pytest.approx((60 * BLOCK + 1) * 1e-3 - (20 * BLOCK + 1) * 1e-3 / 4)
 
 
 @pytest.mark.parametrize(("mode", "peer"), [("never", 0), ("always", 3)])

@@ -89,6 +89,7 @@ class Bench:
             ),
         )
         assert core._tiers is not None
+        assert self.engine.capabilities.kv_layers == 0, "its pool is in host memory"
         core._tiers.lower.layers = LayerGroups(LAYERS, block_bytes, groups)
         # A fetch has to be worth it.
         core._step_cost.prefill = lambda length, cached=0: float(length - cached)  # type: ignore[method-assign]

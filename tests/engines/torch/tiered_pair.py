@@ -52,6 +52,8 @@ class FetchAll:
         peers: Sequence[KvSource],
         blocks: int,
         wait: float,
+        *,
+        early: bool = False,
     ) -> FetchPlan:
         """As `FetchChooser.choose`."""
         rest = min(peers[0].blocks, blocks) - device - len(local) if peers else 0

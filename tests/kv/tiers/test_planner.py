@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 COST = LatencyModel(base=0.0, per_token=50e-6, per_pair=1e-9)
-CONFIG = PlannerConfig(block_tokens=16, block_bytes=2 * MIB, groups=4)
+CONFIG = PlannerConfig(block_tokens=16, block_bytes=2 * MIB, layers=32)
 FAST: dict[LaneName, LaneEstimate] = {
     "h2d": LaneEstimate(20e9, 1e-4),
     "disk_read": LaneEstimate(6e9, 2e-4),
@@ -48,6 +48,44 @@ def test_host_memory_is_worth_it() -> None:
     assert planned.finish < 0.5 * planned.recompute
     (segment,) = planned.segments
     assert segment.eta == pytest.approx(1e-4 + 90 * 2 * MIB / 20e9)
+
+
+@pytest.mark.parametrize(
+    ("runs", "layers", "groups"),
+    [
+        ([Run("host", 0, 90)], 32, 4),
+        ([Run("host", 0, 90)], 2, 2),
+        ([Run("host", 0, 90)], 0, 1),
+        ([Run("host", 0, 9)], 32, 2),
+        ([Run("host", 0, 4)], 32, 1),
+        ([Run("disk", 0, 90)], 32, 1),
+        ([Run("host", 0, 45), Run("disk", 45, 45)], 32, 1),
+        ([Run("disk", 0, 80), Run("host", 80, 10)], 32, 4),
+        ([Run("host", 0, 60), Run("disk", 60, 25), Run("host", 85, 5)], 32, 2),
+        ([Run("host", 0, 90), Run("peer", 90, 10, "w2")], 32, 4),
+    ],
+)
+def test_the_hosts_last_blocks_come_in_groups(runs: list[Run], layers: int, groups: int) -> None:
+    """The first group is there when the others of these blocks are not."""
+    local = tuple(run for run in runs if run.source != "peer")
+    peers = tuple((run.node, run.end) for run in runs if run.source == "peer")
+    lanes = FAST | {"h2d": LaneEstimate(1e9)}
+    prompt = PromptSources(16001, local=local, peers=peers)
+    planned = plan(prompt, lanes, COST, replace(CONFIG, layers=layers))
+    found = next(one.finish for one in planned.alternatives if one.runs == tuple(runs))
+    whole = 2 * MIB * sum(run.count for run in local) / 1e9
+    divided = 2 * MIB * runs[len(local) - 1].count / 1e9
+    first = whole - divided * (1 - 1 / groups)
+    if peers:
+        first = max(first, FAST["fetch"].seconds(10 * 2 * MIB))
+    assert found == pytest.approx(first + COST.prefill(16001, 16 * runs[-1].end))
+
+
+def test_a_prefix_is_worth_more_that_comes_while_the_rest_is_computed() -> None:
+    lanes = FAST | {"h2d": LaneEstimate(2.3e9)}
+    prompt = PromptSources(3201, local=(Run("host", 0, 100),))
+    assert not plan(prompt, lanes, COST, replace(CONFIG, layers=0)).segments
+    assert plan(prompt, lanes, COST, CONFIG).blocks == 100
 
 
 def test_blocks_are_not_given_up_before_they_would_have_been_computed() -> None:
@@ -173,34 +211,45 @@ class Case:
 
 
 def play(case: Case, runs: tuple[Run, ...]) -> float:
-    """Plays a plan out: lanes move groups one after the other, the model computes group by group.
-
-    Returns when the last group is computed.
+    """Plays a plan out: the host's last blocks come group by group, and the model computes group
+    by group. Returns when the last group is computed.
     """
-    groups, arrived = case.config.groups, [0.0] * case.config.groups
+    divided = host_blocks_at_the_end(runs)
+    groups = groups_of(case.config, divided)
+    arrived = [0.0] * groups
     paths: dict[LaneName, set[str]] = {
         "h2d": {"host", "disk"},
         "disk_read": {"disk"},
         "fetch": {"peer"},
     }
     for name, sources in paths.items():
-        size = sum(run.count * case.config.block_bytes for run in runs if run.source in sources)
-        if not size:
+        blocks = sum(run.count for run in runs if run.source in sources)
+        if not blocks:
             continue
-        lane = case.lanes[name]
-        clock = lane.latency + lane.backlog / lane.bandwidth
+        lane, late = case.lanes[name], divided if name == "h2d" else 0
+        one = case.config.block_bytes / lane.bandwidth
+        clock = lane.latency + lane.backlog / lane.bandwidth + (blocks - late) * one
         for group in range(groups):
-            clock += size / groups / lane.bandwidth
-            if name in case.config.grouped:
-                arrived[group] = max(arrived[group], clock)
-        if name not in case.config.grouped:
-            arrived = [max(clock, before) for before in arrived]
+            clock += late * one / groups
+            arrived[group] = max(arrived[group], clock)
     cached = runs[-1].end if runs else case.prompt.device
     work = case.cost.prefill(case.prompt.tokens, cached * case.config.block_tokens)
     clock = case.prompt.wait
     for group in range(groups):
         clock = max(clock, arrived[group]) + work / groups
     return clock
+
+
+def host_blocks_at_the_end(runs: tuple[Run, ...]) -> int:
+    """Blocks of host memory that no block of the disk follows."""
+    local = "".join(run.source[0] * run.count for run in runs if run.source != "peer")
+    return len(local) - len(local.rstrip("h"))
+
+
+def groups_of(config: PlannerConfig, blocks: int) -> int:
+    """The most groups that are neither small nor of short pieces."""
+    fitting = min(config.layers, blocks * config.block_bytes // 5_000_000, config.block_bytes >> 18)
+    return max(groups for groups in (1, 2, 4) if groups <= max(1, fitting))
 
 
 def every_plan(case: Case) -> Iterator[tuple[Run, ...]]:
@@ -258,9 +307,8 @@ def cases(draw: st.DrawFn) -> Case:
     )
     config = PlannerConfig(
         block_tokens=16,
-        block_bytes=draw(st.sampled_from([4096, 1 << 20, 4 << 20])),
-        groups=draw(st.sampled_from([1, 2, 4])),
-        grouped=draw(st.sampled_from([frozenset({"h2d"}), frozenset(names)])),
+        block_bytes=draw(st.sampled_from([4096, 600 << 10, 4 << 20, 4 << 20])),
+        layers=draw(st.sampled_from([0, 3, 32])),
         min_gain=draw(st.sampled_from([0.0, 0.002])),
     )
     cost = LatencyModel(0.0, draw(st.sampled_from([1e-5, 1e-4, 1e-3])), 1e-8)

@@ -33,6 +33,11 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 Check = Callable[[], None]
 
 
+def host_before_disk() -> None:
+    runs = [planner.Run("host", 0, 45), planner.Run("disk", 45, 45)]
+    plans.test_the_hosts_last_blocks_come_in_groups(runs, 32, 1)
+
+
 def queue_of_few() -> None:
     orders.test_the_queue_is_a_sorted_dictionary(0, 0)
 
@@ -268,6 +273,14 @@ def fetches_that_are_forced_are_judged(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(planner, "_allowed", lambda compared, prompt, config: compared)
 
 
+def blocks_before_those_of_the_disk_come_in_groups(patch: pytest.MonkeyPatch) -> None:
+    def divided(self: Any, runs: Any) -> int:
+        blocks: int = sum(run.count for run in runs if run.source == "host")
+        return blocks * self.config.block_bytes
+
+    patch.setattr(planner._Judge, "_divided", divided)
+
+
 def tiny_gains_are_taken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(planner, "_sources", lambda runs: 0)
 
@@ -421,6 +434,7 @@ BUGS: list[tuple[Plant, Check]] = [
         plans.test_other_workers_are_never_asked_or_always,
     ),
     (fetches_that_are_forced_are_judged, plans.test_other_workers_are_never_asked_or_always),
+    (blocks_before_those_of_the_disk_come_in_groups, host_before_disk),
     (tiny_gains_are_taken, plans.test_each_source_has_to_gain_something),
     (the_write_budget_may_be_overdrawn, credit),
     (credit_grows_without_bound, admissions.test_a_day_can_be_spent_at_once_and_comes_back_evenly),

@@ -41,7 +41,9 @@ class Lower:
 class Planner:
     most = 100
 
-    def choose(self, device: int, local: Any, peers: Any, blocks: int, wait: float) -> Any:
+    def choose(
+        self, device: int, local: Any, peers: Any, blocks: int, wait: float, *, early: bool = False
+    ) -> Any:
         count = min(self.most, len(local))
         return FetchPlan(local=count, deadline=0.5) if count else None
 
@@ -165,7 +167,9 @@ class Pulls:
 class Fetcher(Planner):
     """Plans what is here, and the rest from the first worker."""
 
-    def choose(self, device: int, local: Any, peers: Any, blocks: int, wait: float) -> Any:
+    def choose(
+        self, device: int, local: Any, peers: Any, blocks: int, wait: float, *, early: bool = False
+    ) -> Any:
         peer = min(peers[0].blocks, blocks) - device - len(local) if peers else 0
         source = peers[0] if peer else None
         return FetchPlan(len(local), peer, source, deadline=0.5)
@@ -233,7 +237,9 @@ def test_the_end_of_a_request_ends_its_pull() -> None:
 class Priced(Fetcher):
     """Plans that are predicted to take a second, where computing takes three."""
 
-    def choose(self, device: int, local: Any, peers: Any, blocks: int, wait: float) -> Any:
+    def choose(
+        self, device: int, local: Any, peers: Any, blocks: int, wait: float, *, early: bool = False
+    ) -> Any:
         found = super().choose(device, local, peers, blocks, wait)
         last = "peer" if found.peer else "host"
         return replace(found, local=min(self.most, found.local), seconds=1.0, saves=3.0, last=last)
