@@ -8,10 +8,11 @@ the lanes carry bytes:
     P = speed * prefill(L, c)                                              the rest is computed
     time to first token = max( max(W, O_first) + P,  max(W, O) + P / G )
 
-W is the wait until the worker's engine is free. The host's blocks come in G groups of layers, and
-O_first is when the first group of all blocks is there. That is what the planner of the worker's own
-engine predicts (`kv.tiers.planner`), which decides again, with what it knows then. The point with
-the soonest first token is what it is expected to take.
+W is the wait until the worker's engine is free. The host's blocks come in G groups of layers, if no
+block of the disk comes behind them and the engine can begin with the first group; O_first is when
+that one is there. That is what the planner of the worker's own engine predicts
+(`kv.tiers.planner`), which decides again, with what it knows then. The point with the soonest first
+token is what it is expected to take.
 
 Pure. `RouterCore` makes the plans for each decision; policies see them in their snapshot.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from pdserve.kv.tiers.layer_groups import most_groups
 from pdserve.router.kv_sources import count_copies, reachable
 
 if TYPE_CHECKING:
@@ -36,10 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BlocksBySource", "Onboarding", "onboarding_plans"]
 
-_GROUPS: Final = 1
-"""Groups of layers that the host's blocks come in, as in `kv.tiers.planner.PlannerConfig`."""
 _MIN_GAIN: Final[Seconds] = 0.002
-"""What each source has to gain, as there."""
+"""What each source has to gain, as in `kv.tiers.planner.PlannerConfig`."""
 
 
 class BlocksBySource(NamedTuple):
@@ -99,7 +99,8 @@ class Onboarding:
     """The other worker, if there is one."""
     kept: bool = True
     """False: enough workers have what is fetched, so this one lets go of it after the request."""
-    groups: int = _GROUPS
+    groups: int = 1
+    """Groups of layers that the host's blocks come in."""
 
     @property
     def sizes(self) -> dict[LaneName, Bytes]:
@@ -112,7 +113,7 @@ class Onboarding:
 
 
 def _finish(
-    wait: Seconds, first: Seconds, whole: Seconds, compute: Seconds, groups: int = _GROUPS
+    wait: Seconds, first: Seconds, whole: Seconds, compute: Seconds, groups: int
 ) -> Seconds:
     """The formula of the module docstring."""
     return max(max(wait, first) + compute, max(wait, whole) + compute / groups)
@@ -176,29 +177,32 @@ def _soonest(
     """The plan with the soonest first token; None: what is on the device is best. Makes no record
     of the other points, because it runs for each request over all workers."""
     lanes, speed, length = worker.kv.lanes, worker.speed, request.prompt_tokens
-    size, each = worker.kv.block_bytes, request.block_size
+    size, each, layers = worker.kv.block_bytes, request.block_size, worker.kv.layers
     most = max(0, length - 1)
     least = wait + speed * model.prefill(length, min(own.device * each, most))
-    best: tuple[BlocksBySource, int, Seconds, Seconds, Seconds] | None = None
+    best: tuple[BlocksBySource, int, Seconds, Seconds, Seconds, int] | None = None
     for blocks in _points(own, peer):
-        times = _times(blocks, lanes, size)
+        groups = _groups(blocks, size, layers)
+        times = _times(blocks, lanes, size, groups)
         if times is None:
             continue
         first, whole = times
         tokens = min(blocks.total * each, most)
         compute = speed * model.prefill(length, tokens)
-        cost = _finish(wait, first, whole, compute) + _MIN_GAIN * blocks.sources
+        cost = _finish(wait, first, whole, compute, groups) + _MIN_GAIN * blocks.sources
         if cost < least:
-            best, least = (blocks, tokens, whole, first, compute), cost
+            best, least = (blocks, tokens, whole, first, compute, groups), cost
     if best is None:
         return None
-    blocks, tokens, whole, first, compute = best
+    blocks, tokens, whole, first, compute, groups = best
     source = peer.life.node if peer is not None and blocks.peer else None
     alone = compute
     if blocks.peer:
         alone = speed * model.prefill(length, min(blocks.own * each, most))
     delay = _delay(blocks, lanes, size)
-    return Onboarding(blocks, tokens, size, whole, first, compute, alone, delay, source)
+    return Onboarding(
+        blocks, tokens, size, whole, first, compute, alone, delay, source, groups=groups
+    )
 
 
 def _points(own: BlocksBySource, peer: KvHolder | None) -> Iterator[BlocksBySource]:
@@ -218,8 +222,16 @@ def _points(own: BlocksBySource, peer: KvHolder | None) -> Iterator[BlocksBySour
         yield BlocksBySource(device, host, disk, peer.blocks - own.total)
 
 
+def _groups(blocks: BlocksBySource, block_bytes: Bytes, layers: int) -> int:
+    """How many groups of layers the host's blocks come in."""
+    return 1 if blocks.disk else most_groups(blocks.host * block_bytes, block_bytes, layers)
+
+
 def _times(
-    blocks: BlocksBySource, lanes: Mapping[LaneName, LaneEstimate], block_bytes: Bytes
+    blocks: BlocksBySource,
+    lanes: Mapping[LaneName, LaneEstimate],
+    block_bytes: Bytes,
+    groups: int,
 ) -> tuple[Seconds, Seconds] | None:
     """When the first group of layers of these blocks is there, and when all; None: the worker has
     no lane for some of them."""
@@ -229,7 +241,7 @@ def _times(
         if lane is None:
             return None
         whole = max(whole, lane.seconds(size))
-        first = max(first, lane.seconds(size // _GROUPS if name == "h2d" else size))
+        first = max(first, lane.seconds(size // groups if name == "h2d" else size))
     return first, whole
 
 

@@ -75,6 +75,7 @@ class WorkerFacts:
                 card.models[0].compat_hash if card.models else "",
                 frozenset(card.transfers or card.fetches),
                 card.kv_block_bytes,
+                layers=card.kv_layers,
             ),
         )
 

@@ -34,9 +34,14 @@ ALL: dict[LaneName, LaneEstimate] = {"h2d": FAST, "disk_read": FAST, "fetch": FA
 
 
 def with_lanes(
-    node: str = "w", lanes: Mapping[LaneName, LaneEstimate] = ALL, size: int = MB, **fields: Any
+    node: str = "w",
+    lanes: Mapping[LaneName, LaneEstimate] = ALL,
+    size: int = MB,
+    layers: int = 0,
+    **fields: Any,
 ) -> WorkerView:
-    return worker(node, kv=WorkerKv("", "", frozenset({"tcp"}), size, lanes), **fields)
+    kv = WorkerKv("", "", frozenset({"tcp"}), size, lanes, layers)
+    return worker(node, kv=kv, **fields)
 
 
 def holder(blocks: int, node: str = "x") -> KvHolder:
@@ -155,9 +160,32 @@ def test_what_is_there_before_the_engine_is_free_costs_nothing():
     assert found.ttft(0.0) > found.compute
 
 
-def test_groups_and_gain_are_those_of_the_workers_own_planner():
-    config = PlannerConfig(BLOCK, MB)
-    assert (config.groups, config.min_gain) == (onboarding._GROUPS, onboarding._MIN_GAIN)
+@pytest.mark.parametrize(
+    ("size", "layers", "host", "disk", "groups"),
+    [
+        (2 * MB, 32, 30, 0, 4),
+        (2 * MB, 3, 30, 0, 2),
+        (2 * MB, 0, 30, 0, 1),
+        (MB, 32, 30, 0, 2),
+        (2 * MB, 32, 5, 0, 2),
+        (2 * MB, 32, 4, 0, 1),
+        (2 * MB, 32, 30, 90, 1),
+    ],
+)
+def test_only_the_first_of_the_hosts_groups_is_waited_for(
+    size: int, layers: int, host: int, disk: int, groups: int
+):
+    slow = LaneEstimate(1e9)
+    lanes = ALL | {"h2d": slow}
+    found = plan(with_lanes(lanes=lanes, size=size, layers=layers), host=host, disk=disk)
+    assert found is not None
+    assert found.groups == groups
+    assert found.first == pytest.approx(slow.seconds(max(host, disk) * size) / groups)
+    assert found.ttft(0.0) == pytest.approx(found.first + found.compute)
+
+
+def test_its_gain_is_that_of_the_workers_own_planner():
+    assert PlannerConfig(BLOCK, MB).min_gain == onboarding._MIN_GAIN
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -171,9 +199,10 @@ def test_no_other_point_is_sooner(number: int, seed: int):
             for name in random.sample(["h2d", "disk_read", "fetch"], random.randint(1, 3))
         }
         speed, work = random.choice((0.5, 1.0, 3.0)), random.choice((0.0, 0.5))
-        view = with_lanes(lanes=lanes, speed=speed, work=work, as_of=100.0)  # type: ignore[arg-type]
+        layers = random.choice((0, 2, 32))
+        view = with_lanes(lanes=lanes, speed=speed, work=work, as_of=100.0, layers=layers)  # type: ignore[arg-type]
         device, host, disk, peer = sorted(random.randrange(101) for _ in range(4))
-        times = list(_all_points(lanes, speed, work, device, host, disk, peer))
+        times = list(_all_points(lanes, layers, speed, work, device, host, disk, peer))
         found = plan(view, device, host, disk, peer)
         if found is None:
             assert min(times) == times[0]
@@ -187,19 +216,22 @@ def test_no_other_point_is_sooner(number: int, seed: int):
 
 def test_it_is_what_the_workers_own_planner_predicts(seed: int):
     """That one may also end a prefix inside a run; those plans are left out here."""
-    random, planned, size = Random(seed), 0, 50_000
-    for _ in range(200):
+    random, planned = Random(seed), dict.fromkeys((0, 1, 2, 4), 0)
+    for _ in range(400):
+        size, layers = random.choice((50_000, 600_000, 4 * MB)), random.choice((0, 32, 32))
         lanes: dict[LaneName, LaneEstimate] = {
-            name: LaneEstimate(10 ** random.uniform(6, 9), random.random() / 100, 0) for name in ALL
+            name: LaneEstimate(size * 10 ** random.uniform(1.5, 5), random.random() / 100, 0)
+            for name in ALL
         }
         device, host, disk, peer = sorted(random.sample(range(100), 4))
+        disk = random.choice((host, host, disk))
         wait = random.choice((0.0, 0.2))
-        view = with_lanes(lanes=lanes, size=size, work=wait, as_of=100.0)
+        view = with_lanes(lanes=lanes, size=size, layers=layers, work=wait, as_of=100.0)
         found = plan(view, device, host, disk, peer)
         runs = [Run("host", device, host - device), Run("disk", host, disk - host)]
         listed = [run for run in runs if run.count]
         prompt = PromptSources(3200, device, listed, [("x", peer)], wait)
-        theirs = plan_of_worker(prompt, lanes, MODEL, PlannerConfig(BLOCK, size))
+        theirs = plan_of_worker(prompt, lanes, MODEL, PlannerConfig(BLOCK, size, layers))
         ends = {("host", host), ("disk", disk), ("peer", peer)}
         least = min(
             one.finish + 0.002 * len({run.source for run in one.runs})
@@ -210,12 +242,13 @@ def test_it_is_what_the_workers_own_planner_predicts(seed: int):
             theirs.recompute if found is None else found.ttft(wait) + 0.002 * found.blocks.sources
         )
         assert ours == pytest.approx(least)
-        planned += found is not None
-    assert planned > 20
+        planned[0 if found is None else found.groups] += 1
+    assert min(planned.values()) > 5, "each number of groups, and plans that do not pay"
 
 
 def _all_points(
     lanes: Mapping[Any, LaneEstimate],
+    layers: int,
     speed: float,
     wait: float,
     device: int,
@@ -235,7 +268,13 @@ def _all_points(
         used = {name: blocks * MB for name, blocks in sizes.items() if blocks}
         if not used or not used.keys() <= lanes.keys():
             continue
-        whole = max(lanes[n].seconds(size) for n, size in used.items())
         compute = speed * MODEL.prefill(3200, min(3199, 32 * (own + fetched)))
         gain = 0.002 * ((from_host > 0) + (from_disk > 0) + (fetched > 0))
-        yield gain + max(wait, whole) + compute
+        # A block is too small for more than two groups.
+        groups = 2 if layers and from_host >= 10 and not from_disk else 1
+        done = wait
+        for group in range(1, groups + 1):
+            parts = {n: size * group // groups if n == "h2d" else size for n, size in used.items()}
+            there = max(lanes[n].seconds(size) for n, size in parts.items())
+            done = max(done, there) + compute / groups
+        yield gain + done

@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace as replaced
 
 from pdserve.kv.tiers.lanes import LaneEstimate
+from pdserve.kv.tiers.layer_groups import most_groups
 from pdserve.messages.tiers import KvSource
 from pdserve.router import kv_sources, onboarding, worker_table
 from pdserve.router.bookings import Bookings, _Account
@@ -45,6 +46,10 @@ def ended() -> None:
 def all_points() -> None:
     for number in range(2):
         plans.test_no_other_point_is_sooner(number, 1)
+
+
+def same_as_workers() -> None:
+    plans.test_it_is_what_the_workers_own_planner_predicts(2)
 
 
 # ---------------------------------------------------------------------- sources
@@ -133,7 +138,7 @@ def a_backlog_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def lanes_work_one_after_the_other(patch: pytest.MonkeyPatch) -> None:
-    def times(blocks: BlocksBySource, lanes: Any, size: int) -> Any:
+    def times(blocks: BlocksBySource, lanes: Any, size: int, groups: int) -> Any:
         sizes = blocks.sizes(size)
         if not sizes.keys() <= lanes.keys():
             return None
@@ -151,7 +156,18 @@ def disk_blocks_skip_the_host(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_longest_prefix_is_always_taken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(onboarding, "_finish", lambda wait, first, whole, compute, groups=1: compute)
+    patch.setattr(onboarding, "_finish", lambda wait, first, whole, compute, groups: compute)
+
+
+def layers_are_not_counted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(onboarding, "_groups", lambda blocks, size, layers: 1)
+
+
+def blocks_of_the_disk_come_in_groups(patch: pytest.MonkeyPatch) -> None:
+    def groups(blocks: BlocksBySource, size: int, layers: int) -> int:
+        return most_groups((blocks.host + blocks.disk) * size, size, layers)
+
+    patch.setattr(onboarding, "_groups", groups)
 
 
 def a_slow_worker_computes_as_fast_as_others(patch: pytest.MonkeyPatch) -> None:
@@ -209,6 +225,10 @@ BUGS: list[tuple[Plant, Callable[[], None]]] = [
     (lanes_work_one_after_the_other, all_points),
     (disk_blocks_skip_the_host, all_points),
     (the_longest_prefix_is_always_taken, plans.test_a_lane_that_is_too_slow_is_left_out),
+    (layers_are_not_counted, all_points),
+    (layers_are_not_counted, same_as_workers),
+    (blocks_of_the_disk_come_in_groups, all_points),
+    (blocks_of_the_disk_come_in_groups, same_as_workers),
     (a_slow_worker_computes_as_fast_as_others, all_points),
     (a_plan_is_no_load, decisions.test_bytes_of_a_decision_count_for_the_next_one_at_once),
     (a_report_leaves_the_bytes, reported),

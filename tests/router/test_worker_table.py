@@ -13,7 +13,7 @@ from pdserve.messages.node import NodeCard, summarize_card
 from pdserve.messages.routing import WorkerLoad
 from pdserve.router.bookings import Bookings
 from pdserve.router.config import RouterConfig
-from pdserve.router.policies.base import WorkerView
+from pdserve.router.policies.base import WorkerKv, WorkerView
 from pdserve.router.worker_table import ModelView, WorkerEligibility, WorkerFacts, WorkerTable
 from pdserve.runtime.registry import Member
 from tests.router.support import facts, life, load
@@ -152,6 +152,13 @@ def test_a_member_becomes_a_worker_with_its_card():
     assert WorkerFacts.of(member) == WorkerFacts(
         life("w1", 7), ("m", "a"), True, True, False, 4, frozenset({"poet@1"})
     )
+
+
+def test_a_card_says_how_a_worker_s_kv_moves(world):
+    card = NodeCard(host="h", transfers=("tcp",), kv_block_bytes=7, kv_layers=3, fetches=("rdma",))
+    facts = WorkerFacts.of(Member(NodeId("w1"), 7, "h:1", "worker", card))
+    assert facts.kv == WorkerKv("h", "", frozenset({"tcp"}), 7, layers=3)
+    assert WorkerFacts.of(Member(NodeId("w1"), 7, "h:1", "worker", NodeCard())).kv.layers == 0
 
 
 # ------------------------------------------------------------------ how busy

@@ -49,6 +49,9 @@ class WorkerKv:
     """Bytes of a KV block; 0: not said."""
     lanes: Mapping[LaneName, LaneEstimate] = field(default_factory=dict)
     """Lanes of its tiers, with what was placed there since its report; empty: it has no tiers."""
+    layers: int = 0
+    """Its model's layers, if its engine loads KV from host memory in groups of them; 0: blocks come
+    whole, or not said."""
 
 
 _NO_KV = WorkerKv()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 
+from pdserve.router.onboarding import onboarding_plans
 from pdserve.sim.replay.config import ReplayConfig
 from pdserve.sim.replay.run import ReplayResult, replay
 from pdserve.sim.workloads.generate import SharedPrefix
@@ -54,6 +56,24 @@ def test_what_the_device_evicts_is_found_on_the_host() -> None:
     assert tokens(tiered)["host"] == pytest.approx(told(tiered, "host"), rel=0.3)
     assert tokens(tiered)["computed"] < 0.75 * tokens(plain)["computed"]
     assert tiered.summary["ttft"]["mean"] < plain.summary["ttft"]["mean"]
+
+
+def test_routers_count_that_a_prefill_begins_before_the_last_layers_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups = Counter[int]()
+
+    def plans(*known: Any) -> Any:
+        found = onboarding_plans(*known)
+        groups.update(plan.groups for plan in found.values())
+        return found
+
+    monkeypatch.setattr("pdserve.router.core.onboarding_plans", plans)
+    result = made(host_kv=HOST)
+    assert groups[4] > 10
+    early = [worker["tiers"]["host"] for worker in result.workers]
+    assert sum(tier["early_starts"] for tier in early) > 3
+    assert sum(tier["early_failed"] for tier in early) == 0
 
 
 def test_routers_send_prompts_to_the_host_that_has_them() -> None:
