@@ -450,9 +450,10 @@ class CoreClient:
         """Exchange KV as this (node, epoch) from now on, also after a restart."""
         self._transfer_control.attach(node, epoch)
 
-    def peer_gone(self, node: NodeId, epoch: Epoch) -> None:
-        """End all transfers with (node, epoch), which gossip says is dead."""
-        self._transfer_control.peer_gone(node, epoch)
+    def peer_gone(self, node: NodeId, epoch: Epoch, *, returns: bool = False) -> None:
+        """End all transfers with (node, epoch), which gossip says is dead. `returns`: only its
+        engine is, and starts again."""
+        self._transfer_control.peer_gone(node, epoch, returns=returns)
 
     def transfer_call(
         self, node: NodeId, epoch: Epoch, ask: TransportCall, reply: Answered

@@ -205,8 +205,9 @@ class Engine(RequestEngine, Protocol):
         Transfers that began under an earlier epoch end."""
         ...
 
-    def peer_gone(self, node: NodeId, epoch: Epoch) -> None:
-        """Gossip says that (node, epoch) is dead: end its transfers and fence its writes."""
+    def peer_gone(self, node: NodeId, epoch: Epoch, *, returns: bool = False) -> None:
+        """Gossip says that (node, epoch) is dead: end its transfers and fence its writes.
+        `returns`: only its engine is lost, and the same life may be asked again later."""
         ...
 
     def transfer_call(

@@ -86,10 +86,10 @@ class TransferController:
         if self._up:
             self._post(self._attached)
 
-    def peer_gone(self, node: NodeId, epoch: Epoch) -> None:
-        """Tell the core that (node, epoch) is dead."""
+    def peer_gone(self, node: NodeId, epoch: Epoch, *, returns: bool = False) -> None:
+        """Tell the core that (node, epoch) is dead, or its engine. `returns`: that starts again."""
         if self._up:
-            self._post(PeerGone(node=node, epoch=epoch))
+            self._post(PeerGone(node=node, epoch=epoch, returns=returns))
 
     def call(self, node: NodeId, epoch: Epoch, ask: TransportCall, reply: Answered) -> None:
         """Pass a peer's control call to the core. `reply` is called once: with the answer,

@@ -426,7 +426,7 @@ class EngineCore:
                 self._mover.take(command)
                 if isinstance(command, PeerGone) and self._fetches is not None:
                     self._fetches.peer_gone(command, self._clock.now())
-                    if self._onboarder is not None:
+                    if self._onboarder is not None and not command.returns:
                         self._onboarder.peer_gone(command.node, command.epoch)
         elif isinstance(command, InboundControl):
             error = TransferRefused("this engine neither sends KV nor receives any")

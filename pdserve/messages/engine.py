@@ -325,11 +325,13 @@ class PrefillForPeer(msgspec.Struct, frozen=True, array_like=True, tag=14):
 
 
 class PeerGone(msgspec.Struct, frozen=True, array_like=True, tag=15):
-    """Reports that a node life is over: closes the paths to it, which fences what it could
-    write."""
+    """Reports that a node life is over, or the engine of one: closes the paths to it, which fences
+    what it could write."""
 
     node: str
     epoch: int
+    returns: bool = False
+    """True: the same life of the node starts its engine again, so it may be asked later."""
 
 
 class InboundControl(msgspec.Struct, frozen=True, array_like=True, tag=16):

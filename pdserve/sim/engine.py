@@ -370,9 +370,10 @@ class VirtualTimeEngine:
         self._key = NodeLife(node, epoch)
         self._transfer_control.attach(node, epoch)
 
-    def peer_gone(self, node: NodeId, epoch: Epoch) -> None:
-        """End the transfers with a peer that gossip calls dead, and fence its writes."""
-        self._transfer_control.peer_gone(node, epoch)
+    def peer_gone(self, node: NodeId, epoch: Epoch, *, returns: bool = False) -> None:
+        """End the transfers with a peer that gossip calls dead, and fence its writes. `returns`:
+        only its engine is dead, and starts again."""
+        self._transfer_control.peer_gone(node, epoch, returns=returns)
 
     def transfer_call(
         self, node: NodeId, epoch: Epoch, ask: TransportCall, reply: Answered

@@ -115,7 +115,7 @@ class TransferRpc:
             self._gone.pop(life, None)
         elif _lost_its_engine(event):
             # The same life of the node, another of its engine: what the old one had is gone.
-            self._engine.peer_gone(*life)
+            self._engine.peer_gone(*life, returns=True)
 
     # ------------------------------------------------------------------ both ways
 

@@ -38,6 +38,7 @@ class Recorder:
         self.metrics = Metrics()
         self.attached: list[tuple[str, int]] = []
         self.gone: list[tuple[str, int]] = []
+        self.returning: list[bool] = []
         self.calls: list[tuple[str, int, TransportCall]] = []
         self.answer: TransportReply | PdserveError | None = TransportReply(ControlDone())
         self.states: list[PathState] = []
@@ -49,8 +50,9 @@ class Recorder:
     def attach(self, node, epoch):
         self.attached.append((node, epoch))
 
-    def peer_gone(self, node, epoch):
+    def peer_gone(self, node, epoch, *, returns=False):
         self.gone.append((node, epoch))
+        self.returning.append(returns)
 
     def transfer_call(self, node, epoch, ask, reply):
         self.calls.append((node, epoch, ask))
@@ -181,6 +183,7 @@ def test_ends_of_lives_are_told() -> None:
             await c.crash("b")
             await c.until(lambda: len(ours.gone) == 2, timeout=60.0)
             assert ours.gone[1] == ("b", epoch)
+            assert ours.returning == [True, False]
 
     run(main())
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec.structs import replace
 
+from pdserve.messages.engine import PeerGone
 from pdserve.messages.kv_pull import KvPullGrant
 from pdserve.messages.tiers import CachedSource, KvSource, TierSpec
 from tests.engine_core.kv_fetch.pair import BLOCK, FetchPair, evict, fetch_pair, server_of
@@ -181,6 +182,17 @@ def test_a_life_that_has_ended_is_not_asked():
     onboarder = both.r.core._onboarder
     assert onboarder is not None
     assert onboarder._may_pull(KvSource("p", 2, 8))
+    end(both)
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_life_whose_engine_starts_again_is_asked_again(returns: bool):
+    both = pair()
+    both.r.core.handle(PeerGone("p", 1, returns=returns))
+    both.run()
+    onboarder = both.r.core._onboarder
+    assert onboarder is not None
+    assert onboarder._may_pull(KvSource("p", 1, 8)) == returns
     end(both)
 
 

@@ -312,6 +312,8 @@ def tiered_pair(
             host_bytes=1 << 20,
             disk_path=str(folder / name),
             disk_bytes=61 << 20,
+            # The usual budget is a disk a day: the cases of a module share these engines.
+            disk_write_budget=1 << 40,
             disk_owner=name,
             host_admission="all",
             disk_admission="all",

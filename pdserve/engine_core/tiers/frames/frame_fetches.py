@@ -83,7 +83,8 @@ class FrameFetches:
                 self._mover.attach(NodeLife(NodeId(command.node), command.epoch))
             case PeerGone():
                 self._mover.take(command)
-                self._pulls.peer_gone(command.node, command.epoch)
+                if not command.returns:
+                    self._pulls.peer_gone(command.node, command.epoch)
                 self._both.peer_gone(command, now)
             case InboundControl() | OutboundControlReply():
                 self._mover.take(command)

@@ -259,7 +259,7 @@ def test_wrong_bytes_are_no_blocks(two: Two) -> None:
     assert len(two.asker.host) == 0
 
 
-@pytest.mark.parametrize("how", ["late", "gone", "cancelled", "dropped"])
+@pytest.mark.parametrize("how", ["late", "gone", "restarts", "cancelled", "dropped"])
 def test_frames_wait_until_the_peer_cannot_write(two: Two, how: str) -> None:
     number = two.asker.pull(chain(1), patience=0.5)
     two.asker.step()
@@ -274,6 +274,9 @@ def test_frames_wait_until_the_peer_cannot_write(two: Two, how: str) -> None:
             two.asker.fetches.take(PeerGone("owner", 1), now)
             assert not two.asker.fetches.pulls.may_pull(KvSource("owner", 1, 4))
             assert two.asker.fetches.pulls.may_pull(KvSource("owner", 2, 4))
+        case "restarts":
+            two.asker.fetches.take(PeerGone("owner", 1, returns=True), now)
+            assert two.asker.fetches.pulls.may_pull(KvSource("owner", 1, 4))
         case "cancelled":
             two.asker.fetches.pulls.cancel(number)
         case "dropped":
