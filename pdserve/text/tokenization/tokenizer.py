@@ -4,8 +4,6 @@ Wraps the `tokenizers` library and does the same as `transformers` with the same
 post-processor in tokenizer.json decides which first and last tokens are added. It opens no file,
 and knows neither chats nor requests. One object serves a model while its card is the same.
 
-`choose_encoder` lets a faster library encode where it gives the same ids (`fast_encoder.py`).
-
 Threads: encoding and decoding change nothing, so any number of threads may use one object. `encode`
 and `encode_batch` release the interpreter lock while they work; `decode` does not.
 """
@@ -13,7 +11,6 @@ and `encode_batch` release the interpreter lock while they work; `decode` does n
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -22,7 +19,6 @@ import tokenizers
 
 from pdserve.errors import ConfigError, InvalidRequest
 from pdserve.text.tokenization.detokenizer import Detokenizer, make_detokenizer
-from pdserve.text.tokenization.fast_encoder import choose_encoder
 from pdserve.text.tokenization.token_bound import chars_per_token, split_text
 from pdserve.text.tokenization.token_text_table import TokenTextTable, decoder_shape, is_panic
 from pdserve.text.tokenization.tokenization_cache import TokenizationCache, plan_cuts
@@ -32,9 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from pdserve.messages.card import ModelCard
-    from pdserve.text.tokenization.fast_encoder import EncoderChoice, FastEncoder
-
-_log = logging.getLogger("pdserve.text")
 
 # Without it the library warns on standard error when a process forks after a parallel encode.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -62,18 +55,15 @@ class Tokenizer:
         pieces: TokenTextTable,
         config: TokenizerConfig,
         tokenizer_json: bytes,
-        own_tokens: bool,
     ) -> None:
-        """Use `from_card` or `from_bytes`. `own_tokens`: it has tokens that the file lacks."""
+        """Use `from_card` or `from_bytes`."""
         self._raw = raw
         self._pieces = pieces
         self._json = tokenizer_json
-        self._own_tokens = own_tokens
         self.config = config
-        self._fast: FastEncoder | None = None
-        self.segments: TokenizationCache | None = None
-        """Cache of segments of earlier texts; None if texts cannot be cut, or are encoded as fast
-        as they would be found."""
+        cuts = plan_cuts(raw)
+        self.segments = None if cuts is None else TokenizationCache(cuts)
+        """Cache of segments of earlier texts; None if texts cannot be cut."""
 
     @classmethod
     def from_card(cls, card: ModelCard) -> Tokenizer:
@@ -106,10 +96,9 @@ class Tokenizer:
             raise ConfigError(f"tokenizer.json cannot be used: {error}") from None
         raw.no_padding()
         raw.no_truncation()
-        changed = _add_tokens(raw, config)
+        _add_tokens(raw, config)
         size = max(model_vocab_size, _highest_id(raw) + 1)
-        pieces = TokenTextTable(raw, shape, size, _special_ids(raw))
-        return cls(raw, pieces, config, tokenizer_json, own_tokens=changed)
+        return cls(raw, TokenTextTable(raw, shape, size, _special_ids(raw)), config, tokenizer_json)
 
     # ---------------------------------------------------------------- properties
 
@@ -153,21 +142,6 @@ class Tokenizer:
 
     # ---------------------------------------------------------------- text to ids
 
-    def choose_encoder(self) -> EncoderChoice:
-        """Encode with `fastokens` from now on, if it covers this tokenizer and gives the same ids.
-
-        Takes up to seconds: run it off the event loop. Idempotent. Other threads may encode
-        meanwhile.
-        """
-        choice, self._fast = choose_encoder(self._json, self._raw, self._own_tokens)
-        if self._fast is None:
-            self._begin_cache()
-        return choice
-
-    def _begin_cache(self) -> None:
-        cuts = plan_cuts(self._raw)
-        self.segments = None if cuts is None else TokenizationCache(cuts)
-
     def encode(self, text: str, add_special_tokens: bool = True, salt: str = "") -> list[int]:
         """Return the token ids of `text`. Raises `InvalidRequest` for a lone surrogate.
 
@@ -196,28 +170,9 @@ class Tokenizer:
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
         """Return the token ids of pairs of texts, joined as the tokenizer's post-processor says.
         Raises `InvalidRequest` for a lone surrogate."""
-        return self._encode_slowly(list(pairs), add_special_tokens=True)
+        return self._encode_at_once(list(pairs), add_special_tokens=True)
 
-    def _encode_at_once(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        fast = self._fast
-        if fast is None:
-            return self._encode_slowly(texts, add_special_tokens)
-        try:
-            return [ids.tolist() for ids in fast.encode(texts, add_special_tokens)]
-        except UnicodeEncodeError:
-            raise InvalidRequest("text must be valid Unicode") from None
-        except BaseException as error:
-            if not (is_panic(error) or isinstance(error, ValueError)):
-                raise
-            self._give_up_fast(error)
-            return self._encode_slowly(texts, add_special_tokens)
-
-    def _give_up_fast(self, error: BaseException) -> None:
-        """Encode with `tokenizers` from now on: the other library is in an unknown state."""
-        self._fast = None
-        _log.warning("texts are encoded by tokenizers from now on: fastokens failed: %s", error)
-
-    def _encode_slowly(
+    def _encode_at_once(
         self, texts: list[str] | list[tuple[str, str]], add_special_tokens: bool
     ) -> list[list[int]]:
         try:
@@ -322,15 +277,12 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _add_tokens(raw: tokenizers.Tokenizer, config: TokenizerConfig) -> bool:
-    """Add the tokens that only tokenizer_config.json lists, or lists as special. Return whether
-    there are any."""
-    changed = False
+def _add_tokens(raw: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
+    """Add the tokens that only tokenizer_config.json lists, or lists as special."""
     present = {token.content: token for token in raw.get_added_tokens_decoder().values()}
     for entry in config.added_tokens:
         if entry.get("content") not in present:
             _add_at_id(raw, dict(entry))
-            changed = True
     special = {content: present.get(content) for content in config.extra_special_tokens}
     special = {content: None for content, known in special.items() if known is None}
     for content in config.special_tokens.values():
@@ -341,8 +293,6 @@ def _add_tokens(raw: tokenizers.Tokenizer, config: TokenizerConfig) -> bool:
         # A token not in the vocabulary would get an id that the model does not have.
         if raw.token_to_id(content) is not None:
             raw.add_special_tokens([known or content])
-            changed = True
-    return changed
 
 
 def _add_at_id(raw: tokenizers.Tokenizer, entry: dict[str, Any]) -> None:
