@@ -40,6 +40,7 @@ from pdserve.frontend.dispatch.migration.migration_state import (
 from pdserve.frontend.dispatch.poison_guard import PoisonGuard
 from pdserve.frontend.dispatch.refusals import Refusals
 from pdserve.frontend.dispatch.router_client import no_worker_error
+from pdserve.frontend.dispatch.worker_stream import ACCEPT_TIMEOUT
 from pdserve.frontend.placement import Placement
 from pdserve.ids import NodeLife
 from pdserve.messages.routing import RouteRequest
@@ -88,8 +89,6 @@ _MOVES: Final = 3
 shuttle it."""
 _PATIENCE: Final[Seconds] = 2.0
 """Seconds for a router to answer about a request that has a worker already."""
-_ACCEPT_TIMEOUT: Final[Seconds] = 5.0
-"""A worker's node accepts a request within one turn of its event loop."""
 _ELSEWHERE: Final = (LinkError, Unavailable, Overloaded, EngineDied)
 """Errors of one worker that another worker may not have."""
 
@@ -321,7 +320,7 @@ class DispatchedRequest:
                 decision.booking,
                 attempt,
                 booking.end,
-                timeout=_ACCEPT_TIMEOUT,
+                timeout=ACCEPT_TIMEOUT,
                 on_moving=attempt.on_moving,
             )
         except BaseException as error:

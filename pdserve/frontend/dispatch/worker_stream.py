@@ -47,10 +47,12 @@ if TYPE_CHECKING:
     from pdserve.net.timers import Timers
     from pdserve.wire.parser import Buffer
 
-__all__ = ["RemoteSequence", "WorkerStream"]
+__all__ = ["ACCEPT_TIMEOUT", "RemoteSequence", "WorkerStream"]
 
 _log = logging.getLogger(__name__)
 
+ACCEPT_TIMEOUT: Final[Seconds] = 5.0
+"""A worker's node accepts a request within one turn of its event loop."""
 _WINDOW: Final = 1 << 20
 """Flow-control credit in bytes for the worker's output."""
 _MOST_WAITING: Final[Bytes] = 64 << 20

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from pdserve.errors import DeadlineExceeded, LinkLost, PdserveError
+from pdserve.frontend.dispatch.worker_stream import ACCEPT_TIMEOUT
 
 if TYPE_CHECKING:
     from pdserve.frontend.dispatch.worker_streams import WorkerStreams
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
     from pdserve.messages.request import GenerateRequest, TokenDelta
 
 __all__ = ["prewarm"]
-
-_ACCEPT_TIMEOUT: Final[Seconds] = 5.0
 
 
 async def prewarm(
@@ -27,7 +26,7 @@ async def prewarm(
         raise LinkLost(f"worker {life.node} has restarted", sent=False)
     sink = _PrewarmSink(asyncio.get_running_loop())
     sequence = await stream.open(
-        request, 0, sink, lambda outcome: None, timeout=min(timeout, _ACCEPT_TIMEOUT)
+        request, 0, sink, lambda outcome: None, timeout=min(timeout, ACCEPT_TIMEOUT)
     )
     try:
         await sink.wait(timeout)
