@@ -53,6 +53,8 @@ class _Resident:
     last_use: Seconds
     number: int
     """Grows with every arrival and use: the tie-break among equal scores."""
+    turns: int
+    """Most turns so far; `block.turns` is the number of when it arrived."""
     claims: int = 0
     shadow: bool = False
 
@@ -116,7 +118,10 @@ class HostIndex:
     def block(self, block_hash: bytes) -> TierBlock | None:
         """The block, with its turns as of now."""
         resident = self._by_hash.get(block_hash)
-        return resident.block if resident else None
+        if resident is None:
+            return None
+        block, turns = resident.block, resident.turns
+        return block if block.turns == turns else replace(block, turns=turns)
 
     def age(self, block_hash: bytes, now: Seconds) -> Seconds:
         """Seconds since the last use of this block, which is valid."""
@@ -149,7 +154,7 @@ class HostIndex:
             self._free.append(frame)
             return False
         self._number += 1
-        resident = _Resident(frame, block, now, self._number)
+        resident = _Resident(frame, block, now, self._number, block.turns)
         self._by_hash[block.hash] = self._by_frame[frame] = resident
         if block.pin_until > now:
             self._pin(block.hash, block.pin_until)
@@ -192,16 +197,25 @@ class HostIndex:
         self._claimed -= 1
         self._place(resident)
 
-    def touch(self, block_hash: bytes, now: Seconds, turns: int | None = None) -> None:
-        """The block was used now, in a conversation of `turns` turns. Nothing happens if the tier
-        does not have it. Callers touch the blocks of a chain from its tail, so that among equals a
-        leaf goes before its parent."""
+    def touch(
+        self,
+        block_hash: bytes,
+        now: Seconds,
+        turns: int | None = None,
+        *,
+        shadow: bool | None = None,
+    ) -> None:
+        """The block was used now, in a conversation of `turns` turns. `shadow`: whether the device
+        has it, too; None: as before. Nothing happens if the tier does not have it. Callers touch
+        the blocks of a chain from its tail, so that among equals a leaf goes before its parent."""
         self._expire_pins(now)
         resident = self._by_hash.get(block_hash)
         if resident is None:
             return
-        if turns is not None and turns > resident.block.turns:
-            resident.block = replace(resident.block, turns=turns)
+        if turns is not None and turns > resident.turns:
+            resident.turns = turns
+        if shadow is not None:
+            resident.shadow = shadow
         self._number += 1
         resident.number = self._number
         resident.last_use = max(now, resident.last_use)
@@ -298,7 +312,7 @@ class HostIndex:
             self._queue.put(resident.block.hash, self._key(resident))
 
     def _key(self, resident: _Resident) -> EvictionKey:
-        score = self._order.score(resident.last_use, resident.block.turns)
+        score = self._order.score(resident.last_use, resident.turns)
         return (0 if resident.shadow else 1, score, resident.number)
 
     # ------------------------------------------------------------------ events, self-audit

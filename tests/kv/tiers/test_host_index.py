@@ -325,9 +325,13 @@ class HostIndexMachine(RuleBasedStateMachine):
         if not place.claims and not place.found:
             del self.places[frame]
 
-    @rule(name=names, turns=st.sampled_from([None, 1, 3, 9]))
-    def touch(self, name: int, turns: int | None) -> None:
-        self.index.touch(bytes([name]), self.now, turns)
+    @rule(
+        name=names,
+        turns=st.sampled_from([None, 1, 3, 9]),
+        shadow=st.sampled_from([None, False, True]),
+    )
+    def touch(self, name: int, turns: int | None, shadow: bool | None) -> None:
+        self.index.touch(bytes([name]), self.now, turns, shadow=shadow)
         self.expire()
         if found := self.resident(name):
             self.number += 1
@@ -335,6 +339,8 @@ class HostIndexMachine(RuleBasedStateMachine):
             assert one
             found[1].last_use, found[1].number = self.now, self.number
             found[1].block = block(name, max(one.turns, turns or 1), one.pin_until)
+            if shadow is not None:
+                found[1].shadow = shadow
 
     @rule(name=names, on=st.booleans())
     def shadow(self, name: int, on: bool) -> None:

@@ -193,15 +193,13 @@ class Storing:
     def keep(self, block_hash: bytes, now: Seconds) -> None:
         """As `LowerTiers.keep`."""
         if block_hash in self._host and self._host.is_shadow(block_hash):
-            self._host.shadow(block_hash, on=False)
-            self._host.touch(block_hash, now)
+            self._host.touch(block_hash, now, shadow=False)
 
     def used(self, block_hash: bytes, turns: int, now: Seconds) -> None:
         """As `LowerTiers.used`."""
         self._refused.discard(block_hash)
         if block_hash in self._host:
-            self._host.shadow(block_hash, on=True)
-            self._host.touch(block_hash, now, turns)
+            self._host.touch(block_hash, now, turns, shadow=True)
             self._spilling.offer(block_hash, now)
         if self._tiers.disk is not None:
             self._tiers.disk.touch(block_hash, now)
@@ -225,7 +223,6 @@ class Storing:
     def _left_device(self, block_hash: bytes, now: Seconds) -> None:
         self._refused.discard(block_hash)
         if block_hash in self._host:
-            self._host.shadow(block_hash, on=False)
-            self._host.touch(block_hash, now)
+            self._host.touch(block_hash, now, shadow=False)
         elif not self._tiers.saved(block_hash):
             self._tiers.host_counts.unsaved += 1
