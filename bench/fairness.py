@@ -38,7 +38,7 @@ WARM_UP: Final[Seconds] = 7.0
 """Warm-up at two thirds of the capacity, with requests of no tenant, in which routers learn how
 long prompts take. It ends before membership closes idle links after 10 s; a frontend would then
 leave its router for another."""
-FRONTENDS: Final = 16
+FRONTENDS: Final = 64
 """Number of frontends. One is used per router, since each frontend chooses its router itself."""
 LENGTHS: Final = (500, 1000, 2000, 4000, 8000)
 OUTPUT: Final = 4
@@ -76,7 +76,7 @@ def cases() -> list[Case]:
     urgent = (Tenant("urgent", 1, 0.4, priority=1), Tenant("usual", 1, 1.1))
     pinned = (light, Tenant("heavy", 3, 1.0, pinned=True))
     nothing = {"hold_work": "0"}
-    found = [Case("weights 1:3", weights, routers) for routers in (1, 2, 4)]
+    found = [Case("weights 1:3", weights, routers) for routers in (1, 2, 4, 8)]
     found += [Case("weights 1:3, heavy at one router", pinned, routers) for routers in (2, 4)]
     found += [
         Case("weights 1:3, `fifo`", weights, options={"queue_order": "fifo"}),

@@ -13,6 +13,7 @@ from pdserve.frontend.preprocess.prompt_hashes import PromptHasher
 
 if TYPE_CHECKING:
     from pdserve.frontend.config import FrontendConfig
+    from pdserve.ids import NodeId
     from pdserve.observe.degraded import Degradations
     from pdserve.observe.metrics import Metrics
     from pdserve.runtime.hash_secret import HashSecretSource
@@ -31,10 +32,12 @@ class FrontendNode:
         secrets: HashSecretSource,
         degradations: Degradations,
         metrics: Metrics | None = None,
+        own_router: NodeId | None = None,
     ) -> None:
+        """`own_router`: the router in the same process, if there is one."""
         self.node = node
         self.secrets = secrets
-        self.backend = ClusterClient(node, config, degradations, metrics)
+        self.backend = ClusterClient(node, config, degradations, metrics, own_router)
         self.hasher = PromptHasher(lambda: secrets.secret)
         """Hashes prompts with the cluster's secret, as workers do."""
 

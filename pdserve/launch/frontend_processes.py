@@ -72,11 +72,13 @@ def child_frontend_flags(config: Config, port: int, seed: str, number: int) -> d
     Args: `port` is the shared one, `seed` a node of this process.
     """
     cluster = config.cluster
+    passed = ["frontend", "process", "cluster"]
+    if config.process.with_router:
+        passed.append("router")
     flags = {
         name: text
         for name, text in config.given.items()
-        if name not in _OWN
-        and BY_NAME[name].target.partition(".")[0] in ("frontend", "process", "cluster")
+        if name not in _OWN and BY_NAME[name].target.partition(".")[0] in passed
     }
     flags |= {"role": "frontend", "config": "none", "port": str(port)}
     flags["join"] = ",".join(dict.fromkeys((seed, *cluster.join)))

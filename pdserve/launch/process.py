@@ -29,7 +29,7 @@ from pdserve.launch.cluster import admin_socket
 from pdserve.launch.cluster.advertise_check import watch_advertised_name
 from pdserve.launch.cluster.membership_log import log_member_event
 from pdserve.launch.cluster.node_factory import NodeFactory
-from pdserve.launch.config.resolve import has_worker_pair
+from pdserve.launch.config.resolve import has_worker_pair, roles_of
 from pdserve.launch.config.startup_log import log_config_sources, log_listening, warn_about_config
 from pdserve.launch.console import Console
 from pdserve.launch.drain import Drain, requests_in_words
@@ -229,9 +229,7 @@ class ServerProcess:
 
     def _make_parts(self) -> None:
         """Creates the roles, with a router first, as the seed of the others in this process."""
-        role = self._config.process.role
-        roles = ("router", "worker", "frontend") if self._all_in_one else (role,)
-        for name in roles:
+        for name in roles_of(self._config):
             if name == "worker" and has_worker_pair(self._config):
                 self._make_pair()
             else:
@@ -270,7 +268,10 @@ class ServerProcess:
             return worker
         from pdserve.launch.roles.frontend import FrontendRole
 
-        self._frontend = FrontendRole(self._context, node, self._on_siblings_failed)
+        own = [part.node.id for part in self._parts if part.node.config.role == "router"]
+        self._frontend = FrontendRole(
+            self._context, node, self._on_siblings_failed, own[0] if own else None
+        )
         return self._frontend
 
     def _make_pair(self) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import signal
 import socket
 import time
+import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -69,6 +71,14 @@ def asked(server: Server) -> int:
         )
         assert pid is not None
         return pid
+
+
+def asked_router(server: Server) -> str:
+    """The router that chose the worker of a request on a new connection."""
+    body = json.dumps(CHAT).encode()
+    url = f"http://127.0.0.1:{server.port}/v1/chat/completions"
+    with urllib.request.urlopen(url, data=body, timeout=PATIENCE) as answer:
+        return str(answer.headers["x-pdserve-router"])
 
 
 def wait_asked(server: Server, pids: set[int]) -> None:
@@ -242,3 +252,17 @@ def test_a_frontend_alone_shares_its_port_too(tiny_model, home):
             wait_asked(server, {server.process.pid, *wait_siblings(server)})
             server.post("/v1/chat/completions", CHAT)
             assert server.metric(COMPLETED) == 1
+
+
+def test_each_process_may_have_a_router_of_its_own(tiny_model, home):
+    with pair(tiny_model, home, "--with-router") as server:
+        (sibling,) = siblings(server)
+        routers = server.metric("pdserve_router_routed_total")
+        wait_asked(server, {server.process.pid, sibling})
+        seen = {asked_router(server) for _ in range(64)}
+        assert len(seen) == 2, "both routers were asked"
+        assert server.metric("pdserve_router_routed_total") == routers + 64
+        os.kill(sibling, signal.SIGKILL)
+        server.wait_for_line(rf"frontend 2 \(process {sibling}\) was killed by SIGKILL")
+        wait_siblings(server, but=sibling)
+        assert asked_router(server)

@@ -73,6 +73,14 @@ def test_siblings_get_what_concerns_frontends_and_nothing_else(tmp_path):
     }
 
 
+def test_siblings_with_routers_get_what_concerns_routers(tmp_path):
+    given = config(
+        tmp_path, role="frontend", frontends="2", with_router="true", policy="random", join="h:1"
+    )
+    flags = child_frontend_flags(with_shared_port(given), 8000, "127.0.0.1:4000", 2)
+    assert (flags["with-router"], flags["policy"]) == ("true", "random")
+
+
 def test_addresses_of_one_process_are_not_anothers(tmp_path):
     given = config(
         tmp_path,

@@ -130,6 +130,11 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     _count(group, "--routers", 1, "Routers.")
     _count(group, "--frontends", 1, "Frontends; each asks a router of its own choice.")
     group.add_argument(
+        "--with-router",
+        action="store_true",
+        help="Each frontend has a router of its own and asks it first, instead of --routers.",
+    )
+    group.add_argument(
         "--size",
         action="store_true",
         help="Find the smallest number of workers with which --good of the requests meet --slo. "
@@ -304,8 +309,9 @@ def _config(parsed: argparse.Namespace) -> ReplayConfig:
         disagg_max_queue=parsed.disagg_max_queue,
         bandwidth=parsed.bandwidth,
         transfer_latency=parsed.transfer_latency,
-        routers=parsed.routers,
+        routers=parsed.frontends if parsed.with_router else parsed.routers,
         frontends=parsed.frontends,
+        with_router=parsed.with_router,
         policy=parsed.policy,
         policy_options=_pairs("--policy-option", parsed.policy_option),
         router_options=_pairs("--router-option", parsed.router_option),

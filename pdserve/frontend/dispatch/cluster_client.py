@@ -51,12 +51,16 @@ class ClusterClient:
         config: FrontendConfig,
         degradations: Degradations,
         metrics: Metrics | None = None,
+        own_router: NodeId | None = None,
     ) -> None:
+        """`own_router`: as in `RouterClient`."""
         self._node = node
         self.config = config
         self.metrics = Metrics() if metrics is None else metrics
         self.members = ClusterMembers(node, config.remember_models, degradations)
-        self.routers = RouterClient(node, config, self.members, degradations, self.metrics)
+        self.routers = RouterClient(
+            node, config, self.members, degradations, self.metrics, own_router
+        )
         self.workers = WorkerStreams(node)
         self.trials = PoisonIsolation()
         self._searching: dict[asyncio.Task[None], DispatchedRequest] = {}

@@ -123,9 +123,12 @@ class RouterClient:
         members: ClusterMembers,
         degradations: Degradations,
         metrics: Metrics,
+        own_router: NodeId | None = None,
     ) -> None:
-        """Pass each member event to `note`."""
+        """Pass each member event to `note`. `own_router`: the router in this process, which is
+        asked before all others."""
         self._node = node
+        self._own_router = own_router
         self._config = config
         self._members = members
         self._degradations = degradations
@@ -360,11 +363,12 @@ class RouterClient:
 
     def _order_routers(self) -> None:
         """Orders the routers. Each frontend has its own favourite, so that routers share the work
-        and one router sees all requests of a frontend. Suspected ones come last; those without a
-        card are left out."""
+        and one router sees all requests of a frontend; one in its own process is before all
+        others. Suspected ones come last; those without a card are left out."""
         members = [m for m in self._node.registry.by_role("router") if m.card is not None]
         usable = [m for m in members if m.card is not None and not m.card.draining]
         usable.sort(key=lambda m: _affinity(self._node.id, m.node))
+        usable.sort(key=lambda m: m.node != self._own_router)
         usable.sort(key=in_doubt)
         self._routers.order = tuple(m.node for m in usable)
         if usable and not in_doubt(usable[0]):

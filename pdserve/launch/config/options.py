@@ -416,6 +416,12 @@ OPTIONS: tuple[Option, ...] = (
         "them.",
         most=256,
     ),
+    _switch(
+        "with-router",
+        "process.with_router",
+        "server",
+        "Give each frontend process a router of its own, which it asks before all others.",
+    ),
     Option(
         "slo-ttft",
         "frontend.slo_ttft",

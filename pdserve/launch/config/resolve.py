@@ -42,6 +42,8 @@ _ROLES = ("frontend", "router", "worker")
 """Components of the configuration that belong to one role only."""
 _FOR_ALL = ("host", "drain-timeout", "tool-parser", "reasoning-parser")
 """Options of one role that others use too: for probes, for the drain, to read what models write."""
+_FRONTENDS = ("frontends", "with-router")
+"""Options of processes that have a frontend."""
 _FILE_NAME = "pdserve.toml"
 
 
@@ -64,6 +66,8 @@ class ProcessConfig:
     engine can move KV."""
     frontends: int = 1
     """Number of frontend processes that share the port, this one included. Each uses one core."""
+    with_router: bool = False
+    """Each frontend process has a router of its own, besides what its role says."""
     log_format: LogFormat = "text"
     log_level: str = "info"
 
@@ -145,6 +149,15 @@ def resolve(
     return config
 
 
+def roles_of(config: Config) -> tuple[str, ...]:
+    """The roles of a process of this configuration, in the order in which they join."""
+    role = config.process.role
+    if role == "all-in-one":
+        return ("router", "worker", "frontend")
+    carries = role == "frontend" and config.process.with_router
+    return ("router", "frontend") if carries else (role,)
+
+
 def has_worker_pair(config: Config) -> bool:
     """True if an all-in-one process of this configuration has two workers. An engine without KV has
     nothing to move."""
@@ -156,14 +169,14 @@ def has_worker_pair(config: Config) -> bool:
 def unused_flags(config: Config) -> list[str]:
     """The given flags that no role of this process uses. Variables and files may be shared by
     several roles, so they are not reported."""
-    role = config.process.role
+    role, roles = config.process.role, roles_of(config)
     if role == "all-in-one":
         return []
     found = []
     for name, source in config.sources.items():
         owner = BY_NAME[name].target.partition(".")[0]
-        idle = owner in _ROLES and owner != role and name not in _FOR_ALL
-        idle |= name == "aggregated" or (name == "frontends" and role != "frontend")
+        idle = owner in _ROLES and owner not in roles and name not in _FOR_ALL
+        idle |= name == "aggregated" or (name in _FRONTENDS and role != "frontend")
         if source.startswith("--") and idle:
             found.append(source)
     return sorted(found)

@@ -28,7 +28,7 @@ from pdserve.runtime.status import StatusService
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdserve.ids import Seconds
+    from pdserve.ids import NodeId, Seconds
     from pdserve.launch.roles.base import RoleContext
     from pdserve.messages.status import NodeReport
     from pdserve.observe.scrapes import ScrapeHandler
@@ -47,13 +47,20 @@ class FrontendRole:
     """The frontend role: HTTP on one side, the cluster on the other."""
 
     def __init__(
-        self, context: RoleContext, node: Node, on_failed: Callable[[BaseException], None]
+        self,
+        context: RoleContext,
+        node: Node,
+        on_failed: Callable[[BaseException], None],
+        own_router: NodeId | None = None,
     ) -> None:
-        """`on_failed` is called when the processes that share the port die too often."""
+        """`on_failed` is called when the processes that share the port die too often. `own_router`:
+        the router in this process."""
         config = context.config.frontend
         self.node = node
         secrets = context.membership.secrets(node, context.degradations)
-        self.frontend = FrontendNode(node, config, secrets, context.degradations, context.metrics)
+        self.frontend = FrontendNode(
+            node, config, secrets, context.degradations, context.metrics, own_router
+        )
         self.backend = self.frontend.backend
         self.pages: ScrapeHandler = context.metrics
         """Answers a scrape of this process."""

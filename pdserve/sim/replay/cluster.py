@@ -120,13 +120,23 @@ class ReplayCluster:
         routing = router_config(config)
         self.routers = [_router(node, routing) for node in self._nodes("router", config.routers)]
         self.frontends = [
-            FrontendNode(node, FrontendConfig(), _SECRET, Degradations(Metrics()))
-            for node in self._nodes("frontend", config.frontends)
+            FrontendNode(
+                node, FrontendConfig(), _SECRET, Degradations(Metrics()), own_router=router
+            )
+            for node, router in zip(
+                self._nodes("frontend", config.frontends), self._own_routers(), strict=True
+            )
         ]
         self.wire: KvNetwork | None = self._wire() if config.prefill or config.fetches else None
         self.workers = [
             self._worker(index, node, mode) for index, (node, mode) in enumerate(self._placed())
         ]
+
+    def _own_routers(self) -> list[NodeId | None]:
+        """The router that each frontend asks first."""
+        if not self._config.with_router:
+            return [None] * self._config.frontends
+        return [router.node.id for router in self.routers]
 
     def _wire(self) -> KvNetwork:
         return KvNetwork(

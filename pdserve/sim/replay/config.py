@@ -52,6 +52,8 @@ class ReplayConfig:
     """Seconds added to each part that is sent."""
     routers: int = 1
     frontends: int = 1
+    with_router: bool = False
+    """Each frontend asks a router of its own first; there are as many routers as frontends."""
     policy: str = ""
     """Empty: the router's default."""
     policy_options: Mapping[str, str] = field(default_factory=dict)
@@ -99,6 +101,8 @@ class ReplayConfig:
         for name in ("routers", "frontends", "block_size", "max_sequences"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name.replace('_', '-')} must be at least 1")
+        if self.with_router and self.routers != self.frontends:
+            raise ConfigError("with-router needs as many routers as frontends")
         self._validate_handoffs()
         if not 0 <= self.slow_share <= 1 or not self.slow_factor > 0:
             raise ConfigError(

@@ -448,6 +448,22 @@ async def test_a_draining_router_is_not_asked() -> None:
 
 
 @virtually
+async def test_the_router_in_the_same_process_is_asked_first() -> None:
+    async with world() as w:
+        for name in ("r1", "r2", "r3"):
+            await w.router(name)
+        await w.worker("a")
+        await w.ready()
+        last = w.backend.routers.order[-1]
+        w.backend.routers._own_router = last
+        w.backend.routers._order_routers()
+        assert w.backend.routers.order[0] == last
+        w.routers[last].node.publish_card(NodeCard(role="router", draining=True), {})
+        await w.nodes.until(lambda: len(w.backend.routers.order) == 2)
+        assert last not in w.backend.routers.order
+
+
+@virtually
 async def test_a_router_in_doubt_is_asked_last() -> None:
     async with world() as w:
         for name in ("r1", "r2"):

@@ -11,6 +11,7 @@ from pdserve.launch.config.resolve import (
     has_worker_pair,
     option_rows,
     resolve,
+    roles_of,
     unused_flags,
 )
 from pdserve.observe import scrapes
@@ -269,8 +270,26 @@ def test_flags_that_a_role_has_no_use_for_are_named():
     assert idle("worker") == ["--aggregated", "--frontends", "--port"]
     assert idle("frontend") == ["--aggregated", "--model"]
     assert idle("all-in-one") == []
+    flags |= {"with-router": "true", "policy": "random"}
+    assert idle("frontend") == ["--aggregated", "--model"]
+    assert "--with-router" in idle("router")
+    assert {"--with-router", "--policy"} <= set(idle("worker"))
     shared = resolve({"role": "router"}, {"PDSERVE_MODEL": "m"})
     assert unused_flags(shared) == []
+
+
+@pytest.mark.parametrize(
+    ("role", "roles"),
+    [
+        ("frontend", ("router", "frontend")),
+        ("router", ("router",)),
+        ("worker", ("worker",)),
+        ("all-in-one", ("router", "worker", "frontend")),
+    ],
+)
+def test_a_frontend_may_have_a_router(compose, role, roles):
+    assert roles_of(compose(role=role, with_router="true")) == roles
+    assert roles_of(compose(role=role)) == (roles if role == "all-in-one" else (role,))
 
 
 @pytest.mark.parametrize(
