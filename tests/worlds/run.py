@@ -42,6 +42,8 @@ _CONVERGES: Final[Seconds] = 150.0
 """Within this after the last fault the nodes agree. Two halves look for each other every 15 s or
 so, and a node that was cut off puts off its verdicts for a minute."""
 _SERVED: Final[Seconds] = 120.0
+"""Within this some request receives something, as long as any has not ended."""
+_LONGEST: Final[Seconds] = 900.0
 """Within this the longest queue is worked off by the slowest worker."""
 _RESTS: Final[Seconds] = 40.0
 _LOOK: Final[Seconds] = 0.25
@@ -339,7 +341,7 @@ class _Run:
         for host in frontends:
             if host.callers is not None:
                 host.callers.rate = 0.0
-        await self._until("every request ends", lambda: unfinished(world), _SERVED)
+        await self._until("every request ends", lambda: unfinished(world), _SERVED, self._served)
         await asyncio.sleep(_LOOK)
         books = self._books()
         probes = [probe for host in frontends for probe in self._ask(host, _PROBES)]
@@ -417,15 +419,29 @@ class _Run:
             world.complain(f"{world.net.connections} ends of connections are left")
         self._look()
 
+    def _served(self) -> tuple[int, int]:
+        """Requests that have not ended, and what they have received: changes while workers serve,
+        if only slowly."""
+        accounts = self.world.accounts
+        return len(accounts), sum(account.tokens for account in accounts)
+
     async def _until(
-        self, what: str, missing: Callable[[], Iterator[str]], within: Seconds
+        self,
+        what: str,
+        missing: Callable[[], Iterator[str]],
+        within: Seconds,
+        progress: Callable[[], object] = lambda: None,
     ) -> None:
-        """Watch until nothing is missing any more; name what is, when that takes too long."""
+        """Watch until nothing is missing any more; name what is, when that takes too long without
+        `progress`."""
         world = self.world
         within *= self.plan.patience
-        until = world.loop.time() + within
+        until = (now := world.loop.time()) + within
+        last, seen = now + _LONGEST, progress()
         while (first := next(missing(), None)) is not None:
             self._look()
+            if (after := progress()) != seen:
+                until, seen = min(world.loop.time() + within, last), after
             if world.loop.time() >= until:
                 every = list(missing())
                 more = f" (and {len(every) - 1} more)" if len(every) > 1 else ""
