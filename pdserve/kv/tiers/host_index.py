@@ -54,7 +54,7 @@ class _Resident:
     number: int
     """Grows with every arrival and use: the tie-break among equal scores."""
     turns: int
-    """Most turns so far; `block.turns` is the number of when it arrived."""
+    """Most turns so far; `block` says how many there were when it arrived."""
     claims: int = 0
     shadow: bool = False
 
