@@ -30,7 +30,7 @@ NODES = [
     if not place.hurried
 ]
 ALL = {kind.needs for kind in KINDS}
-SECONDS = 50.0
+SECONDS = 40.0
 """Of the short storm's faults; with start, answers and quiet it takes a minute and a half."""
 
 # ---------------------------------------------------------------------- what nodes log

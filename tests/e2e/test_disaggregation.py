@@ -419,6 +419,7 @@ def test_nothing_is_left(roles):
 LONG = " ".join(f"word {i}" for i in range(300))
 
 
+@pytest.mark.long(one_in=3)
 def test_one_process_does_both_with_one_engine_process():
     with serving(None, "--kv-memory", "128MiB", "--threads", "1") as server:
         core = server.core()
