@@ -22,7 +22,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -48,6 +47,7 @@ from bench.machine import facts
 from bench.pages import kept
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import AsyncIterator, Callable, Iterator
 
 RESULT: Final = HERE / "results" / "stalls.md"
@@ -210,6 +210,7 @@ def cluster(folder: Path) -> Iterator[Frontend]:
     seed, port, file = f"127.0.0.1:{free_port()}", free_port(), folder / "worst"
     front = ["--role=frontend", "--with-router", "--listen", seed, "--port", str(port)]
     worker = [sys.executable, "-m", "pdserve", "--role=worker", "--join", seed]
+    worker += ["--tool-parser", "hermes"]
     with contextlib.ExitStack() as stack:
         probe = [sys.executable, "-m", "bench.stalls", "--probe", str(file), *front]
         process = stack.enter_context(pinned(probe, FRONT))
