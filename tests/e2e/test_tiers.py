@@ -14,7 +14,7 @@ import subprocess
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
@@ -419,6 +419,13 @@ def troubled(folder: Path, disk: Path, size: str) -> Iterator[Troubled]:
         yield found
 
 
+def cannot(reason: str) -> NoReturn:
+    """Skip the test, unless the run asks for disks that fail."""
+    if os.environ.get("PDSERVE_REQUIRE_DISK_FAULTS", "") not in ("", "0"):
+        pytest.fail(f"PDSERVE_REQUIRE_DISK_FAULTS is set: {reason}", pytrace=False)
+    pytest.skip(f"{reason}: it takes root, tmpfs and chattr")
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, of 4 MiB."""
@@ -426,7 +433,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=0700", "tmpfs", str(disk)]
     if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("nothing can be mounted here")
+        cannot("nothing can be mounted here")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)
 
@@ -472,7 +479,7 @@ def make_unwritable(folder: Path) -> None:
     """Nothing below the folder can be written, also through open files."""
     attribute = ["chattr", "-R", "+i", str(folder)]
     if os.geteuid() or subprocess.run(attribute, capture_output=True, check=False).returncode:
-        pytest.skip("files cannot be made immutable here")
+        cannot("files cannot be made immutable here")
 
 
 @contextlib.contextmanager
