@@ -318,7 +318,10 @@ def _prefill_attributes(attempt: AttemptPhase) -> Attributes:
             about["pdserve.where"] = started.prefill[:MAX_ATTRIBUTE]
         if started.received_tokens:
             about["pdserve.received_tokens"] = started.received_tokens
-        about |= _source_attributes(started.sources)
+        about |= _source_attributes("cached", started.sources)
+        if started.prefill_cached:
+            about["pdserve.prefill_cached_tokens"] = started.prefill_cached
+            about |= _source_attributes("prefill_cached", started.prefill_sources)
     elif finish is not None:
         about["pdserve.cached_tokens"] = cached = finish.cached_tokens
     if finish is not None and finish.prompt_tokens:
@@ -326,14 +329,15 @@ def _prefill_attributes(attempt: AttemptPhase) -> Attributes:
     return about
 
 
-def _source_attributes(sources: Iterable[CachedSource]) -> Attributes:
-    """Cached tokens that came from below the device or from other workers."""
+def _source_attributes(what: str, sources: Iterable[CachedSource]) -> Attributes:
+    """Cached tokens that came from below the device or from other workers. `what`: the first part
+    of the names."""
     tokens = Counter[str]()
     about: Attributes = {}
     for one in sources:
-        tokens[f"pdserve.cached_tokens.{one.source}"] += one.tokens
+        tokens[f"pdserve.{what}_tokens.{one.source}"] += one.tokens
         if one.node:
-            about["pdserve.cached_from"] = one.node[:MAX_ATTRIBUTE]
+            about[f"pdserve.{what}_from"] = one.node[:MAX_ATTRIBUTE]
     return about | tokens
 
 

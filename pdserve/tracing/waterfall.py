@@ -37,16 +37,28 @@ _LEFT_OUT: Final = ("life", "accepted_after", "content.prompt", "content.output"
 """Attributes that say little to people, or have no room here."""
 _FIRST: Final = (
     *("held", "worker", "policy", "cached_tokens", "computed_tokens", "from", "to", "node"),
+    *("cached_tokens.host", "cached_tokens.disk", "cached_tokens.peer", "cached_from"),
+    *("prefill_cached_tokens", "prefill_cached_tokens.host", "prefill_cached_tokens.disk"),
+    *("prefill_cached_tokens.peer", "prefill_cached_from"),
     *("backend", "tokens", "itl_mean", "itl_p50", "overlap_tokens", "predicted_ttft", "reason"),
 )
 """Attributes that come before the others: there is not always room for all."""
 _ZERO_IS_NOTHING: Final = ("preemptions", "held", "received_tokens")
 _SHORT: Final = {
+    "cached_from": "from",
     "cached_tokens": "cached",
+    "cached_tokens.disk": "disk",
+    "cached_tokens.host": "host",
+    "cached_tokens.peer": "peer",
     "computed_tokens": "computed",
     "itl_mean": "itl",
     "overlap_tokens": "overlap",
     "predicted_ttft": "predicted",
+    "prefill_cached_from": "prefill-from",
+    "prefill_cached_tokens": "prefill-cached",
+    "prefill_cached_tokens.disk": "prefill-disk",
+    "prefill_cached_tokens.host": "prefill-host",
+    "prefill_cached_tokens.peer": "prefill-peer",
     "prompt_tokens": "tokens",
     "received_tokens": "received",
 }

@@ -208,6 +208,28 @@ def test_cached_tokens_are_told_by_where_they_were() -> None:
     }
 
 
+def test_what_the_prefill_worker_had_is_told_too() -> None:
+    phases = request()
+    there = (CachedSource("host", 32), CachedSource("peer", 16, "w2"))
+    started = FirstTokenStats(
+        8,
+        *(0.25, 0.25, 0.2),
+        sources=(CachedSource("disk", 8),),
+        prefill_cached=64,
+        prefill_sources=there,
+    )
+    prompt(phases).add_attempt(attempt(started=started, finish=None))
+    (prefill,) = named(build(phases), "pdserve.prefill")
+    assert prefill.attributes == {
+        "pdserve.cached_tokens": 8,
+        "pdserve.cached_tokens.disk": 8,
+        "pdserve.prefill_cached_tokens": 64,
+        "pdserve.prefill_cached_tokens.host": 32,
+        "pdserve.prefill_cached_tokens.peer": 16,
+        "pdserve.prefill_cached_from": "w2",
+    }
+
+
 def test_a_worker_that_tells_nothing_at_all() -> None:
     phases = request()
     prompt(phases).add_attempt(attempt(started=None, finish=None))
