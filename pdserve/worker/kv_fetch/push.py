@@ -66,6 +66,21 @@ _PAUSE: Final[Seconds] = 0.1
 """Time between two tries while one of the two workers is busy."""
 _ANSWER: Final[Seconds] = 2.0
 """Time to list the chains of a worker."""
+_REASONS: Final = {
+    "absent": "some were not here any more",
+    "busy": "it takes blocks from others",
+    "cancelled": "it does not want more",
+    "closed": "it is leaving, too",
+    "corrupt": "some arrived with other bytes",
+    "deadline": "the time for leaving was over",
+    "epoch": "one of the two has restarted",
+    "full": f"more than {100 * TAKEN_SHARE:.0f} % of its pool is not taken for one worker",
+    "gone": "the connection was lost",
+    "misfit": "it has another model, or cannot take blocks",
+    "transfer": "the transfer failed",
+    "unready": "its engine is not ready",
+}
+"""What `KvTaken.refused` means, for the log of the worker that leaves."""
 _FINAL: Final = frozenset({"cancelled", "closed", "deadline", "epoch", "gone", "unready"})
 """Reasons after which nothing more of the same worker is tried."""
 
@@ -123,7 +138,8 @@ class KvPusher:
             _log.info("%s takes no blocks: %s", heir, error.message)
             return 0
         if taken.refused:
-            _log.info("%s took %d blocks and no more: %s", heir, taken.blocks, taken.refused)
+            why = _REASONS.get(taken.refused, taken.refused)
+            _log.info("%s took %d of the offered blocks: %s", heir, taken.blocks, why)
         return taken.blocks
 
     # ------------------------------------------------------------------ receiving

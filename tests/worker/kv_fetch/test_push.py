@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pdserve.engine_core.kv_fetch.ports import REASONS
 from pdserve.messages.kv_pull import KvChains, KvTaken, ListKv, OfferKv, WarmUp
 from pdserve.runtime.rpc_methods import LIST_KV, OFFER_KV, WARM
 from pdserve.testing.virtual_time import run
@@ -94,7 +95,9 @@ def test_a_new_worker_is_warmed(seed: int) -> None:
     run(main())
 
 
-def test_an_heir_takes_no_more_than_its_share(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_heir_takes_no_more_than_its_share(
+    seed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async def main() -> None:
         async with fetch_cluster(seed, "a", "b") as c:
             a, b = c.workers["a"], c.workers["b"]
@@ -105,7 +108,15 @@ def test_an_heir_takes_no_more_than_its_share(seed: int, monkeypatch: pytest.Mon
             await c.idle()
 
     monkeypatch.setattr(module, "TAKEN_SHARE", 8 / 200)
-    run(main())
+    with caplog.at_level("INFO", logger="pdserve.worker.kv_fetch.push"):
+        run(main())
+    (said,) = [one.message for one in caplog.records if "offered blocks" in one.message]
+    assert said.endswith("is not taken for one worker")
+
+
+def test_every_reason_has_words() -> None:
+    """The log says none of the words that travel between workers."""
+    assert module._REASONS.keys() == REASONS | {"full"}
 
 
 def test_what_is_meant_for_others_is_refused(seed: int) -> None:
