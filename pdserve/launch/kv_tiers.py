@@ -10,12 +10,18 @@ import errno as codes
 import math
 import os
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import ConfigError
-from pdserve.kv.tiers.disk.directory import disk_usage, subdirectories
+from pdserve.kv.tiers.disk.directory import (
+    disk_usage,
+    is_locked,
+    read_description,
+    subdirectories,
+)
 from pdserve.limits.memory import available
 from pdserve.limits.sizes import approximate_size
 from pdserve.messages.kv_events import TIERS
@@ -25,7 +31,7 @@ from pdserve.worker.config import WITHOUT_TIERS
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pdserve.ids import Bytes
+    from pdserve.ids import Bytes, Seconds
     from pdserve.limits.memory import MemoryBound
     from pdserve.messages.engine import EngineCapabilities
     from pdserve.messages.tiers import TierStats
@@ -48,6 +54,8 @@ _AUTO_SHARE_ON_HOST: Final = 0.4
 _AUTO_LEAST: Final[Bytes] = 64 << 20
 """Below this size a host tier is not worth its bookkeeping."""
 _FULL: Final = (codes.ENOSPC, codes.EDQUOT)
+_TRIES: Final = 10
+_MOMENT: Final[Seconds] = 0.1
 _GPU_FILES: Final = ("/dev/nvidiactl", "/dev/kfd")
 
 
@@ -59,6 +67,8 @@ class DiskRoom:
     """Bytes that this process may still write on its file system."""
     taken: Bytes = 0
     """Bytes that KV in the directory takes already: an earlier run's is replaced."""
+    promised: Bytes = 0
+    """Bytes that other workers, which have their part of the directory now, may still write."""
 
 
 def plan_tiers(
@@ -79,7 +89,7 @@ def plan_tiers(
         return None
     host = _host_bytes(config, memory)
     if config.disk_kv is not None:
-        disk = measure_disk(config.disk_kv) if disk is None else disk
+        disk = measure_disk(config.disk_kv, owner) if disk is None else disk
         _check_disk(config.disk_kv, disk)
     share = config.kv_share
     return TierSpec(
@@ -126,9 +136,9 @@ def tier_trouble(tiers: Iterable[TierStats]) -> str:
     return "; ".join(f"{TIERS[one.tier]}: {one.trouble}" for one in tiers if one.trouble)
 
 
-def measure_disk(disk: DiskKv) -> DiskRoom:
+def measure_disk(disk: DiskKv, owner: str = "") -> DiskRoom:
     """Makes the directory if only its last part is missing, writes a file there, and reads what
-    is free.
+    is free. `owner` names the worker that asks.
 
     Errors: `ConfigError` if the directory cannot be used.
     """
@@ -141,7 +151,7 @@ def measure_disk(disk: DiskKv) -> DiskRoom:
         free = _free(path)
     except OSError as error:
         raise ConfigError(_unwritable(path, error)) from None
-    return DiskRoom(free, _taken(path))
+    return _room(path, free, owner)
 
 
 def _free(path: Path) -> Bytes:
@@ -178,20 +188,43 @@ def _unwritable(path: Path, error: OSError) -> str:
     )
 
 
-def _taken(path: Path) -> Bytes:
-    """Bytes that workers' KV below this directory takes on the disk; other files stay."""
-    return sum(map(disk_usage, subdirectories(path)))
+def _room(path: Path, free: Bytes, owner: str) -> DiskRoom:
+    """What workers' KV below this directory takes on the disk and may still take; other files
+    stay."""
+    taken = promised = 0
+    for folder in subdirectories(path):
+        used, of = disk_usage(folder), read_description(folder)
+        if of is not None and _is_in_use(folder, patient=of.owner == owner):
+            promised += max(0, of.capacity - used)
+        else:
+            taken += used
+    return DiskRoom(free, taken, promised)
+
+
+def _is_in_use(folder: Path, *, patient: bool) -> bool:
+    """Whether a worker has this subdirectory. `patient`: it has the name of the one that asks,
+    whose last process may just be ending."""
+    for _ in range(_TRIES if patient else 0):
+        if not is_locked(folder):
+            return False
+        time.sleep(_MOMENT)
+    return is_locked(folder)
 
 
 def _check_disk(disk: DiskKv, room: DiskRoom) -> None:
-    most = room.free + room.taken
+    most = max(0, room.free + room.taken - room.promised)
     if disk.size > most:
-        mib = max(1, most >> 20)
+        mib = most >> 20
         taken = f" and the {approximate_size(room.taken)} that KV takes already" * bool(room.taken)
+        promised = ""
+        if room.promised:
+            size = approximate_size(room.promised)
+            promised = f", less the {size} that other workers with this directory may still write"
+        remedy = f", or write {disk.path}:{mib}MiB at most" * bool(mib)
         raise ConfigError(
             f"--disk-kv of {approximate_size(disk.size)} is more than the "
-            f"{approximate_size(room.free)} that are free in {disk.path}{taken}: make room, or "
-            f"write {disk.path}:{mib}MiB at most"
+            f"{approximate_size(room.free)} that are free in {disk.path}{taken}{promised}: make "
+            f"room{remedy}"
         )
 
 

@@ -13,11 +13,18 @@ from typing import Any
 import pytest
 
 from pdserve.errors import ConfigError
+from pdserve.kv.tiers.disk.directory import OwnDirectory, take_directory
 from pdserve.launch import kv_tiers
-from pdserve.launch.kv_tiers import DiskRoom, describe_tiers, measure_disk, plan_tiers
+from pdserve.launch.kv_tiers import (
+    DiskRoom,
+    describe_tiers,
+    measure_disk,
+    plan_tiers,
+)
 from pdserve.limits.memory import MemoryBound
 from pdserve.messages.tiers import TierSpec
 from pdserve.worker.config import DiskKv, WorkerConfig
+from tests.support.disk_tiers import FINGERPRINT
 
 GIB = 1 << 30
 MEMORY = MemoryBound("the machine", 32 * GIB, 20 * GIB)
@@ -120,6 +127,40 @@ def test_a_disk_larger_than_its_room_is_refused_with_what_would_fit() -> None:
         "KV takes already: make room, or write /kv:20480MiB at most"
     )
     assert plan_tiers(WorkerConfig(disk_kv=disk), "w", MEMORY, DiskRoom(18 * GIB, 12 * GIB))
+
+
+def taken_by(root: Path, owner: str, capacity: int, used: int) -> OwnDirectory:
+    """Another worker has a part of the directory."""
+    found = take_directory(root, owner, FINGERPRINT, 1.0, capacity)
+    (found.path / "seg-000001-00000000").write_bytes(b"x" * used)
+    return found
+
+
+def test_what_another_worker_may_still_write_is_not_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if both have the name of their machine."""
+    monkeypatch.setattr(kv_tiers, "_MOMENT", 0.0)
+    mib = 1 << 20
+    other = taken_by(tmp_path, "w", 8 * mib, 2 * mib)
+    room = measure_disk(DiskKv(str(tmp_path), mib), "w")
+    assert room.taken == 0
+    assert 5 * mib < room.promised <= 6 * mib
+    disk, room = DiskKv(str(tmp_path), 5 * mib), dataclasses.replace(room, free=10 * mib)
+    with pytest.raises(ConfigError, match=r"less the 6\.0 MiB that other workers with this dir"):
+        plan_tiers(WorkerConfig(disk_kv=disk), "w", MEMORY, room)
+    assert plan_tiers(WorkerConfig(disk_kv=DiskKv(str(tmp_path), 4 * mib)), "w", MEMORY, room)
+    other.unlock()
+    room = measure_disk(DiskKv(str(tmp_path), mib), "w")
+    assert room.promised == 0
+    assert room.taken >= 2 * mib
+
+
+def test_a_disk_that_others_fill_has_no_size_that_fits() -> None:
+    disk = DiskKv("/kv", GIB)
+    with pytest.raises(ConfigError) as caught:
+        plan_tiers(WorkerConfig(disk_kv=disk), "w", MEMORY, DiskRoom(GIB, promised=3 * GIB))
+    assert caught.value.message.endswith("may still write: make room")
 
 
 def test_a_directory_is_made_for_this_user_alone(tmp_path: Path) -> None:

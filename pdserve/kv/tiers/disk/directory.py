@@ -31,12 +31,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from pdserve.errors import ConfigError
+from pdserve.ids import Bytes
 from pdserve.kv.tiers.disk.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pdserve.ids import Bytes, Seconds
+    from pdserve.ids import Seconds
 
 __all__ = [
     "Leftover",
@@ -45,6 +46,7 @@ __all__ = [
     "TierDescription",
     "disk_usage",
     "find_leftovers",
+    "is_locked",
     "read_description",
     "remove_directory",
     "subdirectories",
@@ -75,6 +77,8 @@ class TierDescription(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: msgspec.Raw
     opened: float
     """Unix time of the last opening."""
+    capacity: Bytes = 0
+    """Most bytes that its worker writes; 0: an earlier release has opened it."""
 
     @property
     def of(self) -> Fingerprint | None:
@@ -147,18 +151,21 @@ def read_description(path: Path) -> TierDescription | None:
     return description if description.format == FORMAT else None
 
 
-def take_directory(root: Path, owner: str, fingerprint: Fingerprint, wall: Seconds) -> OwnDirectory:
-    """Lock a subdirectory for this worker; `wall`: Unix time.
+def take_directory(
+    root: Path, owner: str, fingerprint: Fingerprint, wall: Seconds, capacity: Bytes = 0
+) -> OwnDirectory:
+    """Lock a subdirectory for this worker, which writes `capacity` bytes at most; `wall`: Unix
+    time.
 
     Errors: `ConfigError` if none can be locked or made.
     """
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in _candidates(root, owner, fingerprint):
-            taken = _take(path, owner, fingerprint, wall)
+            taken = _take(path, owner, fingerprint, wall, capacity)
             if taken is not None:
                 return taken
-        return _make(root, owner, fingerprint, wall)
+        return _make(root, owner, fingerprint, wall, capacity)
     except OSError as error:
         raise ConfigError(
             f"the disk tier's directory {root} cannot be used: {error.strerror}; give a directory "
@@ -176,7 +183,9 @@ def _candidates(root: Path, owner: str, fingerprint: Fingerprint) -> list[Path]:
     return [path for _, _, path in sorted(found)]
 
 
-def _take(path: Path, owner: str, fingerprint: Fingerprint, wall: Seconds) -> OwnDirectory | None:
+def _take(
+    path: Path, owner: str, fingerprint: Fingerprint, wall: Seconds, capacity: Bytes
+) -> OwnDirectory | None:
     lock = _lock_soon(path)
     if lock is None:
         return None
@@ -189,7 +198,7 @@ def _take(path: Path, owner: str, fingerprint: Fingerprint, wall: Seconds) -> Ow
         directory = bytes.fromhex(before.directory)
         while True:
             try:
-                _describe(path, directory, owner, epoch, fingerprint, wall)
+                _describe(path, directory, owner, epoch, fingerprint, wall, capacity)
                 break
             except OSError as error:
                 if error.errno not in _FULL or not _remove_oldest(path):
@@ -208,7 +217,9 @@ def _remove_oldest(path: Path) -> bool:
     return bool(names)
 
 
-def _make(root: Path, owner: str, fingerprint: Fingerprint, wall: Seconds) -> OwnDirectory:
+def _make(
+    root: Path, owner: str, fingerprint: Fingerprint, wall: Seconds, capacity: Bytes
+) -> OwnDirectory:
     directory = secrets.token_bytes(16)
     path = root / f"tier-{fingerprint.id.hex()[:8]}-{directory.hex()[:8]}"
     path.mkdir(mode=0o700)
@@ -216,7 +227,7 @@ def _make(root: Path, owner: str, fingerprint: Fingerprint, wall: Seconds) -> Ow
     if lock is None:
         raise OSError(codes.EBUSY, "another process took the new subdirectory")
     try:
-        _describe(path, directory, owner, 1, fingerprint, wall)
+        _describe(path, directory, owner, 1, fingerprint, wall, capacity)
     except BaseException:
         os.close(lock)
         raise
@@ -261,6 +272,7 @@ def _describe(
     epoch: int,
     fingerprint: Fingerprint,
     wall: Seconds,
+    capacity: Bytes,
 ) -> None:
     """Write TIER: durable before any record has this epoch."""
     description = TierDescription(
@@ -270,6 +282,7 @@ def _describe(
         epoch=epoch,
         fingerprint=msgspec.Raw(fingerprint.packed()),
         opened=wall,
+        capacity=capacity,
     )
     replace_file(path / _DESCRIPTION, msgspec.json.encode(description))
 

@@ -198,7 +198,9 @@ def _open(settings: _Settings, clock: Clock) -> DiskTier:
     started = clock.now()
     ops = OsFileOps() if settings.ops is None else settings.ops
     fingerprint, owner = settings.fingerprint, settings.owner
-    directory = take_directory(settings.root, owner, fingerprint, settings.wall())
+    directory = take_directory(
+        settings.root, owner, fingerprint, settings.wall(), settings.capacity
+    )
     try:
         found, bad = find_segments(ops, directory.path, directory.directory, fingerprint)
     except OSError as error:
