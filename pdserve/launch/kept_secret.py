@@ -1,7 +1,8 @@
 """Keeps the cluster's hash secret in the directory of a worker's disk tier, for the next start.
 
-Files are written in a thread: the event loop must not wait for a disk that hangs. What cannot be
-kept is logged; the worker serves without it, but does not find its blocks after a restart.
+Nothing is written before the tier is open: a start that fails leaves no secret behind. Files are
+written in a thread: the event loop must not wait for a disk that hangs. What cannot be kept is
+logged; the worker serves without it, but does not find its blocks after a restart.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class SecretKeeper:
         self._lock = threading.Lock()
         self._wanted: tuple[bytes, int] | None = None
         self._writing = False
+        self._opened = False
 
     def kept(self) -> tuple[bytes, int] | None:
         """The secret that was in use last, and its birth; None: there is none."""
@@ -40,10 +42,19 @@ class SecretKeeper:
         return (stored[0].secret, stored[0].birth) if stored else None
 
     def keep(self, secret: bytes, birth: int) -> None:
-        """Keep a secret soon. Of several, the last one counts."""
+        """Keep a secret soon, once the tier is open. Of several, the last one counts."""
         with self._lock:
             self._wanted = secret, birth
-            if self._writing:
+        self._begin()
+
+    def opened(self) -> None:
+        """The tier is open: secrets are written from now on."""
+        self._opened = True
+        self._begin()
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._writing or self._wanted is None or not self._opened:
                 return
             self._writing = True
         # A daemon: it must not keep the process alive while the disk hangs.

@@ -11,6 +11,7 @@ import math
 import os
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DiskRoom",
+    "NewDirectory",
     "describe_tiers",
     "measure_disk",
     "missing_tiers",
@@ -71,6 +73,19 @@ class DiskRoom:
     """Bytes that other workers, which have their part of the directory now, may still write."""
 
 
+class NewDirectory:
+    """The directory of a disk tier, if it was not there before this start."""
+
+    def __init__(self, disk: DiskKv | None) -> None:
+        self._path = None if disk is None or os.path.lexists(disk.path) else Path(disk.path)
+
+    def discard(self) -> None:
+        """The start has failed: remove the directory if it is new and empty."""
+        if self._path is not None:
+            with suppress(OSError):
+                self._path.rmdir()
+
+
 def plan_tiers(
     config: WorkerConfig,
     owner: str,
@@ -89,8 +104,13 @@ def plan_tiers(
         return None
     host = _host_bytes(config, memory)
     if config.disk_kv is not None:
-        disk = measure_disk(config.disk_kv, owner) if disk is None else disk
-        _check_disk(config.disk_kv, disk)
+        new = NewDirectory(config.disk_kv)
+        try:
+            disk = measure_disk(config.disk_kv, owner) if disk is None else disk
+            _check_disk(config.disk_kv, disk)
+        except ConfigError:
+            new.discard()
+            raise
     share = config.kv_share
     return TierSpec(
         host_bytes=math.ceil(host * share),

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     import pytest
 
 
+def opened(root: Path) -> SecretKeeper:
+    """A keeper whose tier is open."""
+    keeper = SecretKeeper(root, time.time)
+    keeper.opened()
+    return keeper
+
+
 def join_writer() -> None:
     for thread in threading.enumerate():
         if thread.name == "pdserve-secret":
@@ -25,7 +32,7 @@ def join_writer() -> None:
 
 
 def test_what_was_kept_last_is_offered(tmp_path: Path) -> None:
-    keeper = SecretKeeper(tmp_path / "tier", time.time)
+    keeper = opened(tmp_path / "tier")
     assert keeper.kept() is None
     keeper.keep(b"1" * 32, 500)
     keeper.keep(b"2" * 32, 1)
@@ -37,6 +44,17 @@ def test_what_was_kept_last_is_offered(tmp_path: Path) -> None:
     assert len(stored_secrets(tmp_path / "tier")) == 2
 
 
+def test_nothing_is_written_before_the_tier_is_open(tmp_path: Path) -> None:
+    """A start that fails leaves nothing behind."""
+    keeper = SecretKeeper(tmp_path / "tier", time.time)
+    keeper.keep(b"1" * 32, 500)
+    join_writer()
+    assert not (tmp_path / "tier").exists()
+    keeper.opened()
+    join_writer()
+    assert keeper.kept() == (b"1" * 32, 500)
+
+
 def test_a_slow_disk_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one secret is being written, others are noted, and only the last of them is written."""
     hung, written = threading.Event(), []
@@ -46,7 +64,7 @@ def test_a_slow_disk_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         written.append(birth)
 
     monkeypatch.setattr(kept_secret, "keep_secret", slow)
-    keeper = SecretKeeper(tmp_path, time.time)
+    keeper = opened(tmp_path)
     for birth in range(2, 7):
         keeper.keep(b"1" * 32, birth)
     assert sum(thread.name == "pdserve-secret" for thread in threading.enumerate()) == 1
@@ -58,7 +76,7 @@ def test_a_slow_disk_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_disk_that_fails_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    SecretKeeper(tmp_path / "file", time.time).keep(b"1" * 32, 2)
+    opened(tmp_path / "file").keep(b"1" * 32, 2)
     join_writer()
     assert "cannot be kept" in caplog.text
 
@@ -67,7 +85,7 @@ def test_a_secret_that_is_there_already_is_not_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The disk is full when its worker comes back."""
-    keeper = SecretKeeper(tmp_path, time.time)
+    keeper = opened(tmp_path)
     keeper.keep(b"1" * 32, 2)
     join_writer()
 

@@ -17,6 +17,7 @@ from pdserve.kv.tiers.disk.directory import OwnDirectory, take_directory
 from pdserve.launch import kv_tiers
 from pdserve.launch.kv_tiers import (
     DiskRoom,
+    NewDirectory,
     describe_tiers,
     measure_disk,
     plan_tiers,
@@ -161,6 +162,32 @@ def test_a_disk_that_others_fill_has_no_size_that_fits() -> None:
     with pytest.raises(ConfigError) as caught:
         plan_tiers(WorkerConfig(disk_kv=disk), "w", MEMORY, DiskRoom(GIB, promised=3 * GIB))
     assert caught.value.message.endswith("may still write: make room")
+
+
+def test_a_start_that_is_refused_leaves_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_tiers, "_free", lambda path: 0)
+    for name, stays in (("new", False), ("mine", True)):
+        path = tmp_path / name
+        if stays:
+            path.mkdir()
+        with pytest.raises(ConfigError, match="make room"):
+            plan_tiers(WorkerConfig(disk_kv=DiskKv(str(path), GIB)), "w", MEMORY)
+        assert path.exists() is stays
+
+
+def test_a_new_directory_with_something_in_it_stays(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    new = NewDirectory(DiskKv(str(path), GIB))
+    path.mkdir()
+    (path / "file").touch()
+    new.discard()
+    assert path.exists()
+    (path / "file").unlink()
+    new.discard()
+    assert not path.exists()
+    NewDirectory(None).discard()
 
 
 def test_a_directory_is_made_for_this_user_alone(tmp_path: Path) -> None:

@@ -17,7 +17,13 @@ from pdserve.engine.port import EngineState
 from pdserve.engine_core.engine_loader import check_installed
 from pdserve.launch.cpus import read_cpu_limits
 from pdserve.launch.kept_secret import SecretKeeper
-from pdserve.launch.kv_tiers import describe_tiers, missing_tiers, plan_tiers, tier_trouble
+from pdserve.launch.kv_tiers import (
+    NewDirectory,
+    describe_tiers,
+    missing_tiers,
+    plan_tiers,
+    tier_trouble,
+)
 from pdserve.launch.metrics_samples import sample_node
 from pdserve.launch.ready_message import loaded_line
 from pdserve.launch.recent_windows import EngineRecent
@@ -71,7 +77,9 @@ class WorkerRole:
         check_installed(config.engine)
         threads = config.threads or read_cpu_limits().threads
         transfer = context.membership.transfer(node, config)
+        self._directory = NewDirectory(config.disk_kv)
         tiers = plan_tiers(config, _tier_owner(context, config))
+        self._keeper = _keeper(tiers)
         self._config = config = dataclasses.replace(
             config, threads=threads, transfer=transfer, tiers=tiers
         )
@@ -82,7 +90,7 @@ class WorkerRole:
             config,
             self._make_engine,
             node_card(context, "worker"),
-            _secrets(context, node, tiers),
+            _secrets(context, node, self._keeper),
             context.metrics,
             context.degradations,
         )
@@ -132,6 +140,8 @@ class WorkerRole:
         else:
             self._context.degradations.clear(name)
         if state is EngineState.READY:
+            if self._keeper is not None:
+                self._keeper.opened()
             self._note_reduced()
             self._note_untested()
             self._note_missing_tiers()
@@ -194,7 +204,11 @@ class WorkerRole:
 
     async def load(self) -> None:
         """Finds the model and starts the engine. Errors: as `WorkerService.start`."""
-        await self.worker.load(self._context.screen.progress)
+        try:
+            await self.worker.load(self._context.screen.progress)
+        except BaseException:
+            self._directory.discard()
+            raise
         self._context.screen.finish()
         capabilities = self.worker.service.engine.capabilities
         if capabilities is not None and self._context.config.process.role == "worker":
@@ -239,11 +253,17 @@ class WorkerRole:
         return self.worker.service.unready_reason()
 
 
-def _secrets(context: RoleContext, node: Node, tiers: TierSpec | None) -> HashSecrets:
-    """The node's hash secret; with a disk tier, the one that its blocks were written under."""
+def _keeper(tiers: TierSpec | None) -> SecretKeeper | None:
+    """Keeps the secret of a disk tier; None: there is none."""
     if tiers is None or not tiers.disk_path:
+        return None
+    return SecretKeeper(Path(tiers.disk_path), time.time)
+
+
+def _secrets(context: RoleContext, node: Node, keeper: SecretKeeper | None) -> HashSecrets:
+    """The node's hash secret; with a disk tier, the one that its blocks were written under."""
+    if keeper is None:
         return context.membership.secrets(node, context.degradations)
-    keeper = SecretKeeper(Path(tiers.disk_path), time.time)
     secrets = context.membership.secrets(node, context.degradations, keeper.kept())
     secrets.on_claim(keeper.keep)
     return secrets
