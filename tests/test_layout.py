@@ -302,6 +302,7 @@ SCENARIOS = {
     "engines/vllm/test_real_vision_families.py": "the real vLLM: images, other families",
     "engines/vllm/test_real_kv_events.py": "the real vLLM: events against its pool",
     "engines/vllm/test_real_fetches.py": "the real vLLM: a prefix that another engine has",
+    "engines/vllm/test_real_disagg_tiers.py": "the real vLLM: tiers of prefill and decode workers",
     "engines/vllm/test_real_tiers.py": "the real vLLM: blocks from host memory and disk",
     "engines/vllm/test_real_loras.py": "the real vLLM: adapters",
     "engines/vllm/test_real_sampling.py": "the real vLLM: every sampling field",

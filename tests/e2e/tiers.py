@@ -45,7 +45,7 @@ class Answer(NamedTuple):
     text: str
     worker: str
     cached: dict[str, int]
-    """Reused prompt tokens by source."""
+    """Reused prompt tokens by source; `prefill-host` and so on: of the worker that prefilled."""
     node: str
     """The worker that `peer` is."""
     tokens: list[int]
@@ -83,10 +83,12 @@ def _cached(headers: Mapping[str, str]) -> tuple[dict[str, int], str]:
         part.split("=") for part in headers.get("x-pdserve-cached", "").split("; ") if part
     )
     node = parts.pop("node", "")
+    parts.pop("prefill-node", "")
     found = {source: int(count) for source, count in parts.items()}
     if not found and total:
         found = {"device": total}
-    assert sum(found.values()) == total, headers
+    own = sum(count for source, count in found.items() if not source.startswith("prefill-"))
+    assert own == total, headers
     return found, node
 
 

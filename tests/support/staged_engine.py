@@ -9,6 +9,7 @@ CUDA driver its staging blocks are in device memory; its ranks are then all in t
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from hashlib import blake2b, shake_128
 from typing import TYPE_CHECKING, Any
@@ -20,20 +21,23 @@ from pdserve.clock import ManualClock
 from pdserve.engine_core.kit import ChoiceOutput
 from pdserve.engine_core.staged_kv.core import StagedCore
 from pdserve.engine_core.staged_kv.pool import StagingHandle, StagingPool, open_staging
+from pdserve.engine_core.staged_kv.port import HeldFrames
 from pdserve.errors import ConfigError, Overloaded
 from pdserve.kv.block_pool import BlockPool
 from pdserve.messages.engine import EngineCapabilities, EngineSpec, EngineStats, LoadProgress
 from pdserve.messages.request import GenerateRequest, TokenLogprob
+from pdserve.messages.tiers import CachedSource
 from pdserve.messages.transfer import RankKvLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     import numpy.typing as npt
 
     from pdserve.clock import Clock
     from pdserve.engine_core.staged_kv.port import StagedBlocks
     from pdserve.ids import Bytes, Seconds
+    from pdserve.messages.tiers import SourceName
     from pdserve.transfer.cuda.driver import CudaDriver
 
     Bytes2 = npt.NDArray[np.uint8]
@@ -153,7 +157,9 @@ class _Sequence:
 
 
 class ToyEngine(StagedCore):
-    """The engine. Options: `blocks`, `tp`, `staging` (blocks), `compat`."""
+    """The engine. Options: `blocks`, `tp`, `staging` (blocks), `frames` (of a host tier), `compat`.
+
+    A test says what is in the frames (`store`), and what would come from disk (`on_disk`)."""
 
     def __init__(self, clock: Clock, device: CudaDriver | None = None) -> None:
         super().__init__(clock)
@@ -162,6 +168,12 @@ class ToyEngine(StagedCore):
         self.broken_loads: set[int] = set()
         """Staging blocks that cannot be read."""
         self.on_step: Callable[[], None] = lambda: None
+        self.on_host: dict[bytes, int] = {}
+        """Blocks in frames: the region's block of each, by name."""
+        self.on_disk: set[bytes] = set()
+        """Those of them that count as read from disk."""
+        self.frame_holds: Counter[int] = Counter()
+        self.frame_hits: list[CachedSource] = []
         self._running: list[_Sequence] = []
 
     # ------------------------------------------------------------------ the kit
@@ -170,7 +182,8 @@ class ToyEngine(StagedCore):
         self, spec: EngineSpec, progress: Callable[[LoadProgress], None]
     ) -> EngineCapabilities:
         progress(LoadProgress(stage="building a toy"))
-        options = {"blocks": "64", "tp": "1", "staging": "32", "compat": "toy"} | spec.options
+        usual = {"blocks": "64", "tp": "1", "staging": "32", "frames": "0", "compat": "toy"}
+        options = usual | spec.options
         self._budget, self._size = spec.max_batch_tokens, spec.block_size
         blocks, tp = int(options["blocks"]), int(options["tp"])
         self.cache = BlockPool(blocks, self._size)
@@ -208,7 +221,8 @@ class ToyEngine(StagedCore):
         blocks, memory = int(self._options["staging"]), None
         if self._device is not None:
             memory = DeviceBlocks(self._device, blocks * _TOKEN * self._size)
-        self.staging = StagingPool(layout, blocks, memory)
+        frames = int(self._options["frames"])
+        self.staging = StagingPool(layout, blocks, memory, frames=frames)
         for rank in self.ranks:
             rank.map(self.staging.handle(), memory)
         return self.staging
@@ -252,6 +266,39 @@ class ToyEngine(StagedCore):
 
     def release_prefix(self, blocks: Sequence[int]) -> None:
         self.cache.release(blocks)
+
+    def store(self, request: GenerateRequest, blocks: int) -> None:
+        """Copy leading blocks of a cached prompt to frames, and forget it on the device."""
+        found = self._match(list(request.prompt), request.cache_salt)[:blocks]
+        assert len(found) == blocks
+        names = _names(list(request.prompt), self._size, request.cache_salt)
+        for name, block in zip(names, found, strict=False):
+            slot = self.staging.blocks.num_blocks + len(self.on_host)
+            for rank in self.ranks:
+                rank.stage(block, slot, out=True)
+            self.on_host[name] = slot
+        self.cache.clear()
+
+    def bring_frames(self, request: GenerateRequest) -> frozenset[bytes]:
+        return frozenset(self.on_disk)
+
+    def hold_frames(
+        self, request: GenerateRequest, first: int, read: Collection[bytes]
+    ) -> HeldFrames:
+        tokens = list(request.prompt) + request.given
+        names = _names(tokens, self._size, request.cache_salt)[: (len(tokens) - 1) // self._size]
+        here = [name for name in names[first:] if name in self.on_host]
+        blocks = tuple(self.on_host[name] for name in here)
+        self.frame_holds.update(blocks)
+        counts: Counter[SourceName] = Counter("disk" if one in read else "host" for one in here)
+        sources = (CachedSource(name, n * self._size) for name, n in counts.items())
+        return HeldFrames(blocks, tuple(sources))
+
+    def release_frames(self, blocks: Sequence[int]) -> None:
+        self.frame_holds.subtract(blocks)
+
+    def loaded_frames(self, sources: Sequence[CachedSource]) -> None:
+        self.frame_hits += sources
 
     def load_staged(self, handle: int, request: GenerateRequest, blocks: StagedBlocks) -> None:
         self.add(handle, request)

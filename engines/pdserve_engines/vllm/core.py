@@ -20,6 +20,7 @@ import msgspec
 
 from pdserve.blocks.hashing import hash_secret_id
 from pdserve.engine_core.staged_kv.core import StagedCore
+from pdserve.engine_core.staged_kv.port import HeldFrames
 from pdserve.errors import (
     ConfigError,
     EngineDied,
@@ -41,13 +42,15 @@ from pdserve_engines.vllm.step_counts import StepCounts
 from pdserve_engines.vllm.step_watch import StepWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
+    from pdserve.blocks.hashing import BlockHash
     from pdserve.clock import Clock
     from pdserve.engine_core.kv_transfer.connector import KvConnector
     from pdserve.engine_core.staged_kv.pool import StagingPool
     from pdserve.engine_core.staged_kv.port import StagedBlocks
     from pdserve.engine_core.tiers.frames.frame_fetches import FrameFetches
+    from pdserve.engine_core.tiers.frames.frame_holds import FrameHolds
     from pdserve.ids import Seconds
     from pdserve.messages.engine import (
         EngineCapabilities,
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     )
     from pdserve.messages.kv_events import KvEvent
     from pdserve.messages.request import GenerateRequest
+    from pdserve.messages.tiers import CachedSource
     from pdserve.transfer.base import Region
     from pdserve_engines.vllm.image_reader import ReadPrompt
 
@@ -144,9 +148,16 @@ class VllmCore(StagedCore):
         if reason:
             _LOG.warning("KV that vLLM evicts is lost, since there are no tiers: %s", reason)
             return
-        self._tiers = open_tiers(
-            spec.tiers, engine.core, engine.capabilities, names, secret, self.clock
-        )
+        staging = self.make_staging(spec) if self._exchanges(spec) else None
+        frames = None if staging is None else staging.frames()
+        try:
+            self._tiers = open_tiers(
+                spec.tiers, engine.core, engine.capabilities, names, secret, self.clock, frames
+            )
+        except BaseException:
+            if staging is not None:
+                staging.close()
+            raise
         engine.after_preemptions(self._tiers.preempted)
         self._tiers.start(self._on_tier_done)
         self._tiers_woken = True  # routers hear at once of what is on disk
@@ -507,18 +518,20 @@ class VllmCore(StagedCore):
         be."""
         if not self._exchanges(spec) or spec.transfer is None:
             raise ConfigError("aggregated workers with vLLM compute moved requests again")
-        vllm = self._vllm
-        self._staged = VllmStaging(vllm.core, vllm.capabilities, spec.transfer.unfilled)
+        if self._staged is None:  # with tiers it is made before them
+            vllm = self._vllm
+            unfilled, tiers = spec.transfer.unfilled, spec.tiers if uses_tiers(spec) else None
+            self._staged = VllmStaging(vllm.core, vllm.capabilities, unfilled, tiers)
         return self._staged.pool
 
     def fetch_region(self) -> Region | None:
-        """The arena of the host tier."""
-        return None if self._tiers is None else self._tiers.region
+        """The memory with the frames of the host tier."""
+        return None if self._tiers is None else self._tiers.frames.region
 
     def fetch_by(self, mover: KvConnector, say: Callable[[Event], None]) -> FrameFetches:
         """Exchange blocks of the host tier with other workers."""
         assert self._tiers is not None
-        return self._tiers.fetch_by(mover, self._tiers.region, say)
+        return self._tiers.fetch_by(mover, say)
 
     @property
     def _staging(self) -> VllmStaging:
@@ -543,6 +556,45 @@ class VllmCore(StagedCore):
         """Give them back."""
         if self._staged is not None:
             self._staged.holds.release(blocks)
+
+    def bring_frames(self, request: GenerateRequest) -> frozenset[bytes]:
+        """Begin to read what the disk has behind those blocks."""
+        holds = self._frame_holds
+        if holds is None:
+            return frozenset()
+        hashes = self._prefix_hashes(request)
+        return holds.bring(hashes, self.cached_blocks(request), self.clock.now())
+
+    def hold_frames(
+        self, request: GenerateRequest, first: int, read: Collection[bytes]
+    ) -> HeldFrames:
+        """Keep frames of the host tier for a prompt that a peer computes."""
+        holds = self._frame_holds
+        return (
+            HeldFrames() if holds is None else holds.hold(self._prefix_hashes(request), first, read)
+        )
+
+    def release_frames(self, blocks: Sequence[int]) -> None:
+        """Give them back."""
+        if blocks and self._frame_holds is not None:
+            self._frame_holds.release(blocks)
+
+    def loaded_frames(self, sources: Sequence[CachedSource]) -> None:
+        """Count what was loaded from frames."""
+        if self._frame_holds is not None:
+            self._frame_holds.loaded(sources)
+
+    @property
+    def _frame_holds(self) -> FrameHolds | None:
+        return None if self._tiers is None else self._tiers.holds
+
+    def _prefix_hashes(self, request: GenerateRequest) -> list[BlockHash]:
+        """Hashes of the blocks that can be loaded for the first live choice of a request."""
+        assert self._names is not None
+        salt = self._names.salt(request.cache_salt, request.lora)
+        tokens = [*request.prompt, *given_output(request, next(iter(request.live)))]
+        blocks = (len(tokens) - 1) // self._vllm.capabilities.block_size
+        return self._names.chain(tokens, salt)[:blocks]
 
     def _give_prefixes_up(self) -> None:
         """Held blocks may be what vLLM's first waiting request lacks, while those that would let

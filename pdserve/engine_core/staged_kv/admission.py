@@ -4,8 +4,10 @@
             └── needs more than all staging blocks: the engine computes the prompt itself
 
 Reservations count staging blocks. If there are too few, a prompt waits; the node gives up after its
-patience and has it computed here (`PrefillLocally`). The engine's own cached blocks are held from
-`bind` until the engine has loaded the rest. Owned by `StagedTransfers`, driven by `KvReceiver`.
+patience and has it computed here (`PrefillLocally`). The engine's own cached blocks, and frames of
+its host tier behind them, are held from `bind` until the engine has loaded the rest. What is on
+disk is read to the host from the reservation on. Owned by `StagedTransfers`, driven by
+`KvReceiver`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from msgspec.structs import replace
 from pdserve.engine_core.kv_transfer.remote_prefill import RemotePrefillState
 from pdserve.engine_core.scheduler.reservations import BlockReservations
 from pdserve.engine_core.scheduler.submission import Submission, build_sequences, end_reason
-from pdserve.engine_core.staged_kv.port import StagedBlocks
+from pdserve.engine_core.staged_kv.port import HeldFrames, StagedBlocks
 from pdserve.errors import InvalidRequest, Overloaded, PdserveError
 from pdserve.observe.logs import about
 from pdserve.transfer.copy_plan import blocks_for
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from pdserve.kv.block_pool import BlockPool
     from pdserve.messages.handoff import Handoff
     from pdserve.messages.request import GenerateRequest, TokenDelta, TokenLogprob
+    from pdserve.messages.tiers import CachedSource
 
 __all__ = ["StagedAdmission"]
 
@@ -46,6 +49,7 @@ class _Load:
     """Blocks that the engine copies from, and held blocks of its own before them."""
 
     shared: list[int]
+    """As `StagedAdmission.bind` returns them."""
     fresh: list[int]
 
 
@@ -56,6 +60,8 @@ class _Origin:
     cached: int
     received: int
     """Tokens whose KV was loaded from staging blocks."""
+    sources: tuple[CachedSource, ...]
+    """The tiers of the cached tokens that were loaded from frames."""
     prompt_logprobs: list[TokenLogprob] | None
     """Those of the prefill worker; the engine here has not computed the prompt."""
 
@@ -82,6 +88,10 @@ class StagedAdmission:
         self._reject = reject
         self._submissions: dict[int, Submission] = {}
         """Submissions that wait for a peer, by handle."""
+        self._reading: dict[int, frozenset[bytes]] = {}
+        """What the disk was asked for, by handle; from the reservation to its end."""
+        self._frames: dict[int, HeldFrames] = {}
+        """Frames that are held for a submission that waits for a peer, by handle."""
         self._loads: dict[int, _Load] = {}
         self._origins: dict[int, _Origin] = {}
         """Of requests that have entered the engine from staging blocks, until they end."""
@@ -131,6 +141,8 @@ class StagedAdmission:
     def _fulfil(self, handle: int) -> Submission:
         """End the reservation, or the wait for one: no peer prefills the submission any more."""
         submission = self._submissions.pop(handle)
+        self._reading.pop(handle, None)
+        self._frames.pop(handle, None)
         self.reservations.end(submission.live[0])
         self._loosened += 1
         return submission
@@ -167,6 +179,7 @@ class StagedAdmission:
             self.reservations.give(stem, need)
             assert submission.remote is not None
             submission.remote.admitted = True
+            self._reading[stem.handle] = self._engine.bring_frames(submission.request)
             made.append((stem.handle, cached * self._pool.block_size))
             if need > self._pool.num_blocks:
                 _log.info(
@@ -186,17 +199,22 @@ class StagedAdmission:
         return need + self.reservations.unbound <= self._pool.available
 
     def bind(self, handle: int) -> tuple[list[int], list[int]] | None:
-        """Hold the engine's cached blocks and allocate staging blocks for the other tokens. None if
-        too few staging blocks are free."""
+        """Hold the engine's cached blocks, and frames behind them, and allocate staging blocks for
+        the other tokens. None if too few staging blocks are free."""
         stem, request = self.stem_of(handle), self._submissions[handle].request
-        shared = self._engine.hold_prefix(request)
+        cached = self._engine.hold_prefix(request)
+        read = self._reading.get(handle, frozenset())
+        frames = self._engine.hold_frames(request, len(cached), read)
+        # A frame is told from a block of the engine's cache by its sign.
+        shared = [*cached, *(~block for block in frames.blocks)]
         need = blocks_for(len(stem.tokens), self._pool.block_size) - len(shared)
         fresh = self._pool.reserve(need)
         if fresh is None:
-            self._engine.release_prefix(shared)
+            self.release_shared(shared)
             self.reservations.lacking.add(handle)
             return None
         self.reservations.bind(handle)
+        self._frames[handle] = frames
         return shared, fresh
 
     def unbind(self, handle: int) -> None:
@@ -204,8 +222,9 @@ class StagedAdmission:
         self.reservations.unbind(handle)
 
     def release_shared(self, blocks: Seq[int]) -> None:
-        """Release the engine's blocks that `bind` has held."""
-        self._engine.release_prefix(blocks)
+        """Release the engine's blocks and the frames that `bind` has held."""
+        self._engine.release_prefix([block for block in blocks if block >= 0])
+        self._engine.release_frames([~block for block in blocks if block < 0])
 
     def postpone(self, handle: int) -> None:
         """End a reservation that found no blocks; it is made again when there are some."""
@@ -235,12 +254,17 @@ class StagedAdmission:
         The handoff's first tokens are not used. The engine computes the last prompt token and
         samples by itself, because only then do its later tokens follow from its own state.
         """
+        frames = self._frames.pop(handle)
         request = self._fulfil(handle).request
         held = len(shared) * self._pool.block_size
-        blocks = StagedBlocks(len(shared), tuple(fresh), handoff.tokens)
+        slots = (*frames.blocks, *fresh)
+        blocks = StagedBlocks(len(shared) - len(frames.blocks), slots, handoff.tokens)
         self._loads[handle] = _Load(shared, fresh)
         self._origins[handle] = _Origin(
-            min(held, len(request.prompt)), handoff.tokens - held, handoff.prompt_logprobs
+            min(held, len(request.prompt)),
+            handoff.tokens - held,
+            frames.sources,
+            handoff.prompt_logprobs,
         )
         # The engine would compute the whole prompt again for its logprobs.
         sampling = replace(request.sampling, prompt_logprobs=None)
@@ -262,15 +286,24 @@ class StagedAdmission:
         if load is None:
             return False
         self._pool.release(load.fresh)
-        self._engine.release_prefix(load.shared)
+        self.release_shared(load.shared)
         origin = self._origins.get(handle)
         if origin is not None:
-            origin.received -= min(failed, origin.received)
-            self.received_tokens += origin.received
+            self._note_origin(origin, failed)
         if failed:
             self.failed_loads += 1
             _log.error("request %d: %d tokens of staged KV were not loaded", handle, failed)
         return True
+
+    def _note_origin(self, origin: _Origin, failed: int) -> None:
+        """The last `failed` tokens of the prompt have to be computed."""
+        lost = max(0, failed - origin.received)
+        origin.received -= failed - lost
+        self.received_tokens += origin.received
+        if lost:
+            origin.cached -= min(lost, sum(each.tokens for each in origin.sources))
+            origin.sources = ()
+        self._engine.loaded_frames(origin.sources)
 
     # ------------------------------------------------------------------ output
 
@@ -281,7 +314,10 @@ class StagedAdmission:
             return delta
         if delta.started is not None:
             started = replace(
-                delta.started, cached_tokens=origin.cached, received_tokens=origin.received
+                delta.started,
+                cached_tokens=origin.cached,
+                received_tokens=origin.received,
+                sources=origin.sources,
             )
             delta = replace(delta, started=started, prompt_logprobs=origin.prompt_logprobs)
         if delta.finish is not None:
@@ -294,3 +330,4 @@ class StagedAdmission:
         for load in self._loads.values():
             self._pool.release(load.fresh)
         self._loads.clear()
+        self._frames.clear()

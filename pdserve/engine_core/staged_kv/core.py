@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.engine_core.kit import SelfSchedulingCore
+from pdserve.engine_core.kv_transfer.connector import NodeMessage
 from pdserve.engine_core.scheduler.scheduler_state import SchedulerLimits
+from pdserve.engine_core.staged_kv.port import HeldFrames
 from pdserve.engine_core.staged_kv.transfers import StagedTransfers
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.messages.engine import (
@@ -33,11 +35,11 @@ from pdserve.messages.engine import (
 from pdserve.messages.engine_errors import rejected_event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from pdserve.clock import Clock
     from pdserve.engine_core.kit import _Submission
-    from pdserve.engine_core.kv_transfer.connector import KvConnector
+    from pdserve.engine_core.kv_transfer.connector import ConnectorEvent, KvConnector
     from pdserve.engine_core.staged_kv.pool import StagingPool
     from pdserve.engine_core.staged_kv.port import StagedBlocks
     from pdserve.engine_core.tiers.frames.frame_fetches import FrameFetches
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
         Rejected,
     )
     from pdserve.messages.request import GenerateRequest
+    from pdserve.messages.tiers import CachedSource
     from pdserve.transfer.base import Region
 
 __all__ = ["StagedCore"]
@@ -66,7 +69,7 @@ class StagedCore(SelfSchedulingCore):
         self.transfers: StagedTransfers | None = None
         """Set while this core exchanges KV."""
         self.fetches: FrameFetches | None = None
-        """Set while this core exchanges blocks of its host tier, and no other KV."""
+        """Set while this core exchanges blocks of its host tier."""
         self._mover: KvConnector | None = None
         self._moved = False
         """Whether the connector has events."""
@@ -110,9 +113,25 @@ class StagedCore(SelfSchedulingCore):
     def prefill_staged(self, handle: int, request: GenerateRequest, blocks: StagedBlocks) -> None:
         """As `StagedEngine.prefill_staged`."""
 
+    def bring_frames(self, request: GenerateRequest) -> frozenset[bytes]:
+        """As `StagedEngine.bring_frames`. An engine without frames has nothing to bring."""
+        return frozenset()
+
+    def hold_frames(
+        self, request: GenerateRequest, first: int, read: Collection[bytes]
+    ) -> HeldFrames:
+        """As `StagedEngine.hold_frames`."""
+        return HeldFrames()
+
+    def release_frames(self, blocks: Sequence[int]) -> None:
+        """As `StagedEngine.release_frames`."""
+
+    def loaded_frames(self, sources: Sequence[CachedSource]) -> None:
+        """As `StagedEngine.loaded_frames`."""
+
     def fetch_region(self) -> Region | None:
-        """The host tier's arena, which peers may read and write while this core exchanges no other
-        KV; None: there is none."""
+        """The memory with the host tier's frames, which peers may read and write; None: there is
+        none."""
         return None
 
     def fetch_by(self, mover: KvConnector, say: Callable[[Event], None]) -> FrameFetches:
@@ -154,7 +173,7 @@ class StagedCore(SelfSchedulingCore):
         if self._mover is not None and spec.transfer is not None:
             progress(LoadProgress(stage="registering KV blocks"))
             names = self._start_moving(spec, self._mover)
-            fetches = self._start_fetching(self._mover)
+            fetches = self._start_fetching(self._mover, names)
             capabilities = msgspec.structs.replace(capabilities, transfers=names, fetches=fetches)
             self._capabilities = capabilities
         return capabilities
@@ -185,21 +204,26 @@ class StagedCore(SelfSchedulingCore):
         )
         return names
 
-    def _start_fetching(self, mover: KvConnector) -> tuple[str, ...]:
-        """Start the connector for the host tier alone; returns its usable back ends, or none."""
+    def _start_fetching(self, mover: KvConnector, staged: tuple[str, ...]) -> tuple[str, ...]:
+        """Let peers fetch from the host tier; returns the back ends for it, or none."""
         region = self.fetch_region()
         if region is None:
             return ()
-        if self.transfers is not None:
-            _log.info("blocks of tiers are not exchanged with others: transports move staged KV")
+        if self.transfers is not None and region is not self.transfers.region:
+            _log.info("blocks of tiers are not exchanged with others: staged KV is on the device")
             return ()
+        names = staged or self._start_for_tiers(mover, region)
+        if names:
+            self.fetches = self.fetch_by(mover, self._events_append)
+        return names
+
+    def _start_for_tiers(self, mover: KvConnector, region: Region) -> tuple[str, ...]:
+        """Start the connector for the host tier alone."""
         try:
-            names = mover.start(region, self._on_moved)
+            return mover.start(region, self._on_moved)
         except ConfigError as error:
             _log.info("blocks of tiers are not exchanged with other workers: %s", error.message)
             return ()
-        self.fetches = self.fetch_by(mover, self._events_append)
-        return names
 
     def _limits(self, spec: EngineSpec) -> SchedulerLimits:
         return SchedulerLimits(
@@ -219,12 +243,12 @@ class StagedCore(SelfSchedulingCore):
 
     def handle(self, command: Command) -> None:
         """Take a command in; its results come from `step`."""
+        if self.fetches is not None and self.fetches.take(command, self.clock.now()):
+            self._changed = True
+            return
         transfers = self.transfers
         if transfers is None:
-            if self.fetches is not None and self.fetches.take(command, self.clock.now()):
-                self._changed = True
-            else:
-                super().handle(command)
+            super().handle(command)
             return
         match command:
             case SubmitRemote() | PrefillForPeer():
@@ -304,10 +328,8 @@ class StagedCore(SelfSchedulingCore):
     @property
     def has_work(self) -> bool:
         """Return whether `step` has something to do now."""
-        transfers = self.transfers
-        if transfers is not None and (self._moved or transfers.has_work):
-            return True
-        if self.fetches is not None and (self._moved or self.fetches.has_work):
+        ours = (self.transfers, self.fetches)
+        if any(one is not None and (self._moved or one.has_work) for one in ours):
             return True
         return super().has_work
 
@@ -322,24 +344,29 @@ class StagedCore(SelfSchedulingCore):
 
     def step(self) -> list[Event]:
         """Handle what the transports report, give out staging blocks, then step the engine."""
-        transfers = self.transfers
-        if transfers is not None:
-            now = self.clock.now()
-            if self._moved:
-                self._moved = False
-                self._changed = True
-                self._note_freed(transfers.poll(now))
-            transfers.advance(now)
-        if self.fetches is not None:
-            self._advance_fetches(self.fetches, self.clock.now())
-        return super().step()
-
-    def _advance_fetches(self, fetches: FrameFetches, now: Seconds) -> None:
-        if self._moved:
+        now = self.clock.now()
+        if self._moved and self._mover is not None:
             self._moved = False
             self._changed = True
-            fetches.poll(now)
-        fetches.advance(now, busy=self.sequences > 0)
+            self._take_moved(self._mover.poll(), now)
+        if self.transfers is not None:
+            self.transfers.advance(now)
+        if self.fetches is not None:
+            self.fetches.advance(now, busy=self.sequences > 0)
+        return super().step()
+
+    def _take_moved(self, events: Iterable[ConnectorEvent], now: Seconds) -> None:
+        """Pass the connector's events to what they are about."""
+        touched: set[int] = set()
+        for event in events:
+            if isinstance(event, NodeMessage):
+                self._events.append(event.event)
+            elif self.fetches is not None and self.fetches.moved(event, now):
+                continue
+            elif self.transfers is not None:
+                touched.add(self.transfers.moved(event, now))
+        if touched:
+            self._note_freed(touched)
 
     def _report_output(self) -> None:
         if self.transfers is not None:

@@ -9,7 +9,9 @@ and the staging blocks, so two workers may have different tensor-parallel sizes.
     other memory     of a device, say: the engine brings it, and its ranks, which compute in the
                      engine process, find it by `StagingHandle.local`
 
-Who uses which block is decided elsewhere (`StagedAdmission`, `StagedSender`).
+The frames of a host tier can be in the same memory, behind the staging blocks. Then transports
+reach both, and ranks copy from both in one step. Who uses which block is decided elsewhere
+(`StagedAdmission`, `StagedSender`, the tier).
 """
 
 from __future__ import annotations
@@ -30,7 +32,14 @@ if TYPE_CHECKING:
     from pdserve.ids import Bytes
     from pdserve.messages.transfer import RankKvLayout
 
-__all__ = ["StagingHandle", "StagingMemory", "StagingPool", "host_blocks", "open_staging"]
+__all__ = [
+    "HostFrames",
+    "StagingHandle",
+    "StagingMemory",
+    "StagingPool",
+    "host_frames",
+    "open_staging",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +78,56 @@ class StagingMemory(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class HostFrames:
+    """The frames of a host tier: blocks of one memory, from `first` on."""
+
+    memory: BlockMemory
+    region: Region
+    """The whole memory as transports see it."""
+    handle: StagingHandle
+    """What ranks need to map it."""
+    first: int
+    """The block of the memory that is frame 0."""
+    count: int
+    shared: bool
+    """Whether staging blocks are in the same memory, which their pool closes."""
+
+    def view(self, frame: int) -> memoryview:
+        """The bytes of one frame."""
+        return self.memory.view(self.first + frame)
+
+    def close(self) -> None:
+        """Free the memory, unless staging blocks are in it, too."""
+        if not self.shared:
+            assert self.region.view is not None
+            self.region.view.release()
+            self.memory.close()
+
+
 class StagingPool:
     """The staging blocks of one engine: their memory, and which of them are free."""
 
     def __init__(
-        self, layout: RankKvLayout, blocks: int, memory: StagingMemory | None = None
+        self,
+        layout: RankKvLayout,
+        blocks: int,
+        memory: StagingMemory | None = None,
+        *,
+        frames: int = 0,
     ) -> None:
-        """`memory`: what holds the blocks, without gaps; None: host memory. The pool closes it.
-        Raises `ConfigError` if host memory cannot be allocated or not be shared."""
+        """`memory`: what holds the blocks, without gaps; None: host memory, in which `frames`
+        frames of a host tier follow. The pool closes it. Raises `ConfigError` if host memory cannot
+        be allocated or not be shared."""
         self.layout = layout
         self.blocks = BlockPool(blocks, layout.tokens)
         self._local = 0 if memory is None else memory.local
         self._memory: StagingMemory | BlockMemory
         if memory is None:
-            self._memory = host = _shared_memory(layout, blocks)
+            self._memory = host = _shared_memory(layout, blocks + frames)
             self.region = region_in_memory(layout, host)
         else:
+            assert not frames, "frames are in host memory"
             self._memory = memory
             self.region = Region(layout, blocks, address=memory.address)
 
@@ -111,6 +154,14 @@ class StagingPool:
             self._local,
         )
 
+    def frames(self) -> HostFrames | None:
+        """The frames behind the staging blocks; None: there are none."""
+        first, memory = self.blocks.num_blocks, self._memory
+        if not isinstance(memory, BlockMemory) or memory.num_blocks == first:
+            return None
+        count = memory.num_blocks - first
+        return HostFrames(memory, self.region, self.handle(), first, count, shared=True)
+
     def close(self) -> None:
         """Free the memory; mappings of rank processes stay valid. Idempotent."""
         if self.region.view is not None:
@@ -118,12 +169,14 @@ class StagingPool:
         self._memory.close()
 
 
-def host_blocks(layout: RankKvLayout, blocks: int) -> tuple[BlockMemory, StagingHandle]:
-    """Allocate blocks of this layout in host memory, without a pool over them; returns the memory
-    and what ranks need to map it. Raises `ConfigError` if they cannot be allocated or shared."""
-    memory = _shared_memory(layout, blocks)
+def host_frames(layout: RankKvLayout, count: int) -> HostFrames:
+    """Allocate frames in a memory of their own. Raises `ConfigError` if they cannot be allocated or
+    shared."""
+    memory = _shared_memory(layout, count)
     fd = memory.export().fd
-    return memory, StagingHandle(os.getpid(), fd, os.fstat(fd).st_ino, memory.size, blocks, layout)
+    handle = StagingHandle(os.getpid(), fd, os.fstat(fd).st_ino, memory.size, count, layout)
+    region = region_in_memory(layout, memory)
+    return HostFrames(memory, region, handle, 0, count, shared=False)
 
 
 def _shared_memory(layout: RankKvLayout, blocks: int) -> BlockMemory:

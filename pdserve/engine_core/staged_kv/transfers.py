@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.engine_core.kv_transfer.connector import NodeMessage, PartDelivered
+from pdserve.engine_core.kv_transfer.connector import PartDelivered
 from pdserve.engine_core.kv_transfer.receiver import KvReceiver
 from pdserve.engine_core.staged_kv.admission import StagedAdmission
 from pdserve.engine_core.staged_kv.sender import StagedSender
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Literal
 
+    from pdserve.engine_core.kv_fetch.fetches import PullMoved
     from pdserve.engine_core.kv_transfer.connector import KvConnector
     from pdserve.engine_core.scheduler.scheduler_state import SchedulerLimits
     from pdserve.engine_core.staged_kv.pool import StagingPool
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         PeerGone,
     )
     from pdserve.messages.request import TokenDelta
+    from pdserve.transfer.base import Region
 
 __all__ = ["StagedTransfers", "TransferCommand"]
 
@@ -74,7 +76,11 @@ class StagedTransfers:
         self.sender = StagedSender(engine, staging, mover, verify, say, end, limits.max_waiting)
         self._staging = staging
         self._mover = mover
-        self._say = say
+
+    @property
+    def region(self) -> Region:
+        """The memory that the connector has been started with."""
+        return self._staging.region
 
     # ------------------------------------------------------------------ commands
 
@@ -161,19 +167,13 @@ class StagedTransfers:
 
     # ------------------------------------------------------------------ steps
 
-    def poll(self, now: Seconds) -> set[int]:
-        """Handle the connector's events; returns the handles that they were about."""
-        touched: set[int] = set()
-        for event in self._mover.poll():
-            if isinstance(event, NodeMessage):
-                self._say(event.event)
-            elif isinstance(event, PartDelivered):
-                self.sender.delivered(event)
-                touched.add(event.handle)
-            else:
-                self.receiver.moved(event, now)
-                touched.add(event.key.handle)
-        return touched
+    def moved(self, event: PullMoved, now: Seconds) -> int:
+        """Handle an event of the connector; returns the handle that it is about."""
+        if isinstance(event, PartDelivered):
+            self.sender.delivered(event)
+            return event.handle
+        self.receiver.moved(event, now)
+        return event.key.handle
 
     @property
     def has_work(self) -> bool:

@@ -22,7 +22,7 @@ from pdserve.kv.tiers.disk.fingerprint import Fingerprint
 from pdserve.kv.tiers.disk.tier import DiskTier
 from pdserve.kv.tiers.eviction import EvictionOrder
 from pdserve.kv.tiers.host_index import HostIndex
-from pdserve.kv.tiers.job_runner import JobRunner, MemoryCopier
+from pdserve.kv.tiers.job_runner import FrameBytes, JobRunner, MemoryCopier
 from pdserve.kv.tiers.lower_tiers import LowerTiers
 from pdserve.kv.tiers.measuring.first_rates import describe, measure_copies
 from pdserve.kv.tiers.thread_io import ThreadTierIo
@@ -365,7 +365,7 @@ def _measured(
     return rates
 
 
-def disk_runner(copier: BlockCopier | None, arena: BlockMemory, disk: DiskTier | None) -> JobRunner:
+def disk_runner(copier: BlockCopier | None, arena: FrameBytes, disk: DiskTier | None) -> JobRunner:
     """What carries out the jobs. `copier` None: copies are not its task."""
     if disk is None:
         return JobRunner(copier, arena, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from array import array
 from errno import EIO
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from pdserve.kv.tiers.disk.records import TierReadError, TierWriteError
 from pdserve.kv.tiers.jobs import (
@@ -27,12 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from pdserve.ids import Bytes, Seconds
-    from pdserve.kv.storage import BlockMemory
     from pdserve.kv.tiers.disk.records import SegmentStore
     from pdserve.kv.tiers.disk.sealed_reader import SealedReader
     from pdserve.kv.tiers.jobs import BlockCopier, TierJob
 
-__all__ = ["JobRunner", "MemoryCopier"]
+__all__ = ["FrameBytes", "JobRunner", "MemoryCopier"]
 
 _log = logging.getLogger(__name__)
 
@@ -84,13 +83,21 @@ class MemoryCopier:
         )
 
 
+class FrameBytes(Protocol):
+    """The frames of a host tier: a `BlockMemory` of their own, or a part of one."""
+
+    def view(self, frame: int, /) -> memoryview:
+        """Writable bytes of one frame."""
+        ...
+
+
 class JobRunner:
     """Carries out jobs, one at a time in each calling thread."""
 
     def __init__(
         self,
         copier: BlockCopier | None,
-        arena: BlockMemory,
+        arena: FrameBytes,
         files: SegmentStore | None,
         shared: SealedReader | None = None,
     ) -> None:

@@ -205,6 +205,11 @@ class LowerTiers:
         """When those copies end, in simulated time; None: it is not known, or they have ended."""
         return self._jobs.io.copied_at(fetch, group)
 
+    def count_hits(self, source: SourceName, blocks: int) -> None:
+        """Count blocks that the device has got from a tier without a fetch."""
+        counts = self._tiers.disk_counts if source == "disk" else self._tiers.host_counts
+        counts.hit_blocks += blocks
+
     def came_late(self) -> None:
         """Count a step whose layers did not come in time."""
         self._tiers.host_counts.failed += 1

@@ -31,6 +31,7 @@ from pdserve.messages.engine import (
     SubmitRemote,
     TransferSpec,
 )
+from pdserve.messages.tiers import CachedSource
 from pdserve.messages.transfer import PathReady
 from pdserve.testing.fake_mover import FakeMover, FakeNet
 from pdserve.testing.inline_engine import InlineEngine
@@ -165,6 +166,96 @@ def test_a_cached_prefix_is_held_until_the_rest_is_loaded():
     both.run()
     assert ledger.tokens == [reference(ledger.request)]
     assert both.d.core.computed_tokens - before == len(ledger.tokens[0])
+    both.close()
+
+
+# ------------------------------------------------------------------ frames of a host tier
+
+
+def with_frames(**options: str) -> StagedPair:
+    """D has frames, and in them the first three blocks of a prompt of five; the device has none."""
+    both = make_staged_pair(d={"options": {"frames": "8", **options}})
+    wanted = request(prompt_of(LENGTH))
+    both.d.engine.generate([request(wanted.prompt, max_tokens=1)])
+    both.d.core.store(wanted, 3)
+    both.d.core.computed_tokens = 0
+    return both
+
+
+@HOST
+@pytest.mark.parametrize("tp", ["1", "4"])
+def test_what_the_host_tier_has_is_loaded_from_there_and_not_sent(tp: str):
+    both = with_frames(tp=tp)
+    both.d.core.on_disk = set(list(both.d.core.on_host)[2:])
+    (ledger,) = both.generate([request(prompt_of(LENGTH))])
+    assert ledger.tokens == [reference(ledger.request)]
+    assert both.d.core.computed_tokens == len(ledger.tokens[0])
+    assert both.d.stats.received_blocks == 2
+    start = ledger.starts[0]
+    assert start is not None
+    assert (start.cached_tokens, start.received_tokens) == (12, LENGTH - 12)
+    assert start.sources == (CachedSource("host", 8), CachedSource("disk", 4))
+    assert tuple(both.d.core.frame_hits) == start.sources
+    assert not both.d.core.frame_holds.total()
+    both.close()
+
+
+@HOST
+def test_frames_follow_what_is_cached_on_the_device():
+    both = with_frames()
+    both.d.engine.generate([request(prompt_of(LENGTH)[:9], max_tokens=1)])
+    handle, ledger = opened(both)
+    assert both.admitted[handle] == 8
+    assert both.opened[handle].ticket.first_token == 12
+    assert both.d.core.frame_holds.total() == 1
+    both.prefill(both.opened[handle])
+    both.run()
+    assert ledger.tokens == [reference(ledger.request)]
+    assert ledger.starts[0] is not None
+    assert ledger.starts[0].cached_tokens == 12
+    assert ledger.starts[0].sources == (CachedSource("host", 4),)
+    assert not both.d.core.frame_holds.total()
+    both.close()
+
+
+@HOST
+@pytest.mark.parametrize("how", ["aborted", "attempt", "computed here", "closed"])
+def test_held_frames_are_given_back(how: str):
+    both = with_frames()
+    handle, ledger = opened(both)
+    assert both.d.core.frame_holds.total() == 3
+    match how:
+        case "aborted":
+            ledger.aborted = True
+            both.d.core.handle(Abort(handle))
+        case "attempt":
+            both.d.core.handle(AbortAttempt(handle, 1))
+        case "computed here":
+            both.d.core.handle(PrefillLocally(handle))
+        case "closed":
+            pass
+    both.step_d()
+    if how != "closed":
+        assert not both.d.core.frame_holds.total()
+        both.run()
+    if how == "attempt":
+        finish(both, handle, ledger)
+        return
+    both.close()
+
+
+@HOST
+def test_a_frame_that_cannot_be_read_is_computed():
+    both = with_frames()
+    both.d.core.broken_loads = {list(both.d.core.on_host.values())[1]}
+    (ledger,) = both.generate([request(prompt_of(LENGTH))])
+    assert ledger.tokens == [reference(ledger.request)]
+    start = ledger.starts[0]
+    assert start is not None
+    assert (start.received_tokens, start.sources) == (0, ())
+    assert both.d.core.frame_hits == []
+    assert both.d.stats.received_tokens == 0
+    assert not both.d.core.frame_holds.total()
     both.close()
 
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from pdserve.engine_core.staged_kv.pool import StagingPool, open_staging
+from pdserve.engine_core.staged_kv.pool import StagingPool, host_frames, open_staging
 from pdserve.errors import EngineError
 from pdserve.messages.transfer import RankKvLayout
 
@@ -60,6 +60,39 @@ def test_other_memory_is_not_taken_for_it(staging: StagingPool):
 
 def test_closing_twice_is_allowed(staging: StagingPool):
     staging.close()
+
+
+def test_frames_of_a_tier_lie_behind_the_staging_blocks():
+    pool = StagingPool(LAYOUT, 6, frames=4)
+    frames, size = pool.frames(), pool.block_bytes
+    assert frames is not None
+    assert pool.region.view is not None
+    assert (frames.first, frames.count, frames.shared) == (6, 4, True)
+    assert pool.blocks.num_blocks == 6
+    assert pool.handle() == frames.handle
+    assert pool.region.blocks == pool.handle().blocks == 10
+    frames.view(3)[:4] = b"here"
+    assert bytes(pool.region.view[9 * size : 9 * size + 4]) == b"here"
+    with pytest.raises(IndexError):
+        frames.view(4)
+    frames.close()
+    assert bytes(pool.region.view[9 * size : 9 * size + 4]) == b"here"
+    pool.close()
+
+
+def test_a_pool_without_frames_has_none(staging: StagingPool):
+    assert staging.frames() is None
+
+
+def test_frames_without_staging_blocks_have_a_memory_of_their_own():
+    frames = host_frames(LAYOUT, 5)
+    assert (frames.first, frames.count, frames.shared) == (0, 5, False)
+    with open_staging(frames.handle) as memory:
+        frames.view(4)[-4:] = b"last"
+        assert memory[-4:] == b"last"
+    frames.close()
+    with pytest.raises(EngineError, match="cannot be opened"):
+        open_staging(frames.handle)
 
 
 class Brought:

@@ -84,13 +84,16 @@ class StepIo:
         ranks: int,
         block_bytes: Bytes,
         kept: Callable[[Sequence[int]], bool],
+        first: int = 0,
     ) -> None:
         """`files` carries out what is about files; None: there is no disk. `kept` tells whether
-        vLLM still has all of these blocks cached."""
+        vLLM still has all of these blocks cached. `first`: the block of the arena that is frame
+        0."""
         self._files = files
         self._ranks = ranks
         self._size = block_bytes
         self._kept = kept
+        self._first = first
         self._out: deque[CopyOut] = deque()
         self._into: list[CopyIn] = []
         self._steps: dict[int, _Step] = {}
@@ -153,9 +156,16 @@ class StepIo:
         self._steps[self._number] = step
         return TierCopies(
             self._number,
-            [pair for job in step.out for pair in zip(job.blocks, job.frames, strict=True)],
-            [pair for job in step.into for pair in zip(job.blocks, job.frames, strict=True)],
+            self._pairs(step.out),
+            self._pairs(step.into),
         )
+
+    def _pairs(self, jobs: Sequence[CopyOut | CopyIn]) -> Pairs:
+        return [
+            (block, self._first + frame)
+            for job in jobs
+            for block, frame in zip(job.blocks, job.frames, strict=True)
+        ]
 
     def _take_out(self, *, computes: bool) -> list[CopyOut]:
         """Jobs up to a size, and all whose blocks vLLM has given away."""

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdserve.blocks.hashing import hash_secret_id
-from pdserve.engine_core.kv_transfer.kv_region import region_in_memory
-from pdserve.engine_core.staged_kv.pool import host_blocks
+from pdserve.engine_core.staged_kv.pool import host_frames
 from pdserve.engine_core.tiers.core_tiers import (
     DeviceTiers,
     TierStorage,
@@ -25,6 +24,7 @@ from pdserve.engine_core.tiers.core_tiers import (
 )
 from pdserve.engine_core.tiers.fetch_planner import FetchPlanner
 from pdserve.engine_core.tiers.frames.frame_fetches import FrameFetches
+from pdserve.engine_core.tiers.frames.frame_holds import FrameHolds
 from pdserve.engine_core.tiers.prefill_cost import StepCost
 from pdserve.kv.tiers.thread_io import ThreadTierIo
 from pdserve.transfer.copy_plan import block_bytes
@@ -32,14 +32,14 @@ from pdserve_engines.renamed_blocks import root_of
 from pdserve_engines.vllm.kv_tiers.pool_view import PoolView
 from pdserve_engines.vllm.kv_tiers.prefix_loads import PrefixLoads
 from pdserve_engines.vllm.kv_tiers.step_io import StepIo
-from pdserve_engines.vllm.kv_transfer.disagg import block_layout, common_form
+from pdserve_engines.vllm.kv_transfer.disagg import core_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from pdserve.clock import Clock
     from pdserve.engine_core.kv_transfer.connector import KvConnector
-    from pdserve.engine_core.staged_kv.pool import StagingHandle
+    from pdserve.engine_core.staged_kv.pool import HostFrames
     from pdserve.engine_core.tiers.prefill_cost import Chunk
     from pdserve.ids import Seconds
     from pdserve.kv.tiers.lanes import LaneEstimate
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from pdserve.messages.request import GenerateRequest
     from pdserve.messages.tiers import LaneName, SourceName, TierSpec
     from pdserve.messages.transfer import RankKvLayout
-    from pdserve.transfer.base import Region
     from pdserve_engines.vllm.block_names import BlockNames
     from pdserve_engines.vllm.kv_tiers.prefix_loads import LoadDone
     from pdserve_engines.vllm.kv_tiers.step_io import RankReport, TierCopies
@@ -65,17 +64,13 @@ class VllmTiers(DeviceTiers):
         spec: TierSpec,
         storage: TierStorage,
         io: StepIo,
-        arena: StagingHandle,
-        region: Region,
+        frames: HostFrames,
         view: PoolView,
         names: BlockNames,
         clock: Clock,
     ) -> None:
         super().__init__(spec, storage, view, clock.now())
-        self.arena = arena
-        """How ranks reach the frames."""
-        self.region = region
-        """The frames as transports see them."""
+        self.frames = frames
         self.io = io
         self.view = view
         self._names = names
@@ -94,6 +89,12 @@ class VllmTiers(DeviceTiers):
             mode=spec.fetch,
         )
         self.loads = PrefixLoads(self.lower, planner, self._size)
+        self.holds: FrameHolds | None = None
+        """Holds frames for prompts of peers; None: staging blocks are in another memory."""
+        if frames.shared:
+            self.holds = FrameHolds(
+                self.lower, lambda: self.loads.planner, self._size, frames.first
+            )
         self._tell_of("host", *(("disk",) if spec.disk_path else ()))
 
     # ------------------------------------------------------------------ requests
@@ -112,15 +113,19 @@ class VllmTiers(DeviceTiers):
         """How many tokens of vLLM's request come from lower tiers, behind the `local` ones that
         vLLM has; None: ask again later."""
         key = request.request_id
-        if not self.loads.knows(key):
-            self._begin(key, request)
+        self.know(request, pulls=True)
         return self.loads.matched(key, local, request.num_tokens)
 
-    def _begin(self, key: str, request: Any) -> None:
+    def know(self, request: Any, *, pulls: bool = False) -> None:
+        """Note a request's hashes, by which its blocks are stored when it ends. Without `pulls`, a
+        peer has computed its prompt, and no other one is asked for it."""
+        key = request.request_id
+        if self.loads.knows(key):
+            return
         hashes, root = self._hashes(request), root_of(request.cache_salt) or b""
         wanted = self._requests.get(key)
-        if wanted is None or wanted.cache_scope == "never":
-            # What is pulled is on the host, where blocks of such a request must not be.
+        # What is pulled is on the host, where blocks of a private request must not be.
+        if not pulls or wanted is None or wanted.cache_scope == "never":
             self.loads.begin(key, hashes, root)
             return
         owner = self._names.owner_mark(wanted.cache_salt)
@@ -188,12 +193,13 @@ class VllmTiers(DeviceTiers):
 
     # ------------------------------------------------------------------ other workers
 
-    def fetch_by(
-        self, mover: KvConnector, region: Region, say: Callable[[Event], None]
-    ) -> FrameFetches:
-        """Exchange blocks with other workers by this connector, which moves the arena: `region`.
-        `say` sends an event to the node."""
-        self._fetches = fetches = FrameFetches(self, mover, region, self._mode, say)
+    def fetch_by(self, mover: KvConnector, say: Callable[[Event], None]) -> FrameFetches:
+        """Exchange blocks with other workers by this connector, which moves the memory of the
+        frames. `say` sends an event to the node."""
+        frames = self.frames
+        self._fetches = fetches = FrameFetches(
+            self, mover, frames.region, self._mode, say, frames.first
+        )
         self.loads.pulls = fetches.pulls
         if fetches.pulls is not None:
             self._tell_of("peer")
@@ -252,40 +258,32 @@ def open_tiers(
     names: BlockNames,
     secret: bytes,
     clock: Clock,
+    frames: HostFrames | None = None,
 ) -> VllmTiers:
-    """Allocate the arena and open the disk for vLLM's `EngineCore`. Raises `ConfigError` if this
-    model's KV cannot leave it, or the machine lacks room."""
+    """Open the disk for vLLM's `EngineCore`, and allocate the frames if they are not given. Raises
+    `ConfigError` if this model's KV cannot leave it, or the machine lacks room."""
     connector = core.scheduler.connector
-    model = core.vllm_config.model_config
-    form = common_form(connector)
-    layout = block_layout(form, int(model.get_total_num_kv_heads()), capabilities)
+    layout = core_layout(core, capabilities)
     size = block_bytes(layout)
     view = PoolView(core.scheduler.kv_cache_manager.block_pool, layout.tokens)
-    frames = frames_of(spec, size)
-    memory, arena = host_blocks(layout, frames)
-    region = region_in_memory(layout, memory)
-
-    def free() -> None:
-        assert region.view is not None
-        region.view.release()
-        memory.close()
-
+    if frames is None:
+        frames = host_frames(layout, frames_of(spec, size))
     try:
         disk = open_disk(spec, _fingerprint(layout, capabilities, secret))
     except BaseException:
-        free()
+        frames.close()
         raise
-    runner = disk_runner(None, memory, disk)
+    runner = disk_runner(None, frames, disk)
     files = None if disk is None else ThreadTierIo(runner, disk=True)
     ranks = int(core.vllm_config.parallel_config.tensor_parallel_size)
-    io = StepIo(files, ranks, size, view.holds)
+    io = StepIo(files, ranks, size, view.holds, frames.first)
     # Copies are a part of vLLM's steps: how fast they are shows in steps only.
     rates = {} if disk is None else disk.measure()
-    storage = TierStorage(frames, size, io, disk, runner, free, rates)
-    tiers = VllmTiers(spec, storage, io, arena, region, view, names, clock)
+    storage = TierStorage(frames.count, size, io, disk, runner, frames.close, rates)
+    tiers = VllmTiers(spec, storage, io, frames, view, names, clock)
     connector.tiers = tiers
     where = f", and a disk in {Path(spec.disk_path)}" if disk is not None else ""
-    _LOG.info("KV that vLLM evicts goes to %d blocks of %d bytes%s", frames, size, where)
+    _LOG.info("KV that vLLM evicts goes to %d blocks of %d bytes%s", frames.count, size, where)
     return tiers
 
 

@@ -5,7 +5,8 @@
                      saves after it, and reports the step
 
 Both halves also serve the tiers below vLLM's cache, if there are any: `kv_tiers.tiers` says what is
-copied, and a request that loads from there waits while others compute.
+copied, and a request that loads from there waits while others compute. A request whose KV is in
+staging blocks loads from the tiers in the same step as from those.
 
 Staging is synchronous: a step that loads computes with what it has loaded, and what a step saved
 is in staging when the step is reported. A block that cannot be loaded is reported to vLLM, which
@@ -29,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from pdserve_engines.vllm.kv_tiers.tier_copier import TierCopier
 from pdserve_engines.vllm.kv_transfer.copy_planner import CopyPlanner, StepCopies
-from pdserve_engines.vllm.kv_transfer.kv_copy import CacheForm, RankCopier
+from pdserve_engines.vllm.kv_transfer.kv_copy import CacheForm, HostMaps, RankCopier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -127,8 +128,9 @@ class PdserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._form = _Form(form)
         caches = [kv_caches[name] for name in names]
         rank = get_tensor_model_parallel_rank()
-        self._copier = RankCopier(caches, form, self._tp, rank)
-        self._tier_copier = TierCopier(RankCopier(caches, form, self._tp, rank))
+        maps = HostMaps()
+        self._copier = RankCopier(caches, form, self._tp, rank, maps)
+        self._tier_copier = TierCopier(RankCopier(caches, form, self._tp, rank, maps))
 
     def _refusal(self, names: list[str], kv_caches: dict[str, Any]) -> str:
         """Why this cache cannot be exchanged; empty: it can."""
@@ -269,7 +271,10 @@ class PdserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         lower tiers before that step."""
         key = request.request_id
         staged = self._plan.matched(key, num_computed_tokens, request.num_tokens)
-        if self.tiers is None or self._plan.loads(key):
+        if self.tiers is None:
+            return staged, False
+        if self._plan.loads(key):
+            self.tiers.know(request)
             return staged, False
         tokens = self.tiers.matched(request, num_computed_tokens)
         return tokens, bool(tokens)
@@ -298,7 +303,7 @@ class PdserveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             meta = _Copies(copies, self.staging)
         if self.tiers is not None:
             meta.tiers = self.tiers.copies(computes=bool(counts))
-            meta.arena = self.tiers.arena
+            meta.arena = self.tiers.frames.handle
         return meta
 
     def _blocks_of(self, key: str) -> list[int]:

@@ -11,6 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from pdserve.engine_core.staged_kv.pool import StagingPool
+from pdserve.engine_core.tiers.core_tiers import frames_of
 from pdserve.errors import ConfigError
 from pdserve.limits.memory import available
 from pdserve.messages.transfer import RankKvLayout
@@ -21,6 +22,7 @@ from pdserve_engines.vllm.kv_transfer.prefix_holds import PrefixHolds
 if TYPE_CHECKING:
     from pdserve.ids import Bytes
     from pdserve.messages.engine import EngineCapabilities
+    from pdserve.messages.tiers import TierSpec
     from pdserve_engines.vllm.kv_transfer.copy_planner import Copied, CopyPlanner, LetGo
     from pdserve_engines.vllm.kv_transfer.kv_copy import CacheForm
 
@@ -29,6 +31,7 @@ __all__ = [
     "block_layout",
     "check_exchangeable",
     "common_form",
+    "core_layout",
     "immovable",
     "movable_refusal",
     "settle_failed_loads",
@@ -100,15 +103,20 @@ def _refused(reason: str) -> ConfigError:
 class VllmStaging:
     """The staging blocks of one vLLM engine, and the copies from and to them."""
 
-    def __init__(self, core: Any, capabilities: EngineCapabilities, unfilled: float) -> None:
+    def __init__(
+        self,
+        core: Any,
+        capabilities: EngineCapabilities,
+        unfilled: float,
+        tiers: TierSpec | None = None,
+    ) -> None:
         """`core`: vLLM's `EngineCore`. `unfilled`: staging blocks, as a share of vLLM's blocks.
-        They are on the device if the executor has kept memory for them there. Raises `ConfigError`
-        if this model's KV cannot be exchanged."""
+        They are on the device if the executor has kept memory for them there; else the frames of
+        `tiers` are in their memory. Raises `ConfigError` if this model's KV cannot be exchanged."""
         connector = core.scheduler.connector
-        form = common_form(connector)
-        model = core.vllm_config.model_config
-        layout = block_layout(form, int(model.get_total_num_kv_heads()), capabilities)
-        self.pool = _make_pool(layout, capabilities, unfilled, kept_for_staging(core))
+        layout = core_layout(core, capabilities)
+        frames = 0 if tiers is None else frames_of(tiers, block_bytes(layout))
+        self.pool = _make_pool(layout, capabilities, unfilled, kept_for_staging(core), frames)
         connector.staging = self.pool.handle()
         self.planner: CopyPlanner = connector.planner
         self.holds = PrefixHolds(core)
@@ -117,7 +125,7 @@ class VllmStaging:
             self.pool.blocks.num_blocks,
             self.pool.block_bytes,
             "device" if self.pool.in_device else "host",
-            form.packing,
+            common_form(connector).packing,
         )
 
     def events(self) -> list[tuple[int, Copied | LetGo]]:
@@ -145,6 +153,13 @@ def common_form(connector: Any) -> CacheForm:
     return form
 
 
+def core_layout(core: Any, capabilities: EngineCapabilities) -> RankKvLayout:
+    """The layout of the blocks of vLLM's `EngineCore`. Raises `ConfigError`."""
+    form = common_form(core.scheduler.connector)
+    heads = int(core.vllm_config.model_config.get_total_num_kv_heads())
+    return block_layout(form, heads, capabilities)
+
+
 def block_layout(form: CacheForm, heads: int, capabilities: EngineCapabilities) -> RankKvLayout:
     """What a block means to peers. Processors may pack the same model's KV in different ways, and
     only equal ones may exchange it."""
@@ -159,10 +174,14 @@ def block_layout(form: CacheForm, heads: int, capabilities: EngineCapabilities) 
 
 
 def _make_pool(
-    layout: RankKvLayout, capabilities: EngineCapabilities, unfilled: float, kept: Bytes
+    layout: RankKvLayout,
+    capabilities: EngineCapabilities,
+    unfilled: float,
+    kept: Bytes,
+    frames: int,
 ) -> StagingPool:
-    """On the device in the `kept` bytes, or in host memory if there are none or the device refuses.
-    Raises `ConfigError`."""
+    """On the device in the `kept` bytes, or in host memory, before `frames` frames, if there are
+    none or the device refuses. Raises `ConfigError`."""
     most = kept // block_bytes(layout)
     if most:
         try:
@@ -170,7 +189,7 @@ def _make_pool(
         except ConfigError as error:
             _LOG.warning("staging blocks are in host memory: %s", error.message)
     most = int(_HOST_SHARE * available().free) // block_bytes(layout)
-    return StagingPool(layout, _count(layout, capabilities, unfilled, most))
+    return StagingPool(layout, _count(layout, capabilities, unfilled, most), frames=frames)
 
 
 def _count(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pdserve.engine_core.staged_kv.pool import StagingHandle
     from pdserve.messages.transfer import RankKvLayout
 
-__all__ = ["CacheForm", "RankCopier", "layer_view", "staged_views"]
+__all__ = ["CacheForm", "HostMaps", "RankCopier", "layer_view", "staged_views"]
 
 _CHUNK = 64
 """Most blocks copied at once: what is gathered on a device for a copy needs memory there."""
@@ -86,11 +86,69 @@ def staged_views(memory: Any, handle: StagingHandle, heads: range, parts: int) -
     return [ours[:, layer] for layer in range(layout.layers)]
 
 
+@dataclass(slots=True)
+class _HostMap:
+    memory: mmap.mmap
+    whole: Any
+    """All of it as a tensor of bytes."""
+    pinned: bool
+    """Whether the device's driver knows it: copies are direct then."""
+    users: int = 0
+
+
+class HostMaps:
+    """Memory of the engine process that a rank has mapped. Each is mapped, and made known to the
+    device, once for all of the rank's copiers."""
+
+    def __init__(self) -> None:
+        self._maps: dict[StagingHandle, _HostMap] = {}
+
+    def open(self, handle: StagingHandle, device: Any) -> Any:
+        """The memory as a tensor of bytes; `close` follows once nothing uses it. Raises
+        `EngineError` if it is not there."""
+        found = self._maps.get(handle)
+        if found is None:
+            found = self._maps[handle] = self._open(handle, device)
+        found.users += 1
+        return found.whole
+
+    @staticmethod
+    def _open(handle: StagingHandle, device: Any) -> _HostMap:
+        import torch
+
+        memory = open_staging(handle)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        pinned = False
+        if device.type == "cuda":
+            pinned = int(_driver().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0)) == 0
+        return _HostMap(memory, whole, pinned)
+
+    def close(self, handle: StagingHandle) -> None:
+        """One user has let go of it, and of every view."""
+        found = self._maps[handle]
+        found.users -= 1
+        if found.users:
+            return
+        del self._maps[handle]
+        if found.pinned:
+            _driver().cudaHostUnregister(found.whole.data_ptr())
+        found.whole = None
+        found.memory.close()
+
+
 class RankCopier:
     """Copies blocks of one rank. `map` comes first."""
 
-    def __init__(self, caches: Sequence[Any], form: CacheForm, tp: int, rank: int) -> None:
-        """`caches`: vLLM's tensors, one per layer, in the model's order."""
+    def __init__(
+        self,
+        caches: Sequence[Any],
+        form: CacheForm,
+        tp: int,
+        rank: int,
+        maps: HostMaps | None = None,
+    ) -> None:
+        """`caches`: vLLM's tensors, one per layer, in the model's order. `maps`: shared with the
+        rank's other copiers."""
         self.form = form
         self._tp = tp
         self._rank = rank
@@ -98,11 +156,9 @@ class RankCopier:
         self._parts = caches[0].shape[0] // form.blocks
         self._caches = [layer_view(cache, form) for cache in caches]
         self._staged: list[Any] = []
-        self._map: mmap.mmap | None = None
+        self._maps = maps or HostMaps()
         self._handle: StagingHandle | None = None
         self._writes = True
-        self._pinned: Any = None
-        """The staging memory as the device's driver knows it; None: on a CPU, or refused."""
 
     def map(self, handle: StagingHandle) -> None:
         """Find the staging memory of the engine process, once. Raises `EngineError` if it is not
@@ -114,9 +170,9 @@ class RankCopier:
         heads = heads_of(layout)
         # If ranks hold the same head, one of them writes it.
         self._writes = self._tp <= layout.heads or self._rank % (self._tp // layout.heads) == 0
-        memory = self._beside(handle) if handle.local else self._mapped(handle)
-        self._staged = staged_views(memory, handle, heads, self._parts)
+        memory = self._beside(handle) if handle.local else self._maps.open(handle, self._device)
         self._handle = handle
+        self._staged = staged_views(memory, handle, heads, self._parts)
 
     def _beside(self, handle: StagingHandle) -> Any:
         """Staging memory on this rank's device."""
@@ -124,17 +180,6 @@ class RankCopier:
         if memory.device != self._device:
             raise EngineError(f"staging is on {memory.device}, and the KV on {self._device}")
         return memory
-
-    def _mapped(self, handle: StagingHandle) -> Any:
-        """Staging memory of the host, which a device copies to and from directly if it can."""
-        import torch
-
-        self._map = open_staging(handle)
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        if self._device.type == "cuda":
-            status = _driver().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0)
-            self._pinned = whole if int(status) == 0 else None
-        return whole
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks of the cache to staging blocks: (block, staging block). Returns when the
@@ -183,14 +228,10 @@ class RankCopier:
 
     def close(self) -> None:
         """Unmap the staging memory. Idempotent."""
-        if self._pinned is not None:
-            _driver().cudaHostUnregister(self._pinned.data_ptr())
-            self._pinned = None
         self._staged = []
-        self._handle = None
-        if self._map is not None:
-            self._map.close()
-            self._map = None
+        handle, self._handle = self._handle, None
+        if handle is not None and not handle.local:
+            self._maps.close(handle)
 
 
 def _driver() -> Any:

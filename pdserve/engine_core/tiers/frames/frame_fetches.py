@@ -1,7 +1,7 @@
 """KV fetches of a core by its host tier: what peers take from it, and what is pulled into it.
 
-The connector's region is the tier's arena. An engine that schedules itself owns this beside its
-tiers, and calls it between steps.
+The connector's region has the tier's frames, perhaps behind staging blocks. An engine that
+schedules itself owns this beside its tiers, and calls it between steps.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.engine_core.kv_fetch.fetches import PullsAndServes
-from pdserve.engine_core.kv_transfer.connector import NodeMessage
 from pdserve.engine_core.tiers.fetch_lane import FetchLane
 from pdserve.engine_core.tiers.frames.frame_pool import FramePool
 from pdserve.engine_core.tiers.frames.frame_pulls import FramePulls
@@ -33,6 +32,7 @@ from pdserve.transfer.copy_plan import block_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pdserve.engine_core.kv_fetch.fetches import PullMoved
     from pdserve.engine_core.kv_transfer.connector import KvConnector
     from pdserve.engine_core.tiers.core_tiers import DeviceTiers
     from pdserve.ids import Seconds
@@ -44,7 +44,7 @@ __all__ = ["FrameFetches"]
 
 
 class FrameFetches:
-    """Both directions, for one core whose connector moves host frames only."""
+    """Both directions, for one core whose connector reaches host memory only."""
 
     def __init__(
         self,
@@ -53,19 +53,20 @@ class FrameFetches:
         region: Region,
         mode: KvFetchMode,
         say: Callable[[Event], None],
+        first: int = 0,
     ) -> None:
-        """`mover` has been started with `region`, the arena of `tiers`. `say` sends an event to the
-        node."""
+        """`mover` has been started with `region`, whose block `first` is frame 0 of `tiers`. `say`
+        sends an event to the node."""
         lower = tiers.lower
         self._mover = mover
-        self._say = say
-        self._both = PullsAndServes(FramePool(lower.host), mover, region, say)
+        self._both = PullsAndServes(FramePool(lower.host, first), mover, region, say)
         self._stager = self._both.server.stage = FrameStager(lower, tiers.cleaner)
         self._pulls = FramePulls(
             lower.arrivals,
             self._both.puller,
             FetchLane(block_bytes(region.layout)),
             region.layout.tokens,
+            first,
         )
         self.pulls = None if mode == "never" else self._pulls
         """Pulls into the host tier; None: only others fetch."""
@@ -92,14 +93,13 @@ class FrameFetches:
                 return False
         return True
 
-    def poll(self, now: Seconds) -> None:
-        """Handle the connector's events."""
+    def moved(self, moved: PullMoved, now: Seconds) -> bool:
+        """Handle an event of the connector; False: it does not belong to a fetch."""
+        if not self._both.owns(moved):
+            return False
         self._note(now)
-        for event in self._mover.poll():
-            if isinstance(event, NodeMessage):
-                self._say(event.event)
-            else:
-                self._both.moved(event, now)
+        self._both.moved(moved, now)
+        return True
 
     @property
     def has_work(self) -> bool:

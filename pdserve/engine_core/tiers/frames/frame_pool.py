@@ -15,8 +15,10 @@ __all__ = ["FramePool"]
 class FramePool:
     """Implements `kv_fetch.ports.ServedPool`. Holding a frame claims it."""
 
-    def __init__(self, host: HostIndex) -> None:
+    def __init__(self, host: HostIndex, first: int = 0) -> None:
+        """`first`: the region's block that is frame 0."""
         self._host = host
+        self._first = first
 
     @property
     def num_blocks(self) -> int:
@@ -24,13 +26,13 @@ class FramePool:
         return self._host.capacity
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Frames of the longest leading run of `hashes` that the tier has."""
+        """Blocks of the longest leading run of `hashes` that the tier has."""
         found: list[int] = []
         for block_hash in hashes:
             frame = self._host.frame(block_hash)
             if frame is None:
                 break
-            found.append(frame)
+            found.append(self._first + frame)
         return found
 
     def parent(self, block: int) -> bytes:
@@ -39,10 +41,10 @@ class FramePool:
 
     def acquire(self, blocks: Sequence[int]) -> None:
         """Claim these frames."""
-        for frame in blocks:
-            self._host.claim(frame)
+        for block in blocks:
+            self._host.claim(block - self._first)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give the claims back."""
-        for frame in blocks:
-            self._host.release(frame)
+        for block in blocks:
+            self._host.release(block - self._first)

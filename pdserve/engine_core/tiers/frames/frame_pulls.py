@@ -46,15 +46,21 @@ class FramePulls:
     """The pulls of one core into its host tier; a `PullListener`."""
 
     def __init__(
-        self, arrivals: Arrivals, puller: KvPuller, lane: FetchLane, block_size: int
+        self,
+        arrivals: Arrivals,
+        puller: KvPuller,
+        lane: FetchLane,
+        block_size: int,
+        first: int = 0,
     ) -> None:
-        """`lane` learns how fast they are."""
+        """`lane` learns how fast they are. `first`: the region's block that is frame 0."""
         self.lane = lane
         self.now: Seconds = 0.0
         """The present time; its owner keeps it."""
         self._arrivals = arrivals
         self._puller = puller
         self._size = block_size
+        self._first = first
         self._pulls: dict[int, _Pull] = {}
         """Pulls that have not ended."""
         self._closing: dict[int, list[int]] = {}
@@ -113,7 +119,7 @@ class FramePulls:
             number,
             source,
             wanted,
-            frames,
+            [self._first + frame for frame in frames],
             first * self._size,
             now + patience,
             now=now,

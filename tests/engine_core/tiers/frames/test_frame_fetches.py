@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 
 from pdserve.clock import ManualClock
-from pdserve.engine_core.kv_transfer.kv_region import region_in_memory
+from pdserve.engine_core.kv_transfer.connector import NodeMessage
+from pdserve.engine_core.staged_kv.pool import StagingPool
 from pdserve.engine_core.tiers.core_tiers import DeviceTiers, TierStorage
 from pdserve.engine_core.tiers.frames.frame_fetches import FrameFetches
 from pdserve.ids import NodeId, NodeLife
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 LAYOUT = RankKvLayout(content="x", layers=2, heads=1, tokens=4, dim=8, itemsize=2)
 SIZE = block_bytes(LAYOUT)
 FRAMES = 16
+STAGING = 3
+"""Blocks in front of the frames, which no fetch touches."""
 ROOT = b"root" * 4
 
 
@@ -77,9 +80,13 @@ class End:
         self.pool = BlockPool(24, LAYOUT.tokens)
         shape = (LAYOUT.layers, 2, LAYOUT.heads, LAYOUT.tokens, LAYOUT.dim)
         self.device = BlockMemory(24, shape, LAYOUT.itemsize)
-        self.arena = BlockMemory(FRAMES, shape, LAYOUT.itemsize)
-        self.region = region_in_memory(LAYOUT, self.arena)
-        self.copier = MemoryCopier(self.device.view(), self.arena.view(), SIZE)
+        self.staging = StagingPool(LAYOUT, STAGING, frames=FRAMES)
+        frames = self.staging.frames()
+        assert frames is not None
+        self.arena, self.region = frames, frames.region
+        assert self.region.view is not None
+        frame_bytes = self.region.view[STAGING * SIZE :]
+        self.copier = MemoryCopier(self.device.view(), frame_bytes, SIZE)
         io = VirtualTierIo(self.clock, SIZE, JobRunner(self.copier, self.arena, None))
         storage = TierStorage(FRAMES, SIZE, io)
         spec = TierSpec(host_bytes=FRAMES * SIZE, host_admission="all")
@@ -87,7 +94,9 @@ class End:
         self.mover = FakeMover(net)
         self.said: list[Event] = []
         self.mover.start(self.region, lambda: None)
-        self.fetches = FrameFetches(self.tiers, self.mover, self.region, mode, self.said.append)
+        self.fetches = FrameFetches(
+            self.tiers, self.mover, self.region, mode, self.said.append, STAGING
+        )
         self.came: list[list[bytes]] = []
         """Blocks of each pull that has ended."""
         self.why: list[str] = []
@@ -142,7 +151,11 @@ class End:
 
     def step(self) -> list[Event]:
         now = self.clock.now()
-        self.fetches.poll(now)
+        for event in self.mover.poll():
+            if isinstance(event, NodeMessage):
+                self.said.append(event.event)
+            else:
+                assert self.fetches.moved(event, now)
         self.fetches.advance(now, busy=False)
         self.tiers.take(now)
         self.check()
@@ -155,6 +168,8 @@ class End:
             frame = self.host.frame(name)
             assert frame is not None
             assert bytes(self.arena.view(frame)) == name * (SIZE // 16), "not this block's bytes"
+        assert self.region.view is not None
+        assert not any(self.region.view[: STAGING * SIZE]), "a staging block was written to"
 
     def close(self) -> None:
         self.mover.close()
@@ -163,10 +178,8 @@ class End:
         filling = len(self.tiers.lower._storing.under_way)
         assert (counts.filling, counts.claimed, counts.leaving) == (filling, 0, 0)
         self.copier.close()
-        assert self.region.view is not None
-        self.region.view.release()
         self.device.close()
-        self.arena.close()
+        self.staging.close()
 
 
 class Two:
