@@ -16,6 +16,7 @@ from pdserve.errors import DialRefused, OwnAddress, PdserveError, ProtocolError
 from pdserve.gossip import events as ev
 from pdserve.gossip.core import Gossip
 from pdserve.gossip.messages import TELL, PartReply, decode
+from pdserve.net.base import MessageSink
 from pdserve.wire.codec import encode
 
 if TYPE_CHECKING:
@@ -297,16 +298,10 @@ class GossipService:
             _log.error("%s failed", task.get_name(), exc_info=task.exception())
 
 
-class _Mute:
+class _Mute(MessageSink):
     """A sink for streams that carry nothing back."""
 
     def on_data(self, body: Buffer) -> None:
-        pass
-
-    def on_payload(self, meta: bytes, size: int) -> memoryview | None:
-        return None
-
-    def on_raw(self, meta: bytes, payload: Buffer) -> None:
         pass
 
     def on_end(self, error: BaseException | None) -> None:

@@ -7,8 +7,7 @@
     ByteNetwork  connections that carry bytes               `transport.tcp`, `transport.memory`
 
 Everything belongs to one event loop. Sending is synchronous: it appends, frames leave in the order
-of the calls, and a cancelled task cannot leave half a frame behind. Waiting is separate: `drain`,
-`send`.
+of the calls, and a cancelled task cannot leave half a frame behind. Waiting is separate: `send`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Mapping
 
-    from pdserve.ids import Bytes, Epoch, NodeId, Seconds
+    from pdserve.ids import Bytes, Epoch, NodeId, NodeLife, Seconds
     from pdserve.wire.codec import Method
     from pdserve.wire.parser import Buffer
 
@@ -31,6 +30,7 @@ __all__ = [
     "LinkDownReason",
     "LinkHandler",
     "LinkStats",
+    "MessageSink",
     "NetListener",
     "Network",
     "Peer",
@@ -175,6 +175,18 @@ class StreamSink(Protocol):
         ...
 
 
+class MessageSink:
+    """The base of a `StreamSink` whose stream carries no raw payloads; one of a peer is dropped."""
+
+    __slots__ = ()
+
+    def on_payload(self, meta: bytes, size: Bytes) -> memoryview | None:
+        return None
+
+    def on_raw(self, meta: bytes, payload: Buffer) -> None:
+        pass
+
+
 class IncomingCall(Protocol):
     """A peer's request. Answer it once; later answers are dropped."""
 
@@ -183,6 +195,11 @@ class IncomingCall(Protocol):
 
     @property
     def link(self) -> Link: ...
+
+    @property
+    def life(self) -> NodeLife:
+        """The life of the node that asks."""
+        ...
 
     @property
     def method(self) -> int: ...
@@ -320,10 +337,6 @@ class Link(Protocol):
         """Opens a stream on the bulk connection, which is dialled first if there is none. Raises
         what `open_stream` raises, `DeadlineExceeded`, `DialFailed`.
         """
-        ...
-
-    async def drain(self, *, timeout: Seconds) -> None:
-        """Waits until the transport takes more. Raises `DeadlineExceeded`, `LinkLost`."""
         ...
 
     def close(self, message: str = "") -> None:

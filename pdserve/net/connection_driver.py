@@ -100,7 +100,6 @@ class ConnectionDriver(asyncio.BufferedProtocol):
         self._lost = False
         self._pins: deque[tuple[Bytes, Callable[[], None]]] = deque()
         self._eager = False
-        self._drained: asyncio.Future[None] | None = None
 
     # ------------------------------------------------------------------ writing
 
@@ -189,8 +188,6 @@ class ConnectionDriver(asyncio.BufferedProtocol):
         if self._pins:
             self._unpin()
         self.flush()
-        if not self._paused:
-            self._wake_drained()
 
     @property
     def full(self) -> bool:
@@ -201,18 +198,6 @@ class ConnectionDriver(asyncio.BufferedProtocol):
         """True if `flush` would pass on queued bytes. False also for a transport that has ended
         and has not called `connection_lost` yet."""
         return not (self._paused or self.closed or self.transport.is_closing())
-
-    def wait_drained(self) -> asyncio.Future[None]:
-        """A future that is done when the transport takes more, or is gone. It is shared: do not
-        cancel it."""
-        if self._drained is None:
-            self._drained = self._loop.create_future()
-        return self._drained
-
-    def _wake_drained(self) -> None:
-        if self._drained is not None:
-            self._drained.set_result(None)
-            self._drained = None
 
     # ------------------------------------------------------------------ reading
 
@@ -287,5 +272,4 @@ class ConnectionDriver(asyncio.BufferedProtocol):
         self.closed = self._lost = True
         self._in_place = False
         self._unpin_all()
-        self._wake_drained()
         self.owner.lost(self, exc)

@@ -301,19 +301,6 @@ class PeerLink:
             shell.wake()
         return stream
 
-    async def drain(self, *, timeout: Seconds) -> None:
-        deadline, shell = self.now() + timeout, self.shell
-        while self.down is None and (shell.full or self.connection.unsent):
-            if shell.takes():
-                shell.flush()
-                continue
-            waiting = max(0.0, deadline - self.now())
-            await asyncio.wait({shell.wait_drained()}, timeout=waiting)
-            if not shell.takes() and self.now() >= deadline:
-                raise DeadlineExceeded("the peer did not read in time")
-        if self.down is not None:
-            raise LinkLost(f"the link ended: {self.down.message}")
-
     # ------------------------------------------------------------------ the bulk connection
 
     async def _wait_bulk(self, deadline: Seconds) -> ConnectionDriver:

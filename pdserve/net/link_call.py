@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from pdserve.errors import DeadlineExceeded, PdserveError
-from pdserve.ids import Seconds
+from pdserve.ids import NodeLife, Seconds
 from pdserve.net.base import Link
 from pdserve.wire.codec import encode
 from pdserve.wire.parser import Buffer
@@ -55,6 +55,11 @@ class LinkCall(msgspec.Struct, eq=False):
     kept: Seconds = 0.0
     """Its deadline once it is in the link's table; 0 before."""
     on_cancel: Callable[[], None] | None = None
+
+    @property
+    def life(self) -> NodeLife:
+        peer = self.link.peer
+        return NodeLife(peer.node, peer.epoch)
 
     @property
     def deadline(self) -> Seconds:

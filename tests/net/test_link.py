@@ -275,38 +275,6 @@ async def test_on_a_link_that_was_reset_nothing_can_be_started() -> None:
         assert now().time() == start, "at once"
 
 
-# ---------------------------------------------------------------------- drain
-
-
-@virtually
-async def test_drain_waits_for_room() -> None:
-    async with two() as t:
-        await t.link.drain(timeout=1.0)
-        t.world.set_conditions("a", "b", bandwidth=1 << 20, capacity=10_000)
-        t.link.tell(1, bytes(4 << 20))
-        with pytest.raises(DeadlineExceeded):
-            await t.link.drain(timeout=1.0)
-        start = now().time()
-        await t.link.drain(timeout=10.0)
-        assert now().time() > start
-        assert not t.link.shell.full
-        t.link.tell(1, bytes(4 << 20))
-        draining = asyncio.ensure_future(t.link.drain(timeout=10.0))
-        await asyncio.sleep(0.1)
-        t.world.reset("a", "b")
-        with pytest.raises(LinkLost):
-            await draining
-
-
-@virtually
-async def test_drain_of_a_link_that_is_being_closed_waits_for_its_end() -> None:
-    async with two() as t:
-        t.link.tell(1, b"never leaves")
-        t.link.shell.abort()
-        with pytest.raises(LinkLost):
-            await t.link.drain(timeout=1.0)
-
-
 @virtually
 async def test_a_peer_that_does_not_read_is_overload_for_new_work() -> None:
     async with two(NetSettings(limits=Limits(unsent=1 << 20))) as t:
@@ -618,15 +586,3 @@ async def test_a_peer_of_an_earlier_release_is_asked_an_unknown_method_once() ->
         words = f"method {REFUSE.id} is not served by router nodes"
         await refused(t, ProtocolError(words), 5, NoMethod)
         assert t.link.down is None
-
-
-# ---------------------------------------------------------------------- draining
-
-
-@virtually
-async def test_draining_a_link_whose_transport_has_just_ended_ends() -> None:
-    async with two() as t:
-        t.link.tell(1, b"x")
-        t.link.shell.transport.abort()  # closing, and the link has not been told yet
-        with pytest.raises(LinkLost):
-            await t.link.drain(timeout=0.5)
