@@ -332,7 +332,7 @@ class _Load:
         await asyncio.sleep(linger)
         worker.end(routed.booking)
         link = await front.link(ROUTER, timeout=5.0)
-        link.tell(RELEASE, encode(ReleaseBooking(routed.booking, "finished")))
+        link.tell(RELEASE.id, encode(ReleaseBooking(routed.booking, "finished")))
 
     async def crowd(self, seconds: Seconds) -> None:
         """Sends requests as fast as they are answered."""

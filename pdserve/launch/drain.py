@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import ConfigError
 from pdserve.messages.status import DrainState
+from pdserve.runtime.peers.handlers import answers
 from pdserve.runtime.rpc_methods import DRAIN
 from pdserve.runtime.tasks import Tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdserve.ids import Seconds
+    from pdserve.ids import NodeId, Seconds
     from pdserve.launch.roles.base import Role
     from pdserve.messages.status import DrainOrder
     from pdserve.net.base import IncomingCall
@@ -59,7 +60,7 @@ class Drain:
 
     def serve(self, node: Node) -> None:
         """Accept drain requests on this node."""
-        node.serve(DRAIN, lambda order, call: self._ordered(node, order, call))
+        node.host(_DrainOrders(self, node))
 
     def begin(self, timeout: Seconds | None = None) -> None:
         """Begin the drain once. `timeout` replaces the configured one."""
@@ -108,7 +109,8 @@ class Drain:
 
     # ------------------------------------------------------------------ inside
 
-    def _ordered(self, node: Node, order: DrainOrder, call: IncomingCall) -> DrainState:
+    def ordered(self, node: Node, order: DrainOrder, by: NodeId) -> DrainState:
+        """`by` wants `node` to drain; returns the state. Errors: `ConfigError` if it may not."""
         if self._refusal:
             raise ConfigError(self._refusal)
         before = self.state()
@@ -116,7 +118,7 @@ class Drain:
             how = "stays in the cluster" if order.stay else "ends when that is done"
             _log.info(
                 "%s is to drain, says %s: %s; it %s",
-                *(node.id, call.link.peer.node, requests_in_words(self.left), how),
+                *(node.id, by, requests_in_words(self.left), how),
             )
             self.begin()
         if not order.stay:
@@ -134,6 +136,18 @@ class Drain:
                 # The other parts still have requests and must drain too.
                 _log.exception("a part of this process did not drain in order")
         _log.info("drained")
+
+
+class _DrainOrders:
+    """What operators say to one node of the process."""
+
+    def __init__(self, drain: Drain, node: Node) -> None:
+        self._drain = drain
+        self._node = node
+
+    @answers(DRAIN)
+    def _ordered(self, order: DrainOrder, call: IncomingCall) -> DrainState:
+        return self._drain.ordered(self._node, order, call.life.node)
 
 
 def _now() -> Seconds:

@@ -45,6 +45,7 @@ from pdserve.router.prefill_queue.service import PrefillQueueService
 from pdserve.router.worker_table import WorkerFacts
 from pdserve.runtime.model_catalog import build_catalog
 from pdserve.runtime.paced_timer import PacedTimer
+from pdserve.runtime.peers.handlers import answers, hears
 from pdserve.runtime.registry import MemberChanged, MemberGone
 from pdserve.runtime.rpc_methods import EXPLAIN, MOVE, RELEASE, ROUTE
 from pdserve.runtime.topics.replicated_set import SetView
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from pdserve.ids import NodeId, Seconds
     from pdserve.messages.handoff import PrefillItem, QueueState
     from pdserve.messages.node import NodeCard
-    from pdserve.net.base import IncomingCall, Link
+    from pdserve.net.base import IncomingCall, Peer
     from pdserve.net.timers import Timer
     from pdserve.observe.degraded import Degradations
     from pdserve.router.admission_queue import QueuedRequest
@@ -67,7 +68,6 @@ if TYPE_CHECKING:
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import Member, MemberEvent
     from pdserve.runtime.topics.service import Topics
-    from pdserve.wire.parser import Buffer
 
 __all__ = ["RouterService"]
 
@@ -149,9 +149,7 @@ class RouterService:
         self._beats = 0
         self._decided: Seconds = float("-inf")
         self._noted: dict[str, str] = {}
-        node.serve(ROUTE, self._route)
-        node.serve(EXPLAIN, self._explain)
-        node.serve_tell(RELEASE, self._released)
+        node.host(self)
         node.on_member(self._on_member)
         topics.subscribe_state(LOAD, _decode_load, self._on_load, self._on_load_gone)
         topics.subscribe_state(PREFILL_TOPIC, _decode_queues, self._on_queues, self._on_queues_gone)
@@ -215,12 +213,11 @@ class RouterService:
 
     # ------------------------------------------------------------------ frontends
 
+    @answers(ROUTE)
     def _route(self, request: RouteRequest, call: IncomingCall) -> RouteDecision | None:
-        peer = call.link.peer
-        frontend = NodeLife(peer.node, peer.epoch)
         try:
             outcome = self.core.offer(
-                self._node.now(), frontend, request, partial(self._answer, call)
+                self._node.now(), call.life, request, partial(self._answer, call)
             )
         except Exception:
             self.refused += 1
@@ -255,13 +252,14 @@ class RouterService:
     def _withdraw(self, item: QueuedRequest) -> None:
         self.core.withdraw(item)
 
+    @answers(EXPLAIN)
     def _explain(self, request: RouteRequest, call: IncomingCall) -> RoutingPreview:
         return self.core.explain(self._node.now(), request)
 
-    def _released(self, link: Link, body: Buffer) -> None:
-        booking = _decode_release(body).booking
+    @hears(RELEASE)
+    def _released(self, release: ReleaseBooking, frontend: Peer) -> None:
         self.released += 1
-        self.core.bookings.release(booking)
+        self.core.bookings.release(release.booking)
         self._stir()
 
     def _booking_ended(self, booking: Booking, why: BookingEnd) -> None:
@@ -312,14 +310,12 @@ class RouterService:
         if self._draining:
             return False
         for booking in self.core.rebalance(self._node.now()):
-            frontend = booking.frontend
-            link = None if frontend is None else self._node.link_nowait(frontend.node)
-            if frontend is None or link is None or link.peer.epoch != frontend.epoch:
-                continue  # it is gone, and with it what it asked for
+            if booking.frontend is None:
+                continue  # another router's
             try:
-                link.tell(MOVE, encode(RouterMigrationHint(booking.id)))
+                self._node.ref(*booking.frontend).tell(MOVE, RouterMigrationHint(booking.id))
             except PdserveError as error:
-                _log.debug("%s could not be told to move a request: %s", frontend.node, error)
+                _log.debug("%s is not told to move a request: %s", booking.frontend, error)
             else:
                 self._on_move()
         return len(self.core.bookings) > 0

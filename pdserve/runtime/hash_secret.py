@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from pdserve.blocks.hashing import SHORT_HASH_BYTES, hash_secret_id
 from pdserve.errors import PdserveError
 from pdserve.messages.hash_secret import HashSecret, HashSecretQuery
+from pdserve.runtime.peers.handlers import answers
 from pdserve.runtime.registry import MemberChanged
 from pdserve.runtime.rpc_methods import SECRET
 
@@ -197,7 +198,7 @@ class HashSecrets:
         self._complaint: tuple[NodeId, ...] = ()
         self._listeners: list[Callable[[bytes], None]] = []
         self._claim_listeners: list[Callable[[bytes, int], None]] = []
-        node.serve(SECRET, self._give)
+        node.host(self)
         if given is not None:
             self._take(given, SecretClaim(GIVEN, hash_secret_id(given)))
         elif kept is not None:
@@ -272,8 +273,8 @@ class HashSecrets:
     async def _fetch(self, holder: NodeId, claim: SecretClaim) -> None:
         """Ask one node, then reconsider whatever the result."""
         try:
-            link = await self._node.link(holder, timeout=_PATIENCE)
-            answer = await link.request(SECRET, HashSecretQuery(claim.id), timeout=_PATIENCE)
+            query = HashSecretQuery(claim.id)
+            answer = await self._node.ref(holder).ask(SECRET, query, timeout=_PATIENCE)
         except PdserveError as error:
             self._failed(f"{holder} does not give it: {error.message}")
             return
@@ -345,6 +346,7 @@ class HashSecrets:
 
     # ------------------------------------------------------------------ for the others
 
+    @answers(SECRET)
     def _give(self, query: HashSecretQuery, call: IncomingCall) -> HashSecret:
         own = self._claim
         held = own is not None and own.id == query.names_id

@@ -1,11 +1,11 @@
-"""Runs one node of the cluster: its links, its membership, and the handlers of its messages.
+"""Runs one node of the cluster: its links, its membership, and the actors that it hosts.
 
-    Node      what lasts as long as the process: handlers, tasks, the registry, the card
+    Node      what lasts as long as the process: actors, tasks, the registry, the card
     _Life     what belongs to one epoch: endpoint and gossip. It is replaced whole when peers have
               declared this node dead, so that nothing of the old life acts in the new one
 
 A node ends with `leave` (the others learn of it and stop choosing it), then `close`. It does not
-know what messages mean: their owners register handlers here by method number.
+know what messages mean: the actors that it hosts do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
@@ -41,6 +41,8 @@ from pdserve.net import address as addresses
 from pdserve.net.endpoint import Endpoint
 from pdserve.net.settings import NetSettings
 from pdserve.net.timers import Timers
+from pdserve.runtime.peers.handlers import ActorTable
+from pdserve.runtime.peers.peer_ref import PeerRef
 from pdserve.runtime.registry import Registry
 from pdserve.runtime.tasks import Tasks
 from pdserve.wire.codec import encode
@@ -55,15 +57,11 @@ if TYPE_CHECKING:
     from pdserve.messages.node import NodeCard
     from pdserve.net.base import ByteNetwork, IncomingCall, IncomingStream, Link, LinkDownReason
     from pdserve.runtime.registry import MemberEvent
-    from pdserve.wire.codec import Method
     from pdserve.wire.parser import Buffer
 
 __all__ = ["Node", "NodeConfig"]
 
 _log = logging.getLogger(__name__)
-
-Q = TypeVar("Q")
-R = TypeVar("R")
 
 _HOPELESS: Final[dict[type[DialFailed], str]] = {
     WrongClusterKey: "give both nodes the same key, by --cluster-key-file",
@@ -140,11 +138,10 @@ class Node:
         self.bodies = BodyBudget(config.net.requests)
         """Budget for the bodies of peers' open requests, over all lives."""
         self._refused: Counter[str] = Counter()  # of earlier lives
-        self._answers: dict[int, Callable[[IncomingCall], None]] = {}
-        self._tells: dict[int, Callable[[Link, Buffer], None]] = {TELL: self._hear_gossip}
-        self._streams: dict[int, Callable[[IncomingStream, Buffer], None]] = {
-            PARTS: lambda stream, body: self._living().gossip.opened(stream, body)
-        }
+        self._actors = ActorTable(self.tasks)
+        self._actors.streams[PARTS] = lambda stream, body: self._living().gossip.opened(
+            stream, body
+        )
         self._fetching: dict[bytes, asyncio.Future[bytes]] = {}
         self.timers = Timers(self._loop)
         """Deadlines and intervals of whatever lives on this node; they end with it."""
@@ -189,27 +186,11 @@ class Node:
         """Call at the end of this turn of the event loop."""
         self._loop.call_soon(callback)
 
-    # ------------------------------------------------------------------ what it answers
+    # ------------------------------------------------------------------ what it serves
 
-    def serve(self, method: Method[Q, R], answer: Callable[[Q, IncomingCall], R | None]) -> None:
-        """Answer requests of a method: with what `answer` returns or raises; after None, with the
-        call's `reply` or `fail`."""
-
-        def on_call(call: IncomingCall) -> None:
-            reply = answer(method.decode_request(call.body), call)
-            if reply is not None:
-                call.reply(reply)
-
-        self._answers[method.id] = on_call
-
-    def serve_tell(self, number: int, hear: Callable[[Link, Buffer], None]) -> None:
-        """Handle one-way messages of a method. `hear` raises `ProtocolError` for what cannot be
-        decoded."""
-        self._tells[number] = hear
-
-    def serve_stream(self, number: int, opened: Callable[[IncomingStream, Buffer], None]) -> None:
-        """Handle streams of a method that peers open."""
-        self._streams[number] = opened
+    def host(self, actor: object) -> None:
+        """Serve what the actor's methods declare: see `runtime.peers.handlers`."""
+        self._actors.host(actor)
 
     def on_member(self, listener: Callable[[MemberEvent], None]) -> Callable[[], None]:
         """Call `listener` on every change of membership, beginning with the present members.
@@ -300,6 +281,10 @@ class Node:
         """The present link to a member, or None; it may be closing."""
         life = self._life
         return None if life is None else life.endpoint.link(node)
+
+    def ref(self, node: NodeId, epoch: Epoch | None = None) -> PeerRef:
+        """A reference to another node, or to one life of it: the way to ask and tell it."""
+        return PeerRef(self, node, epoch)
 
     async def link(self, node: NodeId, *, timeout: Seconds) -> Link:
         """The link to a member, dialled if there is none.
@@ -469,24 +454,27 @@ class Node:
 
     def on_tell(self, link: Link, method: int, body: Buffer) -> None:
         """Pass a one-way message to its handler; messages of unknown methods are dropped."""
-        hear = self._tells.get(method)
+        if method == TELL:
+            self._hear_gossip(link, body)
+            return
+        hear = self._actors.notices.get(method)
         if hear is None:
             _log.debug(
                 "a one-way message of %s has the unknown method %d; dropped", link.peer.node, method
             )
         else:
-            hear(link, body)
+            hear(link.peer, body)
 
     def on_request(self, call: IncomingCall) -> None:
         """Pass a request to its handler. Errors: `NoMethod` if there is none."""
-        answer = self._answers.get(call.method)
+        answer = self._actors.answers.get(call.method)
         if answer is None:
             raise NoMethod(f"method {call.method} is not served by {self.config.role} nodes")
         answer(call)
 
     def on_stream(self, stream: IncomingStream, method: int, body: Buffer) -> None:
         """Pass a new stream to its handler. Errors: `NoMethod` if there is none."""
-        opened = self._streams.get(method)
+        opened = self._actors.streams.get(method)
         if opened is None:
             raise NoMethod(f"no stream of method {method} at {self.config.role} nodes")
         opened(stream, body)

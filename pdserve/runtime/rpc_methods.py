@@ -41,7 +41,13 @@ from pdserve.messages.kv_pull import (
     PullKv,
     WarmUp,
 )
-from pdserve.messages.routing import RouteDecision, RouteRequest, RoutingPreview
+from pdserve.messages.routing import (
+    ReleaseBooking,
+    RouteDecision,
+    RouteRequest,
+    RouterMigrationHint,
+    RoutingPreview,
+)
 from pdserve.messages.status import (
     ClusterStatus,
     DrainOrder,
@@ -53,7 +59,7 @@ from pdserve.messages.status import (
 )
 from pdserve.messages.tiers import DropOrder, DropReport
 from pdserve.messages.trace import TraceQuery, TraceReply
-from pdserve.wire.codec import Method
+from pdserve.wire.codec import Method, Notice
 
 RESERVED: Final = range(0x0200, 0x0210)
 """Numbers not to be reused: releases 0.1 and 0.2 had four of these for messages that no role sent.
@@ -61,10 +67,10 @@ RESERVED: Final = range(0x0200, 0x0210)
 
 ROUTE: Final = Method(0x0300, "route", RouteRequest, RouteDecision)
 """A frontend asks a router for a worker."""
-RELEASE: Final = 0x0301
-"""A frontend ends a booking at a router: `Release`."""
-MOVE: Final = 0x0303
-"""A router suggests to a frontend to move a request: `Move`."""
+RELEASE: Final = Notice(0x0301, "release", ReleaseBooking)
+"""A frontend ends a booking at a router."""
+MOVE: Final = Notice(0x0303, "move", RouterMigrationHint)
+"""A router suggests to a frontend to move a request."""
 EXPLAIN: Final = Method(0x0302, "explain", RouteRequest, RoutingPreview)
 """Asks a router how it would decide, and why; nothing is booked."""
 

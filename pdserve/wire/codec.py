@@ -5,7 +5,8 @@ skips the fields of a later version and fills those that an earlier one lacks. N
 untyped field: a typed decoder refuses unexpected containers while it parses, so that types and
 frame size bound nesting and memory for any input.
 
-`Method` pairs a number on the wire with its two types; each package defines its own numbers.
+`Method` pairs a number on the wire with its two types, `Notice` with the type of a one-way message;
+each package defines its own numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from pdserve.wire.parser import Buffer
 
-__all__ = ["UNDECODABLE", "Method", "check_type", "decoder", "encode"]
+__all__ = ["UNDECODABLE", "Method", "Notice", "check_type", "decoder", "encode"]
 
 T = TypeVar("T")
 Q = TypeVar("Q")
@@ -68,9 +69,7 @@ class Method(Generic[Q, R]):
     __slots__ = ("decode_request", "id", "name", "reply", "unpack_reply")
 
     def __init__(self, number: int, name: str, request: type[Q], reply: type[R]) -> None:
-        if not 0 <= number < 1 << 16:
-            raise ValueError(f"method number {number} does not fit 16 bits")
-        self.id = number
+        self.id = _checked_number(number)
         self.name = name
         self.decode_request: Callable[[Buffer], Q] = decoder(request)
         check_type(reply)
@@ -84,6 +83,26 @@ class Method(Generic[Q, R]):
 
     def __repr__(self) -> str:
         return f"Method({self.id}, {self.name!r})"
+
+
+class Notice(Generic[Q]):
+    """One kind of one-way message: its number, a name for logs, its type."""
+
+    __slots__ = ("decode", "id", "name")
+
+    def __init__(self, number: int, name: str, message: type[Q]) -> None:
+        self.id = _checked_number(number)
+        self.name = name
+        self.decode: Callable[[Buffer], Q] = decoder(message)
+
+    def __repr__(self) -> str:
+        return f"Notice({self.id}, {self.name!r})"
+
+
+def _checked_number(number: int) -> int:
+    if not 0 <= number < 1 << 16:
+        raise ValueError(f"method number {number} does not fit 16 bits")
+    return number
 
 
 _NAMED = (inspect.DataclassType, inspect.TypedDictType)

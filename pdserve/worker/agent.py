@@ -24,7 +24,6 @@ from pdserve.errors import ConfigError, Draining, NotReady
 from pdserve.messages.kv_events import KV
 from pdserve.messages.node import NodeCard, summarize_card
 from pdserve.messages.routing import LOAD, SEQUENCES, WorkerLoad, booking_key
-from pdserve.messages.worker_stream import WORKER_STREAM
 from pdserve.runtime.paced_timer import PacedTimer
 from pdserve.runtime.registry import MemberGone
 from pdserve.wire.codec import encode
@@ -117,7 +116,7 @@ class WorkerAgent:
         """Model summaries by the identity of the model's card, so that its large parts are hashed
         once.
         """
-        node.serve_stream(WORKER_STREAM, self._channels.opened)
+        node.host(self._channels)
         DropOrders(node, service.engine)
         node.on_member(self._on_member)
         self._pace = PacedTimer(node, _LOAD_INTERVAL, self._watch)

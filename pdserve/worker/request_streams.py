@@ -27,6 +27,7 @@ from pdserve.errors import (
 from pdserve.messages.engine_errors import rejected_event
 from pdserve.messages.request import Finish, FirstTokenStats, TokenDelta
 from pdserve.messages.worker_stream import (
+    WORKER_STREAM,
     AbortRequest,
     Fragment,
     FragmentAssembler,
@@ -35,6 +36,8 @@ from pdserve.messages.worker_stream import (
     WorkerMigrationHint,
     split_message,
 )
+from pdserve.net.base import MessageSink
+from pdserve.runtime.peers.handlers import accepts
 from pdserve.wire.codec import decoder, encode
 
 if TYPE_CHECKING:
@@ -93,8 +96,9 @@ class RequestStreams:
         self._idle: asyncio.Event | None = None
         """Set when the last request has ended, for `wait_idle`."""
 
+    @accepts(WORKER_STREAM)
     def opened(self, stream: IncomingStream, body: Buffer) -> None:
-        """Takes a new stream from a frontend: the handler for `Node.serve_stream`."""
+        """Takes a new stream from a frontend."""
         channel = _FrontendStream(self, stream)
         self._open[channel] = None
         try:
@@ -254,7 +258,7 @@ class _Request:
         self.channel.end(self)
 
 
-class _FrontendStream:
+class _FrontendStream(MessageSink):
     """One frontend's stream. Implements `net.base.StreamSink`."""
 
     def __init__(self, owner: RequestStreams, stream: IncomingStream) -> None:
@@ -397,12 +401,6 @@ class _FrontendStream:
 
     def on_unblocked(self) -> None:
         self._flush()
-
-    def on_payload(self, meta: bytes, size: int) -> memoryview | None:
-        return None
-
-    def on_raw(self, meta: bytes, payload: Buffer) -> None:
-        """Rejects raw frames: the protocol has none on this stream."""
 
     def _flush(self) -> None:
         self.due = False

@@ -14,10 +14,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
-from pdserve.errors import Draining, LinkLost, Overloaded, PdserveError, TransferRefused
+from pdserve.errors import Draining, Overloaded, PdserveError, TransferRefused
 from pdserve.ids import NodeLife
 from pdserve.messages.handoff import TransportReply
 from pdserve.runtime.paced_timer import PacedTimer
+from pdserve.runtime.peers.handlers import answers
 from pdserve.runtime.registry import MemberAppeared, MemberChanged, MemberGone
 from pdserve.runtime.rpc_methods import TRANSFER
 
@@ -78,7 +79,7 @@ class TransferRpc:
         self._failed_at: Seconds | None = None
         """When a load failed last; None: none has, or not for long."""
         engine.on_transfer(self._ask)
-        node.serve(TRANSFER, self._answer)
+        node.host(self)
         node.on_member(self._on_member)
         self._changed = False
         """The last look has seen a path change."""
@@ -119,6 +120,7 @@ class TransferRpc:
 
     # ------------------------------------------------------------------ both ways
 
+    @answers(TRANSFER)
     def _answer(self, message: TransportCall, call: IncomingCall) -> None:
         self._pace.wake()
         self._attach()
@@ -133,10 +135,10 @@ class TransferRpc:
             else:
                 call.fail(answer)
 
-        peer = call.link.peer
-        if NodeLife(peer.node, peer.epoch) in self._gone:
+        peer = call.life
+        if peer in self._gone:
             raise TransferRefused(f"life {peer.epoch} of {peer.node} was declared dead here")
-        self._engine.transfer_call(peer.node, peer.epoch, message, reply)
+        self._engine.transfer_call(*peer, message, reply)
 
     def _ask(
         self,
@@ -174,13 +176,8 @@ class TransferRpc:
         answered: Answered,
     ) -> None:
         """Performs one call. Cancellation: the node is shutting down, and the engine with it."""
-        until = self._node.now() + timeout
         try:
-            link = await self._node.link(node, timeout=timeout)
-            if link.peer.epoch != epoch:
-                raise LinkLost(f"life {epoch} of {node} is over", sent=False)
-            left = max(0.001, until - self._node.now())
-            answer = await link.request(TRANSFER, message, timeout=left)
+            answer = await self._node.ref(node, epoch).ask(TRANSFER, message, timeout=timeout)
         except PdserveError as error:
             answered(error)
         else:

@@ -712,7 +712,7 @@ def _assigned_in(module: Any) -> list[str]:
 
 
 _NUMBER = re.compile(
-    r"^[A-Z_]+(?:: Final)? = (?:Method\(\s*)?(0x0[0-9a-f]{3})(?:, \"([^\"]+)\")?", re.M
+    r"^[A-Z_]+(?:: Final)? = (?:(?:Method|Notice)\(\s*)?(0x0[0-9a-f]{3})(?:, \"([^\"]+)\")?", re.M
 )
 
 

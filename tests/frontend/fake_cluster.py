@@ -15,12 +15,11 @@ from pdserve.ids import NodeId
 from pdserve.messages.node import NodeCard, summarize_card
 from pdserve.messages.request import Finish, GenerateRequest, SamplingParams, TokenDelta
 from pdserve.messages.routing import ReleaseBooking, RouteDecision, RoutingPreview
-from pdserve.messages.worker_stream import WORKER_STREAM
 from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics
+from pdserve.runtime.peers.handlers import answers, hears
 from pdserve.runtime.registry import MemberGone
 from pdserve.runtime.rpc_methods import EXPLAIN, RELEASE, ROUTE
-from pdserve.wire.codec import decoder
 from pdserve.worker.request_streams import RequestStreams
 from tests.frontend.dispatch.test_model_discovery import model
 from tests.runtime.cluster import cluster
@@ -31,13 +30,10 @@ if TYPE_CHECKING:
     from pdserve.engine.port import TokenSink
     from pdserve.errors import PdserveError
     from pdserve.messages.routing import RouteRequest
-    from pdserve.net.base import IncomingCall, Link
+    from pdserve.net.base import IncomingCall, Peer
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import MemberEvent
-    from pdserve.wire.parser import Buffer
     from tests.runtime.cluster import Cluster
-
-_decode_release = decoder(ReleaseBooking)
 
 
 def request(name: str = "r", **changes: Any) -> GenerateRequest:
@@ -88,7 +84,7 @@ class Worker:
         self.channels = RequestStreams(
             self, on_begin=self.bookings.append, on_end=self.bookings.remove
         )
-        node.serve_stream(WORKER_STREAM, self.channels.opened)
+        node.host(self.channels)
         node.on_member(self._on_member)
 
     def _on_member(self, event: MemberEvent) -> None:
@@ -150,10 +146,9 @@ class Router:
         self.open: dict[int, str] = {}
         """Bookings that were not released, and the worker of each."""
         self.releases: list[str] = []
-        node.serve(ROUTE, self._route)
-        node.serve(EXPLAIN, self._explain)
-        node.serve_tell(RELEASE, self._released)
+        node.host(self)
 
+    @answers(ROUTE)
     def _route(self, question: RouteRequest, call: IncomingCall) -> RouteDecision | None:
         self.questions.append(question)
         if self.holds:
@@ -179,14 +174,15 @@ class Router:
                 return RouteDecision(NodeId(name), epoch, booking, **self.policy)
         raise NoWorker("nobody is left", retry_after=4.0)
 
+    @answers(EXPLAIN)
     def _explain(self, question: RouteRequest, call: IncomingCall) -> RoutingPreview | None:
         self.questions.append(question)
         if self.refusal is not None:
             raise self.refusal
         return self.explained
 
-    def _released(self, link: Link, body: Buffer) -> None:
-        release = _decode_release(body)
+    @hears(RELEASE)
+    def _released(self, release: ReleaseBooking, frontend: Peer) -> None:
         del self.open[release.booking]  # once each
         self.releases.append(release.outcome)
 

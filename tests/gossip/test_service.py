@@ -17,6 +17,7 @@ from pdserve.runtime.registry import MemberChanged
 from pdserve.wire.codec import encode
 from tests.net.world import virtually
 from tests.runtime.cluster import cluster
+from tests.support.actors import answering, silent
 from tests.support.net_support import ECHO, HANG, Echo, RecordingStreamSink
 
 if TYPE_CHECKING:
@@ -127,8 +128,8 @@ async def test_a_link_that_membership_needs_no_longer_is_kept_while_it_is_used()
     async with cluster() as nodes:
         for name in ("a", "b"):
             await nodes.add(name)
-        nodes.nodes["b"].serve(HANG, lambda question, call: None)
-        nodes.nodes["b"].serve(ECHO, lambda question, call: question)
+        nodes.nodes["b"].host(silent(HANG))
+        nodes.nodes["b"].host(answering(ECHO, lambda question, call: question))
         link = await nodes.nodes["a"].link(NodeId("b"), timeout=1.0)
         asking = asyncio.ensure_future(link.request(HANG, Echo(), timeout=15.0))
         await asyncio.sleep(0.1)

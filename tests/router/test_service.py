@@ -166,7 +166,7 @@ async def test_the_worker_alone_can_end_a_booking() -> None:
     async with world() as w:
         router, worker, backend = await w.router("r"), await w.worker("a"), await w.frontend("f")
         await w.settled()
-        router.node.serve_tell(RELEASE, lambda link, body: None)
+        router.node._actors.notices[RELEASE.id] = lambda peer, body: None
         await backend.open(request(), Sink())
         await w.nodes.until(lambda: router.charged("a") == 0)
         worker.end(1)
@@ -216,7 +216,7 @@ async def test_a_release_may_come_twice_or_for_nothing() -> None:
         routed = await w.ask("f", "r")
         link = await w.nodes.nodes["f"].link(NodeId("r"), timeout=1.0)
         for booking in (routed.booking, routed.booking, 12345):
-            link.tell(RELEASE, encode(ReleaseBooking(booking, "finished")))
+            link.tell(RELEASE.id, encode(ReleaseBooking(booking, "finished")))
         await asyncio.sleep(0.1)
         assert router.bookings.ended == {BookingEnd.RELEASED: 1}
         nonsense = Method(ROUTE.id, "nonsense", ReleaseBooking, ReleaseBooking)

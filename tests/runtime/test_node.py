@@ -22,6 +22,7 @@ from pdserve.messages.node import NodeCard, model_card, summarize_card
 from pdserve.runtime.registry import MemberAppeared, MemberChanged, MemberGone
 from tests.net.world import virtually
 from tests.runtime.cluster import cluster
+from tests.support.actors import answering, silent
 from tests.support.net_support import ECHO, HANG, KEY, Echo, RecordingStreamSink
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ async def test_a_crash_is_told_once_and_ends_what_waits() -> None:
         for name in ("a", "b", "c"):
             await nodes.add(name)
         await nodes.until(nodes.converged)
-        nodes.nodes["b"].serve(HANG, lambda question, call: None)
+        nodes.nodes["b"].host(silent(HANG))
         events: list[MemberEvent] = []
         nodes.nodes["a"].on_member(events.append)
         link = await nodes.nodes["a"].link(NodeId("b"), timeout=1.0)
@@ -198,7 +199,7 @@ async def test_requests_are_answered_by_method() -> None:
     async with cluster() as nodes:
         for name in ("a", "b"):
             await nodes.add(name)
-        nodes.nodes["a"].serve(ECHO, lambda question, call: Echo(question.payload + b"!"))
+        nodes.nodes["a"].host(answering(ECHO, lambda question, call: Echo(question.payload + b"!")))
         link = await nodes.nodes["b"].link(NodeId("a"), timeout=1.0)
         assert await link.request(ECHO, Echo(b"hi"), timeout=1.0) == Echo(b"hi!")
         for _ in range(5):  # of a later release, say: no reason to end the link
@@ -309,8 +310,8 @@ async def test_a_link_that_starts_nothing_more_is_replaced() -> None:
     async with cluster() as nodes:
         for name in ("a", "b"):
             await nodes.add(name)
-        nodes.nodes["b"].serve(HANG, lambda question, call: None)
-        nodes.nodes["b"].serve(ECHO, lambda question, call: question)
+        nodes.nodes["b"].host(silent(HANG))
+        nodes.nodes["b"].host(answering(ECHO, lambda question, call: question))
         link = await nodes.nodes["a"].link(NodeId("b"), timeout=1.0)
         asking = asyncio.ensure_future(link.request(HANG, Echo(), timeout=60.0))
         await asyncio.sleep(0.1)

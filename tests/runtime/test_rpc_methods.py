@@ -5,7 +5,7 @@ from pdserve.gossip.service import PARTS
 from pdserve.messages.worker_stream import WORKER_STREAM
 from pdserve.runtime import rpc_methods
 from pdserve.runtime.topics import messages as topics
-from pdserve.wire.codec import Method
+from pdserve.wire.codec import Method, Notice
 
 
 def numbers() -> dict[str, int]:
@@ -13,7 +13,7 @@ def numbers() -> dict[str, int]:
     named: dict[str, int] = {"gossip": TELL, "parts": PARTS, "channel": WORKER_STREAM}
     named |= {"state topic": topics.STATE, "log topic": topics.LOG}
     for name, value in vars(rpc_methods).items():
-        if isinstance(value, Method):
+        if isinstance(value, Method | Notice):
             named[name] = value.id
         elif name.isupper() and isinstance(value, int):
             named[name] = value

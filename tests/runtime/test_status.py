@@ -16,6 +16,7 @@ from pdserve.runtime.status import StatusService
 from pdserve.wire.handshake import Identity
 from tests.net.world import virtually
 from tests.runtime.cluster import Cluster, cluster
+from tests.support.actors import answering, silent
 from tests.support.net_support import RecordingHandler, node
 
 if TYPE_CHECKING:
@@ -73,20 +74,20 @@ async def test_a_visitor_is_no_member_and_leaves_no_trace() -> None:
 @virtually
 async def test_who_does_not_answer_in_time_is_named_and_does_not_keep_the_others() -> None:
     async with visited("a", "b", "c") as (nodes, link):
-        nodes.nodes["b"].serve(REPORT, lambda question, call: None)
+        nodes.nodes["b"].host(silent(REPORT))
         start = nodes.loop.time()
         view = await link.request(STATUS, StatusQuery(), timeout=3.0)
         assert nodes.loop.time() - start < 1.5
-        silent = {member.node: member.silence for member in view.members if member.silence}
-        assert list(silent) == ["b"]
-        assert "1 s" in silent[NodeId("b")]
+        quiet = {member.node: member.silence for member in view.members if member.silence}
+        assert list(quiet) == ["b"]
+        assert "1 s" in quiet[NodeId("b")]
         assert not [name for name in nodes.nodes["a"].tasks.names() if "report" in name]
 
 
 @virtually
 async def test_the_askers_deadline_shortens_the_wait() -> None:
     async with visited("a", "b") as (nodes, link):
-        nodes.nodes["b"].serve(REPORT, lambda question, call: None)
+        nodes.nodes["b"].host(silent(REPORT))
         view = await link.request(STATUS, StatusQuery(), timeout=0.6)
         assert view.members[1].silence
 
@@ -98,7 +99,7 @@ async def test_a_member_that_fails_is_named_with_its_words() -> None:
         def fail(question: StatusQuery, call: object) -> NodeReport:
             raise Overloaded("too busy")
 
-        nodes.nodes["b"].serve(REPORT, fail)
+        nodes.nodes["b"].host(answering(REPORT, fail))
         view = await link.request(STATUS, StatusQuery(), timeout=3.0)
         assert "too busy" in view.members[1].silence
 
@@ -106,7 +107,7 @@ async def test_a_member_that_fails_is_named_with_its_words() -> None:
 @virtually
 async def test_an_asker_that_gives_up_ends_the_asking() -> None:
     async with visited("a", "b") as (nodes, link):
-        nodes.nodes["b"].serve(REPORT, lambda question, call: None)
+        nodes.nodes["b"].host(silent(REPORT))
         asking = asyncio.create_task(link.request(STATUS, StatusQuery(), timeout=3.0))
         await asyncio.sleep(0.1)
         assert [name for name in nodes.nodes["a"].tasks.names() if "report" in name]
@@ -118,7 +119,7 @@ async def test_an_asker_that_gives_up_ends_the_asking() -> None:
 @virtually
 async def test_askers_are_bounded() -> None:
     async with visited("a", "b") as (nodes, link):
-        nodes.nodes["b"].serve(REPORT, lambda question, call: None)
+        nodes.nodes["b"].host(silent(REPORT))
         many = status._CALLERS + 3
         outcomes = await asyncio.gather(
             *(link.request(STATUS, StatusQuery(), timeout=3.0) for _ in range(many)),

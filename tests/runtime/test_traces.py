@@ -20,6 +20,7 @@ from pdserve.tracing.watches import TraceWatches
 from pdserve.wire.handshake import Identity
 from tests.net.world import virtually
 from tests.runtime.cluster import Cluster, cluster
+from tests.support.actors import silent
 from tests.support.net_support import RecordingHandler, node
 from tests.support.traces import make_trace
 
@@ -108,7 +109,7 @@ async def test_a_watch_begins_everywhere() -> None:
 @virtually
 async def test_who_does_not_answer_in_time_is_named_and_does_not_keep_the_others() -> None:
     async with scene("f1", "f2") as s:
-        s.nodes.nodes["f2"].serve(TRACES, lambda query, call: None)
+        s.nodes.nodes["f2"].host(silent(TRACES))
         start = s.nodes.loop.time()
         reply = await s.ask()
         assert s.nodes.loop.time() - start < 1.5
@@ -120,14 +121,14 @@ async def test_who_does_not_answer_in_time_is_named_and_does_not_keep_the_others
 @virtually
 async def test_the_askers_deadline_shortens_the_wait() -> None:
     async with scene("f1", "f2") as s:
-        s.nodes.nodes["f2"].serve(TRACES, lambda query, call: None)
+        s.nodes.nodes["f2"].host(silent(TRACES))
         assert (await s.ask(timeout=0.6)).silent
 
 
 @virtually
 async def test_a_frontend_of_the_release_before_is_named() -> None:
     async with scene("f1", "f2") as s:
-        del s.nodes.nodes["f2"]._answers[TRACES.id]
+        del s.nodes.nodes["f2"]._actors.answers[TRACES.id]
         assert "has no traces" in (await s.ask()).silent["f2"]
 
 
@@ -143,7 +144,7 @@ async def test_an_error_at_the_asked_frontend_itself_is_named() -> None:
 @virtually
 async def test_an_asker_that_gives_up_ends_the_asking() -> None:
     async with scene("f1") as s:
-        s.nodes.nodes["f1"].serve(TRACES, lambda query, call: None)
+        s.nodes.nodes["f1"].host(silent(TRACES))
         asking = asyncio.create_task(s.ask())
         await asyncio.sleep(0.1)
         assert [n for n in s.nodes.nodes["router"].tasks.names() if "traces" in n]
@@ -155,10 +156,10 @@ async def test_an_asker_that_gives_up_ends_the_asking() -> None:
 @virtually
 async def test_askers_are_bounded() -> None:
     async with scene("f1") as s:
-        s.nodes.nodes["f1"].serve(TRACES, lambda query, call: None)
+        s.nodes.nodes["f1"].host(silent(TRACES))
         waiting = [asyncio.create_task(s.ask()) for _ in range(traces._CALLERS)]
         await asyncio.sleep(0.1)
-        with pytest.raises(Overloaded, match="too many trace queries"):
+        with pytest.raises(Overloaded, match="too many requests at once: traces"):
             await s.ask()
         await asyncio.gather(*waiting)
         assert (await s.ask()).silent, "places are free again"

@@ -14,6 +14,8 @@ from pdserve.errors import PdserveError
 from pdserve.messages.status import MetricPage, Scrape
 from pdserve.observe.merge import merge
 from pdserve.observe.scrapes import PLAIN, ScrapedPage, ScrapeForm, page_of
+from pdserve.runtime.peers.handlers import answers
+from pdserve.runtime.peers.peer_ref import ask_all
 from pdserve.runtime.rpc_methods import SCRAPE
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ class GroupMetrics:
         self._degradations = degradations
         self._silent: dict[NodeId, str] = {}
         self._asking: asyncio.Task[list[MetricPage]] | None = None
-        node.serve(SCRAPE, self._scrape)
+        node.host(self)
 
     async def page(self, form: ScrapeForm = PLAIN) -> ScrapedPage:
         """The page of the whole group. Concurrent scrapes share one call of the siblings."""
@@ -55,6 +57,7 @@ class GroupMetrics:
         pages = [self._metrics.families(), *(page.scraped for page in others)]
         return page_of(merge(pages), form)
 
+    @answers(SCRAPE)
     def _scrape(self, scrape: Scrape, call: IncomingCall) -> MetricPage:
         if scrape.group != self._group:
             return MetricPage(())
@@ -68,19 +71,12 @@ class GroupMetrics:
             for member in self._node.registry.by_role("frontend")
             if member.card is None or member.card.group == self._group
         ]
-        answers = await asyncio.gather(*map(self._ask, siblings))
-        answered = dict(zip(siblings, answers, strict=True))
-        self._note({node: why for node, why in answered.items() if isinstance(why, str)})
-        return [page for page in answers if isinstance(page, MetricPage)]
-
-    async def _ask(self, sibling: NodeId) -> MetricPage | str:
-        until = self._node.now() + _PATIENCE
-        try:
-            link = await self._node.link(sibling, timeout=_PATIENCE)
-            left = max(0.0, until - self._node.now())
-            return await link.request(SCRAPE, Scrape(self._group), timeout=left)
-        except PdserveError as error:
-            return error.message
+        scrape = Scrape(self._group)
+        answers = await ask_all(self._node, siblings, SCRAPE, scrape, timeout=_PATIENCE)
+        self._note(
+            {node: page.message for node, page in answers.items() if isinstance(page, PdserveError)}
+        )
+        return [page for page in answers.values() if isinstance(page, MetricPage)]
 
     def _note(self, silent: dict[NodeId, str]) -> None:
         if silent.keys() == self._silent.keys():

@@ -34,9 +34,9 @@ from pdserve.errors import (
 from pdserve.frontend.dispatch.cluster_members import in_doubt
 from pdserve.frontend.dispatch.routers import Routers, RouterSearch
 from pdserve.messages.routing import ReleaseBooking, RouterMigrationHint
+from pdserve.runtime.peers.handlers import hears
 from pdserve.runtime.registry import MemberGone
 from pdserve.runtime.rpc_methods import EXPLAIN, MOVE, RELEASE, ROUTE
-from pdserve.wire.codec import decoder, encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -51,12 +51,11 @@ if TYPE_CHECKING:
         RoutingPreview,
     )
     from pdserve.messages.worker_stream import MigrationHintReason
-    from pdserve.net.base import Link
+    from pdserve.net.base import Peer
     from pdserve.observe.degraded import Degradations
     from pdserve.observe.metrics import Metrics
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import Member, MemberEvent
-    from pdserve.wire.parser import Buffer
 
 __all__ = ["Booked", "RouterBooking", "RouterClient", "aged", "no_worker_error"]
 
@@ -75,8 +74,6 @@ _DECISIONS: Final = (RequestError, Overloaded, NoWorker, NotReady)
 asked."""
 _ABSENT: Final = (LinkError, DeadlineExceeded, Draining)
 """Errors that show that a router is gone or about to go."""
-
-_decode_move = decoder(RouterMigrationHint)
 
 
 class Booked(Protocol):
@@ -138,7 +135,7 @@ class RouterClient:
         """Requests at workers, by booking."""
         self._asking: dict[NodeId, dict[asyncio.Timeout, None]] = {}
         """The timeouts of questions without an answer, by router; to end them early."""
-        node.serve_tell(MOVE, self._on_move)
+        node.host(self)
 
     @property
     def order(self) -> tuple[NodeId, ...]:
@@ -188,8 +185,8 @@ class RouterClient:
             router = await self._next_router(search)
             asked = aged(question, self._node.now() - began)
             try:
-                link = await self._node.link(router, timeout=_LINK_TIMEOUT)
-                return router, await link.request(EXPLAIN, asked, timeout=_EXPLAIN_TIMEOUT)
+                asking = self._node.ref(router).ask(EXPLAIN, asked, timeout=_EXPLAIN_TIMEOUT)
+                return router, await asking
             except _DECISIONS:
                 raise
             except PdserveError as error:
@@ -294,18 +291,16 @@ class RouterClient:
     def release(self, router: NodeId, booking: int, outcome: RequestOutcome) -> None:
         """Tells the router how a booking ended; use `RouterBooking.end`."""
         self.booked.pop(booking, None)
-        link = self._node.link_nowait(router)
-        if link is None:
-            # The router is gone with its bookings, or learns of the end from the worker.
-            return
         try:
-            link.tell(RELEASE, encode(ReleaseBooking(booking, outcome)))
+            self._node.ref(router).tell(RELEASE, ReleaseBooking(booking, outcome))
         except PdserveError as error:
+            # A router that is gone has lost its bookings, or learns of the end from the worker.
             _log.debug("a release was not sent to %s: %s", router, error)
 
-    def _on_move(self, link: Link, body: Buffer) -> None:
+    @hears(MOVE)
+    def _on_move(self, hint: RouterMigrationHint, router: Peer) -> None:
         """Handles a router's hint that another worker would start the request sooner."""
-        request = self.booked.get(_decode_move(body).booking)
+        request = self.booked.get(hint.booking)
         if request is not None:
             request.on_moving("queue")
 

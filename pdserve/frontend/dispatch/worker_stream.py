@@ -32,6 +32,7 @@ from pdserve.messages.worker_stream import (
     OutputBatch,
     split_message,
 )
+from pdserve.net.base import MessageSink
 from pdserve.wire.codec import decoder, encode
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class RemoteSequence:
             self.accepted.set_exception(error)
 
 
-class WorkerStream:
+class WorkerStream(MessageSink):
     """One stream to a worker. The link must be up."""
 
     def __init__(self, link: Link, timers: Timers) -> None:
@@ -329,12 +330,6 @@ class WorkerStream:
             sequence.sink.on_error(error)
         except Exception:
             _log.exception("a token sink raised")
-
-    def on_payload(self, meta: bytes, size: int) -> memoryview | None:
-        return None
-
-    def on_raw(self, meta: bytes, payload: Buffer) -> None:
-        """Ignores raw frames: the protocol has none on this stream."""
 
     def on_end(self, error: BaseException | None) -> None:
         """Ends all requests: the worker ended the stream or is gone. Unless it said `Unavailable`,

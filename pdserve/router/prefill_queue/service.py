@@ -32,7 +32,9 @@ from pdserve.messages.handoff import (
     QueueReport,
     ToQueue,
 )
+from pdserve.net.base import MessageSink
 from pdserve.router.prefill_queue.queue import PrefillQueue, PrefillQueueConfig, QueueStreamId
+from pdserve.runtime.peers.handlers import accepts
 from pdserve.runtime.registry import MemberGone
 from pdserve.wire.codec import decoder, encode
 
@@ -101,7 +103,7 @@ class PrefillQueueService:
         """No report before that."""
         self._told: Timer | None = None
         """Runs while one is due."""
-        node.serve_stream(PREFILL_QUEUE, self._opened)
+        node.host(self)
         self._deaf = node.on_member(self._on_member)
 
     # ------------------------------------------------------------------ looking
@@ -151,8 +153,9 @@ class PrefillQueueService:
 
     # ------------------------------------------------------------------ streams
 
+    @accepts(PREFILL_QUEUE)
     def _opened(self, incoming: IncomingStream, body: Buffer) -> None:
-        """A worker's stream: see `Node.serve_stream`. Raises `Overloaded`."""
+        """A worker's new stream. Raises `Overloaded`."""
         peer = incoming.link.peer
         number = next(self._numbers)
         stream = _Stream(self, incoming, QueueStreamId(peer.node, peer.epoch, number))
@@ -299,7 +302,7 @@ class PrefillQueueService:
             self._settle_soon()
 
 
-class _Stream:
+class _Stream(MessageSink):
     """One worker's stream; implements `net.base.StreamSink`."""
 
     def __init__(
@@ -345,12 +348,6 @@ class _Stream:
         except Exception:
             _log.exception("prefill queue, %s", self.peer.node)
             self.cut(Overloaded("the prefill queue has failed", retry_after=1.0))
-
-    def on_payload(self, meta: bytes, size: int) -> memoryview | None:
-        return None
-
-    def on_raw(self, meta: bytes, payload: Buffer) -> None:
-        """Ignored: no raw payloads are sent on this stream."""
 
     def on_end(self, error: BaseException | None) -> None:
         """The worker has left, or is lost."""

@@ -15,6 +15,8 @@ import logging
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 from pdserve.errors import Overloaded, PdserveError, ProtocolError, Unavailable
+from pdserve.net.base import MessageSink
+from pdserve.runtime.peers.handlers import accepts
 from pdserve.runtime.topics.config import TopicsConfig
 from pdserve.runtime.topics.messages import LOG, STATE, decode_subscribe
 from pdserve.runtime.topics.publisher import LogPublisher
@@ -25,7 +27,7 @@ from pdserve.runtime.topics.subscription import LogFollower, StateFollower, Subs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdserve.ids import Bytes, NodeId, Seconds
+    from pdserve.ids import NodeId, Seconds
     from pdserve.net.base import IncomingStream
     from pdserve.net.timers import Timer, Timers
     from pdserve.runtime.registry import Member
@@ -56,8 +58,7 @@ class Topics:
         self._published: dict[tuple[int, str], Publication] = {}
         self._subscriptions: dict[Subscription[Any], None] = {}
         self._logs = 0  # ever published
-        node.serve_stream(STATE, lambda stream, body: self._open(STATE, stream, body))
-        node.serve_stream(LOG, lambda stream, body: self._open(LOG, stream, body))
+        node.host(self)
 
     # ------------------------------------------------------------------ publishing
 
@@ -110,6 +111,14 @@ class Topics:
             topic = self._published.pop((method, name), None)
             if topic is not None:
                 topic.close()
+
+    @accepts(STATE)
+    def _open_state(self, stream: IncomingStream, body: Buffer) -> None:
+        self._open(STATE, stream, body)
+
+    @accepts(LOG)
+    def _open_log(self, stream: IncomingStream, body: Buffer) -> None:
+        self._open(LOG, stream, body)
 
     def _open(self, method: int, stream: IncomingStream, body: Buffer) -> None:
         """A peer subscribes to a topic. An exception is its answer."""
@@ -281,7 +290,7 @@ class LogTopic(Publication):
         return {"subscribers": len(self.subscribers), **self._machine.stats()}
 
 
-class _Subscriber:
+class _Subscriber(MessageSink):
     """One subscriber's stream (a `Sink`) and its feed."""
 
     def __init__(
@@ -356,9 +365,6 @@ class _Subscriber:
             self.drop(error)
             raise
         self.pump()
-
-    def on_payload(self, meta: bytes, size: Bytes) -> memoryview | None:
-        return None
 
     def on_raw(self, meta: bytes, payload: Buffer) -> None:
         raise ProtocolError("a subscriber sent a raw payload")

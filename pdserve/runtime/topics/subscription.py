@@ -13,6 +13,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from pdserve.errors import Cancelled, DialFailed, Draining, LinkLost, ProtocolError
+from pdserve.net.base import MessageSink
 from pdserve.net.redial import Redial
 from pdserve.runtime.registry import MemberGone
 from pdserve.runtime.topics.messages import LOG, STATE, Subscribe
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from random import Random
 
-    from pdserve.ids import Bytes, Epoch, NodeId, Seconds
-    from pdserve.net.base import IncomingStream, Link, Stream
+    from pdserve.ids import Epoch, NodeId, Seconds
+    from pdserve.net.base import Stream
     from pdserve.net.timers import Timer, Timers
+    from pdserve.runtime.peers.peer_ref import PeerRef
     from pdserve.runtime.registry import Member, MemberEvent
     from pdserve.runtime.tasks import Tasks
     from pdserve.runtime.topics.config import TopicsConfig
@@ -51,11 +53,9 @@ class TopicsNode(Protocol):
 
     def now(self) -> Seconds: ...
 
-    def serve_stream(
-        self, number: int, opened: Callable[[IncomingStream, Buffer], None]
-    ) -> None: ...
+    def host(self, actor: object) -> None: ...
 
-    async def link(self, node: NodeId, *, timeout: Seconds) -> Link: ...
+    def ref(self, node: NodeId, epoch: Epoch | None = None) -> PeerRef: ...
 
     def on_member(self, listener: Callable[[MemberEvent], None]) -> Callable[[], None]: ...
 
@@ -258,7 +258,7 @@ class Subscription(Generic[F]):
             self.on_close()
 
 
-class _FollowedStream(Generic[F]):
+class _FollowedStream(MessageSink, Generic[F]):
     """The stream to one member (its `Sink`), and the way to the next one: at any time there is a
     stream, a task that opens one, or a timer before that; none after `cut`."""
 
@@ -290,9 +290,8 @@ class _FollowedStream(Generic[F]):
         subscription, following = self._subscription, self.following
         node, member = subscription.node, following.member
         try:
-            link = await node.link(member.node, timeout=subscription.config.link_timeout)
-            if link.peer.epoch != member.epoch:
-                raise LinkLost(f"{member.node} has another epoch on its link", sent=False)
+            publisher = node.ref(member.node, member.epoch)
+            link = await publisher.link(timeout=subscription.config.link_timeout)
             self._heard = False
             self._stream = link.open_stream(
                 following.method,
@@ -347,9 +346,6 @@ class _FollowedStream(Generic[F]):
         except Exception as error:
             self._later(error)
             raise  # the link says it to the log and to the peer, and ends the stream
-
-    def on_payload(self, meta: bytes, size: Bytes) -> memoryview | None:
-        return None
 
     def on_raw(self, meta: bytes, payload: Buffer) -> None:
         self._later(None)

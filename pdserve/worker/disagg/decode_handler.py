@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from pdserve.errors import LinkLost, PdserveError, TransferRefused
+from pdserve.errors import NoMethod, PdserveError, TransferRefused
 from pdserve.ids import NodeId, NodeLife
 from pdserve.messages.handoff import AttemptAck, DisaggSet, LeasesRenewed, WithdrawAttempt
 from pdserve.messages.status import HandoffStats
 from pdserve.observe.logs import about
+from pdserve.runtime.peers.handlers import answers
 from pdserve.runtime.registry import MemberGone
 from pdserve.runtime.rpc_methods import (
     ATTEMPT_FAILED,
@@ -101,12 +102,7 @@ class DecodeHandler:
         self.tally = DisaggCounters(metrics)
         self._overlap = overlap
         self._remote: dict[Handle, RemotePrefillRequest] = {}
-        node.serve(OPEN_ATTEMPT, self._open)
-        node.serve(RENEW, self._renew)
-        node.serve(NOTIFY, self._notify)
-        node.serve(ATTEMPT_FAILED, self._failed)
-        if queue is not None:
-            node.serve(DISAGG, self._set_mode)
+        node.host(self)
         self._deaf = node.on_member(self._on_member)
         for state in _WAYS:
             metrics.handoffs.labels(state.value).read_from(partial(self._in, state))
@@ -322,15 +318,13 @@ class DecodeHandler:
 
     async def _withdraw(self, life: NodeLife, words: WithdrawAttempt) -> None:
         try:
-            link = await self.node.link(life.node, timeout=_WITHDRAW_TIMEOUT)
-            if link.peer.epoch != life.epoch:
-                raise LinkLost(f"{life.node} has restarted", sent=False)
-            await link.request(WITHDRAW, words, timeout=_WITHDRAW_TIMEOUT)
+            await self.node.ref(*life).ask(WITHDRAW, words, timeout=_WITHDRAW_TIMEOUT)
         except PdserveError as error:
             _log.debug("attempt %d of %d: %s", words.attempt, words.request, error.message)
 
     # ------------------------------------------------------------------ from prefill workers
 
+    @answers(OPEN_ATTEMPT)
     def _open(self, message: OpenAttempt, call: IncomingCall) -> AttemptOpened | None:
         remote = self._remote.get(message.request)
         why = "there is no such request, or it has ended"
@@ -338,17 +332,17 @@ class DecodeHandler:
             why = f"it has no adapter {remote.request.lora!r}"
             remote.claimed_in_vain("no_worker")
         elif remote is not None and self._fits(message):
-            remote.asked(message, _life(call), call)
+            remote.asked(message, call.life, call)
             return None
         elif remote is not None:
             why = f"its KV {message.compat_hash!r} of {message.model!r} is not compatible"
-        name, peer = f"request {message.request}", call.link.peer.node
+        name, peer = f"request {message.request}", call.life.node
         raise TransferRefused.at(name, peer, "opening an attempt", why)
 
     def _peer_has(self, lora: str, call: IncomingCall) -> bool:
         """True if the caller has this adapter. One that joined after the item was queued may lack
         it, and one of an older release would compute the prompt without it."""
-        peer = self.node.registry.get(call.link.peer.node)
+        peer = self.node.registry.get(call.life.node)
         return not lora or (peer is not None and _has_lora(peer.card, lora))
 
     def _fits(self, message: OpenAttempt) -> bool:
@@ -359,17 +353,20 @@ class DecodeHandler:
         card = self.worker.cards().get(message.model)
         return card is not None and card.compat_hash == message.compat_hash
 
+    @answers(RENEW)
     def _renew(self, message: RenewLeases, call: IncomingCall) -> LeasesRenewed:
-        by, over = _life(call), []
+        by, over = call.life, []
         for held, progress in zip_longest(message.held, message.progress[: len(message.held)]):
             remote = self._remote.get(held.request)
             if remote is None or not remote.renewed(held.attempt, by, progress or 0):
                 over.append(held)
         return LeasesRenewed(tuple(over))
 
+    @answers(NOTIFY)
     def _notify(self, words: NotifyHandoff, call: IncomingCall) -> AttemptAck | None:
         return self._told(DecodeEvent.NOTIFY, words, call)
 
+    @answers(ATTEMPT_FAILED)
     def _failed(self, words: AttemptFailed, call: IncomingCall) -> AttemptAck | None:
         return self._told(DecodeEvent.FAILED, words, call)
 
@@ -379,12 +376,15 @@ class DecodeHandler:
         remote = self._remote.get(words.request)
         if remote is None:
             return AttemptAck(current=False)
-        remote.told(event, words, _life(call), call)
+        remote.told(event, words, call.life, call)
         return None
 
     # ------------------------------------------------------------------ from operators
 
+    @answers(DISAGG)
     def _set_mode(self, words: SetDisagg, call: IncomingCall) -> DisaggSet:
+        if self.queue is None:
+            raise NoMethod(f"method {DISAGG.id} is served by workers with a prefill queue only")
         before, self.chooser.mode = self.chooser.mode, words.disagg
         _log.info("disaggregation mode is now %r, was %r", words.disagg, before)
         return DisaggSet(before)
@@ -453,11 +453,6 @@ def _may_have(card: NodeCard | None, model: ModelCard, lora: str = "") -> bool:
     return bool(card.transfers) and any(
         one.name == model.name and one.compat_hash == model.compat_hash for one in card.models
     )
-
-
-def _life(call: IncomingCall) -> NodeLife:
-    peer = call.link.peer
-    return NodeLife(peer.node, peer.epoch)
 
 
 def _source(request: GenerateRequest) -> NodeLife:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from pdserve.errors import Draining, LinkLost, PdserveError
+from pdserve.errors import Draining, PdserveError
 from pdserve.messages.handoff import KvFetch
 from pdserve.runtime.rpc_methods import HAND_OVER
 
@@ -61,10 +61,7 @@ class KvFetcher:
 
     async def _ask(self, words: KvFetch, listener: QueueListener) -> None:
         try:
-            link = await self._node.link(self.life.node, timeout=_ANSWER)
-            if link.peer.epoch != self.life.epoch:
-                raise LinkLost(f"{self.life.node} has restarted", sent=False)
-            taken = await link.request(HAND_OVER, words, timeout=_ANSWER)
+            taken = await self._node.ref(*self.life).ask(HAND_OVER, words, timeout=_ANSWER)
         except PdserveError as error:
             _log.info("%s cannot be asked for KV: %s", self.life.node, error.message)
             refused = "source_gone"

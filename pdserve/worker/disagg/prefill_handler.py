@@ -20,10 +20,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from pdserve.blocks.hashing import HASH_BYTES
-from pdserve.errors import Draining, LinkLost, PdserveError
+from pdserve.errors import Draining, PdserveError
 from pdserve.ids import NodeLife
 from pdserve.messages.handoff import RENEW_INTERVAL, AttemptAck, KvFetchReply, RenewLeases
 from pdserve.messages.status import HandoffStats
+from pdserve.runtime.peers.handlers import answers
 from pdserve.runtime.registry import MemberGone
 from pdserve.runtime.rpc_methods import HAND_OVER, RENEW, WITHDRAW
 from pdserve.worker.disagg.credits import Credits
@@ -109,8 +110,7 @@ class PrefillHandler:
         """Set when no claim is left; maintained only while a drain waits."""
         self._queue = None if make_claims is None else make_claims(self._take, self._stop)
         self._given = 0
-        node.serve(WITHDRAW, self._withdrawn)
-        node.serve(HAND_OVER, self._hand_over)
+        node.host(self)
         self._deaf = node.on_member(self._on_member)
         for state in PrefillState:
             if state is not PrefillState.ENDED:
@@ -258,11 +258,8 @@ class PrefillHandler:
         held = tuple(one.held for one in known if one.held is not None)
         renewal = RenewLeases(held, tuple(one.progress for one in known))
         try:
-            link = await self.node.link(decode.node, timeout=_RENEW_TIMEOUT)
-            if link.peer.epoch != decode.epoch:
-                raise LinkLost(f"{decode.node} has restarted", sent=False)
             sent = self.node.now()
-            answer = await link.request(RENEW, renewal, timeout=_RENEW_TIMEOUT)
+            answer = await self.node.ref(*decode).ask(RENEW, renewal, timeout=_RENEW_TIMEOUT)
         except PdserveError as error:
             _log.debug("leases at %s were not renewed: %s", decode.node, error.message)
             return
@@ -289,8 +286,9 @@ class PrefillHandler:
 
     # ------------------------------------------------------------------ from decode workers
 
+    @answers(WITHDRAW)
     def _withdrawn(self, words: WithdrawAttempt, call: IncomingCall) -> AttemptAck:
-        life = NodeLife(call.link.peer.node, call.link.peer.epoch)
+        life = call.life
         renewals = self._renewals.get(life)
         found = None if renewals is None else renewals.held.get((words.request, words.attempt))
         if found is None:
@@ -301,13 +299,13 @@ class PrefillHandler:
 
     # ------------------------------------------------------------------ from a worker's successors
 
+    @answers(HAND_OVER)
     def _hand_over(self, words: KvFetch, call: IncomingCall) -> KvFetchReply:
         refused = self._refusal(words)
         if not refused:
             self._given += 1
             ours = NodeLife(self.node.id, self.node.epoch)
-            decode = NodeLife(call.link.peer.node, call.link.peer.epoch)
-            self._take(KvFetchClaim(words, self._given, decode, ours))
+            self._take(KvFetchClaim(words, self._given, call.life, ours))
         return KvFetchReply(refused)
 
     def _refusal(self, words: KvFetch) -> str:

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from pdserve.engine.port import Handle
     from pdserve.ids import Seconds
     from pdserve.messages.handoff import AttemptOpened, ClaimOutcome, Handoff
-    from pdserve.net.base import Link
     from pdserve.net.timers import Timer
+    from pdserve.runtime.peers.peer_ref import PeerRef
     from pdserve.worker.disagg.ports import PrefillClaim
     from pdserve.worker.disagg.prefill_handler import PrefillHandler
 
@@ -156,12 +156,10 @@ class PrefillJob:
 
     # ------------------------------------------------------------------ asking for an attempt
 
-    async def _link(self, timeout: Seconds) -> Link:
-        """The link to the life of the decode worker that queued the item. Errors: `LinkError`."""
-        link = await self._owner.node.link(self.decode.node, timeout=timeout)
-        if link.peer.epoch != self.decode.epoch:
-            raise LinkLost(f"{self.decode.node} has restarted", sent=False)
-        return link
+    @property
+    def _decode(self) -> PeerRef:
+        """The life of the decode worker that queued the item."""
+        return self._owner.node.ref(*self.decode)
 
     async def _ask(self) -> None:
         """Asks for an attempt until there is an answer or the lease time has passed."""
@@ -178,7 +176,7 @@ class PrefillJob:
         )
         while (left := until - node.now()) > _PAUSE:
             try:
-                link = await self._link(left)
+                link = await self._decode.link(timeout=left)
                 if self.state is State.CLAIMED:
                     self.feed(Event.LINKED)
                 asked = node.now()
@@ -268,9 +266,8 @@ class PrefillJob:
         words = NotifyHandoff(self.held.request, self.held.attempt, self._handoff)
         while True:
             try:
-                link = await self._link(_ANSWER)
                 asked = self._owner.node.now()
-                taken = await link.request(NOTIFY, words, timeout=_ANSWER)
+                taken = await self._decode.ask(NOTIFY, words, timeout=_ANSWER)
             except PayloadTooLarge as error:  # it will not become smaller
                 self._task, self._why = None, error
                 self._tell()
@@ -302,8 +299,7 @@ class PrefillJob:
             held.request, held.attempt, type(error).__name__, error.message[:2000]
         )
         try:
-            link = await self._link(_TELL)
-            await link.request(ATTEMPT_FAILED, words, timeout=_TELL)
+            await self._decode.ask(ATTEMPT_FAILED, words, timeout=_TELL)
         except PdserveError as problem:
             _log.debug("%r: %s", self, problem.message)
 

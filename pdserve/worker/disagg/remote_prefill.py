@@ -515,7 +515,7 @@ class RemotePrefillRequest:
             call.reply(AttemptAck(current=False))
 
     def _refusal(self, call: IncomingCall, why: str) -> TransferRefused:
-        return TransferRefused.at(self._name, call.link.peer.node, "opening an attempt", why)
+        return TransferRefused.at(self._name, call.life.node, "opening an attempt", why)
 
     def _accept(self, event: DecodeEvent, word: _Word) -> None:
         assert word.call is not None

@@ -15,9 +15,10 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
-from pdserve.errors import Draining, PdserveError
+from pdserve.errors import PdserveError
 from pdserve.ids import NodeId, NodeLife
 from pdserve.messages.kv_pull import KvChains, KvTaken, ListKv, OfferKv
+from pdserve.runtime.peers.handlers import answers, answers_later
 from pdserve.runtime.rpc_methods import LIST_KV, OFFER_KV, WARM
 from pdserve.worker.kv_fetch.heirs import divided, heirs
 
@@ -57,6 +58,8 @@ MAX_LISTED: Final = 1 << 16
 """Most blocks of one offer."""
 MAX_RECEIVING: Final = 2
 """Offers and warm-ups in progress at one worker; one more is `busy`."""
+_CALLERS: Final = 16
+"""Most offers and warm-ups that wait for their answer, those that are refused included."""
 TAKEN_SHARE: Final = 0.25
 """Largest share of its pool that a worker pulls for one offer: the rest is what its own requests
 have left there."""
@@ -94,9 +97,7 @@ class KvPusher:
         self._engine = worker.engine.kv_pulls
         self._numbers = numbers
         self._receiving = 0
-        node.serve(OFFER_KV, self._offered)
-        node.serve(LIST_KV, self._list)
-        node.serve(WARM, self._warm)
+        node.host(self)
 
     # ------------------------------------------------------------------ leaving
 
@@ -130,10 +131,7 @@ class KvPusher:
             timeout=left,
         )
         try:
-            link = await self._node.link(heir.node, timeout=left)
-            if link.peer.epoch != heir.epoch:
-                return 0
-            taken = await link.request(OFFER_KV, offer, timeout=left)
+            taken = await self._node.ref(*heir).ask(OFFER_KV, offer, timeout=left)
         except PdserveError as error:
             _log.info("%s takes no blocks: %s", heir, error.message)
             return 0
@@ -144,13 +142,13 @@ class KvPusher:
 
     # ------------------------------------------------------------------ receiving
 
-    def _offered(self, offer: OfferKv, call: IncomingCall) -> KvTaken | None:
+    @answers_later(OFFER_KV, at_once=_CALLERS)
+    async def _offered(self, offer: OfferKv, call: IncomingCall) -> KvTaken:
         refused = self._refusal(offer)
         if refused:
             return KvTaken(0, refused)
-        source = NodeLife(call.link.peer.node, call.link.peer.epoch)
         until = self._node.now() + offer.timeout
-        return self._receive(lambda: self._take(source, offer.chains, until, 0), call)
+        return await self._receive(lambda: self._take(call.life, offer.chains, until, 0))
 
     def _refusal(self, asked: OfferKv | ListKv) -> str:
         if asked.epoch != self._node.epoch:
@@ -158,41 +156,21 @@ class KvPusher:
         same = asked.compat_hash == self._compat_hash() and asked.names_id == self._worker.names_id
         return "" if same else "misfit"
 
-    def _warm(self, order: WarmUp, call: IncomingCall) -> KvTaken | None:
-        return self._receive(lambda: self._warmed(order), call)
+    @answers_later(WARM, at_once=_CALLERS)
+    async def _warm(self, order: WarmUp, call: IncomingCall) -> KvTaken:
+        return await self._receive(lambda: self._warmed(order))
 
-    def _receive(
-        self, work: Callable[[], Coroutine[Any, Any, KvTaken]], call: IncomingCall
-    ) -> KvTaken | None:
-        """Do this work and answer with its result; an asker that gives up ends it. A worker that
-        leaves takes nothing: a whole cluster may be leaving."""
+    async def _receive(self, work: Callable[[], Coroutine[Any, Any, KvTaken]]) -> KvTaken:
+        """Do this work. A worker that leaves takes nothing: a whole cluster may be leaving."""
         if self._worker.draining:
             return KvTaken(0, "closed")
         if self._receiving >= MAX_RECEIVING:
             return KvTaken(0, "busy")
-        try:
-            task = self._node.tasks.spawn(self._answer(work, call), "take blocks")
-        except Draining:
-            return KvTaken(0, "closed")
         self._receiving += 1
-        task.add_done_callback(self._received)
-
-        def stop() -> None:
-            task.cancel()
-
-        call.on_cancel = stop
-        return None
-
-    def _received(self, task: object) -> None:
-        self._receiving -= 1
-
-    async def _answer(
-        self, work: Callable[[], Coroutine[Any, Any, KvTaken]], call: IncomingCall
-    ) -> None:
         try:
-            call.reply(await work())
-        except PdserveError as error:
-            call.fail(error)
+            return await work()
+        finally:
+            self._receiving -= 1
 
     async def _warmed(self, order: WarmUp) -> KvTaken:
         until = self._node.now() + order.timeout
@@ -253,6 +231,7 @@ class KvPusher:
 
     # ------------------------------------------------------------------ what there is
 
+    @answers(LIST_KV)
     def _list(self, asked: ListKv, call: IncomingCall) -> KvChains | None:
         if self._refusal(asked):
             return KvChains()

@@ -26,8 +26,8 @@ from pdserve.errors import (
     Overloaded,
     PdserveError,
 )
-from pdserve.ids import NodeLife
 from pdserve.messages.kv_pull import KvPullGrant
+from pdserve.runtime.peers.handlers import answers
 from pdserve.runtime.rpc_methods import PULL_KV
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.engine.kv_pulls import KvPullController
+    from pdserve.ids import NodeLife
     from pdserve.messages.engine import KvPullEnded
     from pdserve.messages.kv_pull import PullKv
     from pdserve.net.base import IncomingCall
@@ -82,7 +83,7 @@ class KvFetchService:
         self._waiting: Counter[NodeLife] = Counter()
         """Questions under way to each peer."""
         engine.peers = self
-        node.serve(PULL_KV, self._serve)
+        node.host(self)
 
     # ------------------------------------------------------------------ to owners
 
@@ -141,13 +142,13 @@ class KvFetchService:
 
     # ------------------------------------------------------------------ from requesters
 
+    @answers(PULL_KV)
     def _serve(self, message: PullKv, call: IncomingCall) -> KvPullGrant | None:
         """Pass a question to the engine. A draining worker answers, too: its blocks are wanted
         elsewhere."""
         if message.epoch != self._node.epoch:
             self.numbers.refused["epoch"] += 1
             return KvPullGrant(refused="epoch")
-        peer = NodeLife(call.link.peer.node, call.link.peer.epoch)
 
         def reply(grant: KvPullGrant) -> None:
             if grant.refused:
@@ -156,7 +157,7 @@ class KvFetchService:
                 self.numbers.served += 1
             call.reply(grant)
 
-        call.on_cancel = self._engine.serve(peer, message, reply)
+        call.on_cancel = self._engine.serve(call.life, message, reply)
         return None
 
 

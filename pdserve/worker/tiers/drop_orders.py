@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pdserve.errors import PdserveError
 from pdserve.messages.tiers import DropReport
+from pdserve.runtime.peers.handlers import answers
 from pdserve.runtime.rpc_methods import DROP_KV
 
 if TYPE_CHECKING:
@@ -36,8 +37,9 @@ class DropOrders:
 
     def __init__(self, node: Node, engine: ForgetfulEngine) -> None:
         self._engine = engine
-        node.serve(DROP_KV, self._drop)
+        node.host(self)
 
+    @answers(DROP_KV)
     def _drop(self, order: DropOrder, call: IncomingCall) -> DropReport | None:
         def done(answer: dict[Tier, int] | PdserveError) -> None:
             if isinstance(answer, PdserveError):
@@ -45,7 +47,7 @@ class DropOrders:
                 return
             _log.info(
                 "%s dropped KV of %s: %s",
-                call.link.peer.node,
+                call.life.node,
                 _meant(order),
                 ", ".join(f"blocks on {tier}: {count}" for tier, count in answer.items()) or "none",
             )

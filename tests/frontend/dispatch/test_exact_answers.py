@@ -20,7 +20,6 @@ from pdserve.errors import Draining
 from pdserve.frontend.service import FrontendService
 from pdserve.messages.engine import EngineSpec
 from pdserve.messages.node import NodeCard, summarize_card
-from pdserve.messages.worker_stream import WORKER_STREAM
 from pdserve.sim.engine import VirtualTimeEngine
 from pdserve.testing.scripted import ENGINE
 from pdserve.worker.request_streams import RequestStreams
@@ -60,7 +59,7 @@ class EngineWorker:
         self.node = node
         self.engine = VirtualTimeEngine(SPEC, pace=PACE, load_time=0.0)
         self.channels = RequestStreams(self.engine)
-        node.serve_stream(WORKER_STREAM, self.channels.opened)
+        node.host(self.channels)
 
     async def start(self) -> None:
         await self.engine.start()

@@ -18,14 +18,19 @@ from pdserve.launch.cluster.addresses import ClusterConfig
 from pdserve.launch.cluster.admin_client import AdminClient, choose_socket
 from pdserve.launch.cluster.admin_door import PREFIX, AdminDoor, DoorAnswer, DoorQuery, framed
 from pdserve.launch.cluster.node_factory import NodeFactory
-from pdserve.messages.status import DrainState, NodeReport
+from pdserve.messages.status import DrainOrder, DrainState, NodeReport
 from pdserve.runtime.rpc_methods import DRAIN
 from pdserve.runtime.status import StatusService
+from tests.support.actors import answering
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from pdserve.runtime.node import Node
+
+
+def _drain(order: DrainOrder, call: object) -> DrainState:
+    return DrainState(left=len(order.__struct_fields__))
 
 
 class Served:
@@ -36,7 +41,7 @@ class Served:
         self.nodes = [self.factory.node(role, first=role == "router") for role in ("router", "x")]
         for node in self.nodes:
             StatusService(node, lambda: NodeReport(reason="as a test"), lambda: 5.0)
-            node.serve(DRAIN, lambda order, call: DrainState(left=len(order.__struct_fields__)))
+            node.host(answering(DRAIN, _drain))
         self.door: AdminDoor = self.factory.admin_door(path, self.nodes[1])
 
     async def start(self) -> None:

@@ -12,6 +12,7 @@ from pdserve.runtime.topics.messages import STATE
 from pdserve.runtime.topics.replicated_set import SetView
 from tests.net.world import virtually
 from tests.runtime.topics.world import world
+from tests.support.actors import accepting
 from tests.support.net_support import RecordingStreamSink
 
 A, B = NodeId("a"), NodeId("b")
@@ -260,7 +261,7 @@ async def test_a_publisher_that_ends_is_asked_again() -> None:
             stream.end()
 
         b.topics.publish_state("load", bytes)
-        b.serve_stream(STATE, opened)
+        b.host(accepting(STATE, opened))
         followed = a.topics.subscribe_state("load", bytes, lambda member, value: None)
         w.introduce()
         await w.until(lambda: followed.stats()["streams"] >= 3)

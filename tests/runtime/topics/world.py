@@ -15,6 +15,8 @@ from pdserve.messages.node import NodeCard
 from pdserve.net.settings import NetSettings
 from pdserve.net.timers import Timers
 from pdserve.net.transport.memory import MemoryWorld
+from pdserve.runtime.peers.handlers import ActorTable
+from pdserve.runtime.peers.peer_ref import PeerRef
 from pdserve.runtime.registry import Member, MemberAppeared, MemberChanged, MemberGone
 from pdserve.runtime.tasks import Tasks
 from pdserve.runtime.topics.config import LogConfig, TopicsConfig
@@ -47,7 +49,7 @@ class Party:
         self.timers = Timers(asyncio.get_running_loop())
         self.members: dict[NodeId, Member] = {}
         self._listeners: dict[Callable[[MemberEvent], None], None] = {}
-        self._streams: dict[int, Callable[[IncomingStream, Buffer], None]] = {}
+        self._actors = ActorTable(self.tasks)
         handler = RecordingHandler()
         handler.on_stream_hook = self._on_stream
         self.endpoint = node(
@@ -56,17 +58,23 @@ class Party:
         self.topics = Topics(self, self.timers, world.config)
 
     def _on_stream(self, stream: IncomingStream, method: int, body: Buffer) -> None:
-        if method not in self._streams:
+        if method not in self._actors.streams:
             raise ProtocolError("nobody takes this stream")
-        self._streams[method](stream, body)
+        self._actors.streams[method](stream, body)
 
     # ------------------------------------------------------------------ what topics need
 
     def now(self) -> Seconds:
         return asyncio.get_running_loop().time()
 
-    def serve_stream(self, number: int, opened: Callable[[IncomingStream, Buffer], None]) -> None:
-        self._streams[number] = opened
+    def host(self, actor: object) -> None:
+        self._actors.host(actor)
+
+    def ref(self, node: NodeId, epoch: Epoch | None = None) -> PeerRef:
+        return PeerRef(self, node, epoch)
+
+    def link_nowait(self, node: NodeId) -> Link | None:
+        return self.endpoint.link(node)
 
     def on_member(self, listener: Callable[[MemberEvent], None]) -> Callable[[], None]:
         self._listeners[listener] = None

@@ -16,7 +16,7 @@ from pdserve.errors import (
     TransferError,
     TransferRefused,
 )
-from pdserve.ids import NodeId
+from pdserve.ids import NodeId, NodeLife
 from pdserve.messages.handoff import (
     LEASE_SECONDS,
     AttemptAck,
@@ -106,7 +106,7 @@ class Node:
     def __iter__(self) -> Iterator[Member]:
         return iter(self.members.values())
 
-    def serve(self, method: Any, answer: Any) -> None: ...
+    def host(self, actor: object) -> None: ...
 
     def on_member(self, listener: Any) -> Callable[[], None]:
         return lambda: None
@@ -126,6 +126,7 @@ class Call:
         self.link = self
         self.peer = self
         self.node, self.epoch = by
+        self.life = NodeLife(*by)
         self.answers: list[object] = []
 
     def reply(self, message: object) -> None:

@@ -16,7 +16,8 @@ from pdserve.frontend.preprocess.prompt_hashes import PromptHasher
 from pdserve.messages.engine import TransferSpec
 from pdserve.messages.handoff import SetDisagg
 from pdserve.messages.request import GenerateRequest, SamplingParams
-from pdserve.runtime.rpc_methods import DISAGG
+from pdserve.runtime.peers.handlers import answers
+from pdserve.runtime.rpc_methods import DISAGG, HAND_OVER
 from pdserve.sim.engine import VirtualTimeEngine
 from pdserve.testing.fake_rdma import FakeFabric
 from pdserve.testing.scripted import reference_tokens
@@ -390,7 +391,7 @@ def test_a_worker_whose_engine_restarts_refuses():
 
 
 def test_a_worker_that_does_not_answer_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(PrefillHandler, "_hand_over", lambda *of: None)
+    monkeypatch.setattr(PrefillHandler, "_hand_over", answers(HAND_OVER)(lambda *of: None))
     play(lambda pair: stays(pair, "unclaimed"))
 
 

@@ -11,8 +11,9 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
-from pdserve.errors import Cancelled, DialFailed, Draining, LinkLost, Overloaded, PdserveError
+from pdserve.errors import Cancelled, DialFailed, Draining, Overloaded, PdserveError
 from pdserve.messages.handoff import PREFILL_QUEUE, FromQueue
+from pdserve.net.base import MessageSink
 from pdserve.net.redial import Redial
 from pdserve.wire.codec import decoder, encode
 
@@ -60,7 +61,7 @@ class QueueConnectionListener(Protocol):
         ...
 
 
-class QueueConnection:
+class QueueConnection(MessageSink):
     """A connection to one life of a router; it connects at once. Implements
     `net.base.StreamSink`."""
 
@@ -102,9 +103,8 @@ class QueueConnection:
 
     async def _open(self) -> None:
         try:
-            link = await self._node.link(self.router, timeout=_LINK_TIMEOUT)
-            if link.peer.epoch != self.epoch:
-                raise LinkLost(f"{self.router} has restarted", sent=False)
+            router = self._node.ref(self.router, self.epoch)
+            link = await router.link(timeout=_LINK_TIMEOUT)
             self._stream = link.open_stream(PREFILL_QUEUE, b"", self, window=_WINDOW)
         except PdserveError as error:
             _log.debug("%r cannot be opened: %s", self, error)
@@ -188,12 +188,6 @@ class QueueConnection:
             _log.exception("%r", self)
             stream.abort(Cancelled("the worker failed to process a message"))
             self._broken(None)
-
-    def on_payload(self, meta: bytes, size: int) -> memoryview | None:
-        return None
-
-    def on_raw(self, meta: bytes, payload: Buffer) -> None:
-        """Ignores raw frames: the protocol has none on this stream."""
 
     def on_end(self, error: BaseException | None) -> None:
         stream = self._stream

@@ -283,8 +283,8 @@ async def test_a_router_may_say_that_another_would_begin_sooner() -> None:
         ((booking, _),) = scene.router.open.items()
         link = scene.router.node.link_nowait(w.node.id)
         assert link is not None
-        link.tell(MOVE, encode(RouterMigrationHint(booking + 77)))  # of long ago
-        link.tell(MOVE, encode(RouterMigrationHint(booking)))
+        link.tell(MOVE.id, encode(RouterMigrationHint(booking + 77)))  # of long ago
+        link.tell(MOVE.id, encode(RouterMigrationHint(booking)))
         await begun(w, scene.second)
         assert scene.router.questions[-1].excluded == ("a",)
         await scene.finish(scene.second, 6)
@@ -326,7 +326,7 @@ async def test_nobody_is_left_who_has_not_said_that_it_took_the_request() -> Non
         await begun(w, scene.first)
         link = scene.router.node.link_nowait(w.node.id)
         assert link is not None
-        link.tell(MOVE, encode(RouterMigrationHint(next(iter(scene.router.open)))))
+        link.tell(MOVE.id, encode(RouterMigrationHint(next(iter(scene.router.open)))))
         await asyncio.sleep(1.0)
         scene.second.say(5)
         await asyncio.sleep(9.0)

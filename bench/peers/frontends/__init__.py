@@ -1,1 +1,0 @@
-"""The parts of `bench/peers/dynamo.py`: arms, load, profiles, page."""

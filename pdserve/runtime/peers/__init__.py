@@ -1,0 +1,1 @@
+"""How the parts of nodes talk to each other: actors that serve, and references to nodes."""
