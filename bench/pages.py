@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["kept"]
+__all__ = ["kept", "replaced"]
 
 
 def kept(file: Path, heading: str) -> str:
@@ -15,3 +15,10 @@ def kept(file: Path, heading: str) -> str:
     text = file.read_text() if file.exists() else ""
     _, found, after = text.partition(f"\n{heading}\n")
     return f"\n{heading}\n{after}" if found else ""
+
+
+def replaced(file: Path, heading: str, section: str) -> str:
+    """Returns the page with another text from this heading on; `section` begins with it."""
+    text = file.read_text() if file.exists() else ""
+    before = text.partition(f"\n{heading}\n")[0].rstrip("\n")
+    return f"{before}\n\n{section}" if before else section

@@ -2,6 +2,8 @@
 
     python bench/policies.py --trace FILE [--quick] [--processes 2] [--data FILE] [--write PAGE]
     python bench/policies.py --trace FILE --tiers ...    another page: bench/policy_grid/tiers.py
+    python bench/policies.py --trace FILE --workloads ...    the page's last section: other requests
+                                                and higher loads, bench/policy_grid/workloads.py
 
 1. The knee: the highest speed of the trace at which `kv_load` with its defaults still serves 95 %
    of the requests well. Loads are given in units of it. Found on the first half of the trace.
@@ -31,11 +33,14 @@ from typing import TYPE_CHECKING, Final
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.machine import facts
+from bench.pages import kept
 from bench.policy_grid.cells import CANDIDATES, KV_LOAD, Scale, World, grid
 from bench.policy_grid.compare import mean
 from bench.policy_grid.report import Findings, first, good, page
 from bench.policy_grid.runner import Runner
 from bench.policy_grid.tiers import tiers_main
+from bench.policy_grid.workloads import workloads_main
+from bench.policy_grid.workloads_page import HEADING
 
 if TYPE_CHECKING:
     from bench.policy_grid.cells import Arm
@@ -65,11 +70,21 @@ def main() -> int:
     parser.add_argument("--tiers", action="store_true", help="only: what host tiers and fetches do")
     parser.add_argument("--knee", type=float, default=0.0, help="with --tiers: load 1, if known")
     parser.add_argument(
-        "--known", action="store_true", help="with --tiers: write what is measured, run no cell"
+        "--known",
+        action="store_true",
+        help="with --tiers or --workloads: write what is measured, run no cell",
+    )
+    parser.add_argument(
+        "--workloads", action="store_true", help="only: other requests, and loads up to 2"
+    )
+    parser.add_argument(
+        "--code", type=Path, help="with --workloads: AzureLLMInferenceTrace_code.csv"
     )
     options = parser.parse_args()
     if options.tiers:
         return tiers_main(options)
+    if options.workloads:
+        return workloads_main(options)
     scale = QUICK if options.quick else Scale()
     scale = replace(
         scale,
@@ -84,7 +99,7 @@ def main() -> int:
     text = page(findings, [*facts(), *_world(findings)], _how(options))
     print(text)
     if options.write:
-        options.write.write_text(text, encoding="utf-8")
+        options.write.write_text(text + kept(options.write, HEADING), encoding="utf-8")
     return 0
 
 

@@ -18,12 +18,17 @@ __all__ = [
     "KV_LOAD",
     "RIVALS",
     "TTFT",
+    "WORKLOADS",
     "Arm",
     "Scale",
     "World",
     "few_worlds",
     "grid",
 ]
+
+
+WORKLOADS: Final = ("conversation", "middle", "code", "agentic", "shared-prefix", "unique")
+"""What clients send; `runner.requests_of` makes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,8 @@ class World:
     """True: the trace's first half, else its second half."""
     whole: bool = False
     """True: neither half, but all of the trace."""
+    workload: str = "conversation"
+    """One of `WORKLOADS`."""
 
     @property
     def words(self) -> str:
@@ -63,6 +70,7 @@ class World:
             "a quarter slow" if self.slow else "equal workers",
             f"{self.routers} router{'s' * (self.routers > 1)}",
         ]
+        parts += [] if self.workload == "conversation" else [self.workload]
         return ", ".join(parts if self.preset == "h100-8b" else [*parts, self.preset])
 
 

@@ -12,9 +12,9 @@ import os
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pdserve
 from bench.atomic_tiers import AtomicCluster, AtomicTiers, anywhere, by_prefix
@@ -25,13 +25,17 @@ from pdserve.kv.tiers.eviction import EvictionOrder
 from pdserve.perf_model.step_time import preset_of
 from pdserve.sim.replay.config import ReplayConfig
 from pdserve.sim.replay.run import replay
+from pdserve.sim.workloads.generate import generator
 from pdserve.sim.workloads.mooncake import BLOCK, MooncakeTrace
+from pdserve.sim.workloads.trace_file import open_trace
 from pdserve.sim.workloads.transform import TraceTransform, transform_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Runner", "run_one"]
+    from pdserve.sim.workloads.trace_request import TraceRequest
+
+__all__ = ["Runner", "requests_of", "run_one"]
 
 Job = tuple[World, Arm, int, float]
 """(world, arm, seed, speed of the trace)."""
@@ -39,13 +43,28 @@ Result = dict[str, Any]
 
 _NICE = 10
 _TELL_EVERY = 10
+_MORE = 2.5
+"""Workloads with short prompts have so many times the requests of a replay."""
+_AGENTS = {"context": "24000", "step_input": "4000", "output": "150", "pause": "1"}
+"""Coding agents: their contexts together are several times what the devices hold."""
+_MIDDLE = 0.45
+"""Where the middle of the trace begins, as a share of its time."""
+
+
+class Traces(NamedTuple):
+    """The files of the workloads that are not generated."""
+
+    conversation: Path
+    code: Path | None = None
 
 
 class Runner:
     """Runs cells in processes and keeps their results in a file."""
 
-    def __init__(self, trace: Path, scale: Scale, data: Path, processes: int) -> None:
-        self._trace = trace
+    def __init__(
+        self, trace: Path, scale: Scale, data: Path, processes: int, *, code: Path | None = None
+    ) -> None:
+        self._traces = Traces(trace, code)
         self._scale = scale
         self._data = data
         self._sources = sources()
@@ -53,6 +72,11 @@ class Runner:
         self._pool = multiprocessing.get_context("spawn").Pool(processes, initializer=_be_nice)
         self.seconds = 0.0
         """Process seconds that the known results took, in earlier runs too."""
+
+    @property
+    def code(self) -> Path | None:
+        """Azure's code trace, if there is one."""
+        return self._traces.code
 
     def close(self) -> None:
         """Ends the processes."""
@@ -65,7 +89,7 @@ class Runner:
         missing = [
             (key, job) for key, job in zip(keys, jobs, strict=True) if key not in self._known
         ]
-        todo = [(str(self._trace), self._scale, key, job) for key, job in dict(missing).items()]
+        todo = [(self._traces, self._scale, key, job) for key, job in dict(missing).items()]
         if todo:
             self._fill(todo)
         self.seconds += sum(self._known[key]["seconds"] for key in dict.fromkeys(keys))
@@ -77,7 +101,7 @@ class Runner:
         self.seconds += sum(line["seconds"] for line in lines if line is not None)
         return [None if line is None else line["result"] for line in lines]
 
-    def _fill(self, todo: list[tuple[str, Scale, str, Job]]) -> None:
+    def _fill(self, todo: list[tuple[Traces, Scale, str, Job]]) -> None:
         self._data.parent.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
         with self._data.open("a", encoding="utf-8") as file:
@@ -126,16 +150,16 @@ def _be_nice() -> None:
     os.nice(_NICE)
 
 
-def _run_line(task: tuple[str, Scale, str, Job]) -> dict[str, Any]:
-    trace, scale, key, job = task
+def _run_line(task: tuple[Traces, Scale, str, Job]) -> dict[str, Any]:
+    traces, scale, key, job = task
     began = time.process_time()
-    result = run_one(Path(trace), scale, job)
+    result = run_one(traces, scale, job)
     return {"key": key, "result": result, "seconds": time.process_time() - began}
 
 
-def run_one(trace: Path, scale: Scale, job: Job) -> Result:
+def run_one(traces: Traces, scale: Scale, job: Job) -> Result:
     """Runs one replay and returns its summary."""
-    world, arm, seed, speed = job
+    world, arm, seed, _ = job
     config = ReplayConfig(
         workers=scale.workers,
         routers=world.routers,
@@ -152,16 +176,8 @@ def run_one(trace: Path, scale: Scale, job: Job) -> Result:
         host_kv=arm.host_tokens * preset_of(world.preset).shape.token_bytes,
         kv_fetch=arm.fetch,
     )
-    shape = TraceTransform(
-        begin=0.0 if world.tuning or world.whole else 0.5,
-        end=0.5 if world.tuning else 1.0,
-        jitter=world.jitter,
-        speed=speed * world.load,
-        limit=scale.requests,
-        seed=seed,
-    )
     ledger = Ledger(BLOCK)
-    result = replay(config, transform_trace(MooncakeTrace(trace), shape), watch=ledger)
+    result = replay(config, requests_of(traces, scale, job), watch=ledger)
     plain = result.plain(requests=False)
     numbers: Result = plain["summary"]
     numbers["host"] = [worker["tiers"].get("host", {}) for worker in plain["workers"]]
@@ -169,6 +185,31 @@ def run_one(trace: Path, scale: Scale, job: Job) -> Result:
     numbers["losses"] = dict(losses(ledger.changes, ledger.looks(result.records)))
     numbers["atomic"] = dict(atomic_losses(ledger, atomic_cluster(scale, arm)))
     return numbers
+
+
+def requests_of(traces: Traces, scale: Scale, job: Job) -> Iterator[TraceRequest]:
+    """What the clients of a cell send. A seed gives the same requests to all arms."""
+    world, _, seed, speed = job
+    shape = TraceTransform(speed=speed * world.load, limit=scale.requests, seed=seed)
+    more = round(scale.requests * _MORE)
+    match world.workload:
+        case "conversation":
+            begin = 0.0 if world.tuning or world.whole else 0.5
+            end = 0.5 if world.tuning else 1.0
+            part = replace(shape, begin=begin, end=end, jitter=world.jitter)
+            return transform_trace(MooncakeTrace(traces.conversation), part)
+        case "middle":
+            part = replace(shape, begin=_MIDDLE, jitter=world.jitter, limit=more)
+            return transform_trace(MooncakeTrace(traces.conversation), part)
+        case "code":
+            assert traces.code is not None
+            return transform_trace(open_trace(traces.code), replace(shape, begin=0.5, limit=more))
+        case "agentic":
+            made = generator("agentic", {"requests": str(scale.requests), **_AGENTS}, seed=seed)
+            return transform_trace(made, shape)
+        case kind:
+            made = generator(kind, {"requests": str(more)}, seed=seed)
+            return transform_trace(made, replace(shape, limit=more))
 
 
 def _sum(parts: Iterable[dict[str, int]]) -> dict[str, int]:

@@ -8,7 +8,7 @@ import pytest
 
 from bench import index, transfer
 from bench.machine import facts
-from bench.pages import kept
+from bench.pages import kept, replaced
 from bench.policy_grid.cells import KV_LOAD, RIVALS, TTFT, Arm, Scale, World
 from bench.policy_grid.report import Findings, page
 from bench.transfer import SIZES, Row
@@ -101,3 +101,12 @@ def test_the_policies_page_says_what_its_grid_does_not_show():
         "On the edge of what was tried: `request_weight` 16; more may be better.",
     ):
         assert words in text, words
+
+
+def test_a_section_is_replaced_and_what_is_before_it_stays(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n\nWords.\n")
+    page.write_text(replaced(page, "## More", "## More\n\nOne.\n"))
+    page.write_text(replaced(page, "## More", "## More\n\nTwo.\n"))
+    assert page.read_text() == "# Page\n\nWords.\n\n## More\n\nTwo.\n"
+    assert replaced(tmp_path / "none.md", "## More", "## More\n") == "## More\n"
