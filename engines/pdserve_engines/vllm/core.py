@@ -559,8 +559,8 @@ class VllmCore(StagedCore):
 
     def bring_frames(self, request: GenerateRequest) -> frozenset[bytes]:
         """Begin to read what the disk has behind those blocks."""
-        holds = self._frame_holds
-        if holds is None:
+        holds, tiers = self._frame_holds, self._tiers
+        if holds is None or tiers is None or tiers.lower.disk is None:
             return frozenset()
         hashes = self._prefix_hashes(request)
         return holds.bring(hashes, self.cached_blocks(request), self.clock.now())
