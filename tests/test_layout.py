@@ -140,6 +140,7 @@ ENGINES_SEE = {
     "messages",
     "observe",
     "perf_model",
+    "token_ids",
     "transfer",
 }
 

@@ -134,6 +134,18 @@ nb::bytes block_hashes(nb::handle tokens, std::size_t block_size, const nb::byte
   return out.bytes();
 }
 
+// Reads ids in the machine's byte order, as Python's arrays have them. Compilers vectorise the loop.
+std::uint32_t largest_id(nb::handle tokens) {
+  const Tokens given(tokens);
+  std::uint32_t most = 0;
+  for (std::size_t at = 0; at < given.size(); at += sizeof(most)) {
+    std::uint32_t id;
+    std::memcpy(&id, given.data() + at, sizeof(id));
+    most = id > most ? id : most;
+  }
+  return most;
+}
+
 nb::bytes short_names(nb::handle hashes) {
   Py_buffer view;
   if (PyObject_GetBuffer(hashes.ptr(), &view, PyBUF_C_CONTIGUOUS) != 0) throw nb::python_error();
@@ -158,5 +170,6 @@ nb::bytes short_names(nb::handle hashes) {
 void bind_hash(nb::module_& m) {
   m.def("block_hashes", &block_hashes, nb::arg("tokens"), nb::arg("block_size"), nb::arg("secret"),
         nb::arg("parent"), "Digests of the full blocks in `tokens`, 16 bytes each, concatenated.");
+  m.def("largest_id", &largest_id, nb::arg("tokens"), "The largest token id; 0 if there are none.");
   m.def("short_names", &short_names, nb::arg("hashes"), "The first half of each 16-byte hash.");
 }
