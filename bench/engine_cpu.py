@@ -33,6 +33,7 @@ from pdserve.engine_core.executor import ScheduledChunk, StepPlan
 from pdserve.engine_core.scheduler.sequence import Sequence
 from pdserve.messages.engine import EngineSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.token_ids import token_ids
 from pdserve_engines.torch.executor import TorchExecutor
 
 if TYPE_CHECKING:
@@ -207,9 +208,11 @@ class Ours:
 
 def _sequence(row: int, tokens: list[int], width: int) -> Sequence:
     sampling = SamplingParams(max_tokens=10**6, temperature=0.0)
-    request = GenerateRequest(request_id=str(row), model="", prompt=tokens, sampling=sampling)
+    request = GenerateRequest(
+        request_id=str(row), model="", prompt=token_ids(tokens), sampling=sampling
+    )
     blocks = list(range(row * width, (row + 1) * width))
-    return Sequence(row, 0, request, list(tokens), len(tokens), 0.0, blocks=blocks)
+    return Sequence(row, 0, request, token_ids(tokens), len(tokens), 0.0, blocks=blocks)
 
 
 # ---------------------------------------------------------------- the comparison

@@ -16,6 +16,7 @@ from pdserve.kv.tiers.layer_groups import LayerGroups
 from pdserve.messages.engine import EngineSpec, StepOutput, Submit
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.messages.tiers import TierSpec
+from pdserve.token_ids import token_ids
 from pdserve_engines.sim import SimExecutor
 
 if TYPE_CHECKING:
@@ -59,7 +60,9 @@ class _Worker:
         """The time to the prompt's first token; everything else ends too."""
         self._handles += 1
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        request = GenerateRequest(request_id="r", model="m", prompt=prompt, sampling=sampling)
+        request = GenerateRequest(
+            request_id="r", model="m", prompt=token_ids(prompt), sampling=sampling
+        )
         began, took = self._clock.now(), None
         self._core.handle(Submit(self._handles, request))
         while True:

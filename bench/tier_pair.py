@@ -42,6 +42,7 @@ from pdserve.messages.engine import (
 )
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.messages.tiers import KvSource
+from pdserve.token_ids import token_ids
 from pdserve.transfer.base import GrantSpec, KvPart
 from pdserve_engines.torch.executor import TorchExecutor
 
@@ -209,7 +210,7 @@ class Pair:
         request = GenerateRequest(
             request_id=str(self._handles),
             model="m",
-            prompt=prompt,
+            prompt=token_ids(prompt),
             sampling=sampling,
             kv_sources=(KvSource("o", 1, fetched),) if fetched else (),
         )

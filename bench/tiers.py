@@ -51,6 +51,7 @@ from pdserve.kv.tiers.planner import Plan, plan
 from pdserve.messages.engine import EngineSpec, StepOutput, Submit
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.messages.tiers import TierSpec
+from pdserve.token_ids import token_ids
 from pdserve.transfer.copying import copy_runs
 from pdserve_engines.torch.executor import TorchExecutor
 
@@ -366,7 +367,7 @@ class Core:
         self._handles += 1
         sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         request = GenerateRequest(
-            request_id=str(self._handles), model="m", prompt=prompt, sampling=sampling
+            request_id=str(self._handles), model="m", prompt=token_ids(prompt), sampling=sampling
         )
         self.core.handle(Submit(handle=self._handles, request=request))
         return self._handles

@@ -35,6 +35,7 @@ from pdserve.engine_core.executor import ScheduledChunk, StepPlan
 from pdserve.engine_core.scheduler.sequence import Sequence
 from pdserve.messages.engine import EngineSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.token_ids import token_ids
 from pdserve_engines.torch.executor import TorchExecutor
 from pdserve_engines.torch.models.torch_model import TorchModel
 
@@ -236,8 +237,10 @@ class Engine:
 
     def _sequence(self, row: int, tokens: int, blocks: list[int]) -> Sequence:
         prompt = torch.randint(3, self.shape.vocab, (tokens,)).tolist()
-        request = GenerateRequest(request_id=str(row), model="", prompt=prompt, sampling=SAMPLING)
-        return Sequence(row, 0, request, list(prompt), tokens, 0.0, blocks=blocks)
+        request = GenerateRequest(
+            request_id=str(row), model="", prompt=token_ids(prompt), sampling=SAMPLING
+        )
+        return Sequence(row, 0, request, token_ids(prompt), tokens, 0.0, blocks=blocks)
 
     def step(self, sequences: Seq[Sequence]) -> None:
         """Computes all tokens that the sequences lack, and appends the next token of each."""

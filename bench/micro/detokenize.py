@@ -32,7 +32,7 @@ def main() -> None:
     texts = _corpus()
     content = arguments.tokenizer.read_bytes() if arguments.tokenizer else _train(texts)
     tokenizer = Tokenizer.from_bytes(content)
-    ids = tokenizer.encode("".join(texts))[: arguments.tokens]
+    ids = tokenizer.encode("".join(texts))[: arguments.tokens].tolist()
     ways = _ways(tokenizer, RawTokenizer.from_buffer(content), ids)
     best = _measure(ways, arguments.rounds)
     limit = best["limit: a list look-up"] / len(ids)

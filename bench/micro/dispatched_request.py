@@ -22,6 +22,7 @@ from pdserve.frontend.routing_hints import NO_HINTS
 from pdserve.ids import NodeId
 from pdserve.messages.request import GenerateRequest, SamplingParams, TokenDelta
 from pdserve.messages.routing import RouteDecision
+from pdserve.token_ids import token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,7 +53,10 @@ class Context:
 def attempt() -> Assignment:
     """Makes an attempt at a worker that has sent its first token."""
     request = GenerateRequest(
-        request_id="r", model="m", prompt=[1], sampling=SamplingParams(max_tokens=2 * TOKENS)
+        request_id="r",
+        model="m",
+        prompt=token_ids([1]),
+        sampling=SamplingParams(max_tokens=2 * TOKENS),
     )
     dispatched = DispatchedRequest(
         cast("Any", Context()), request, Sink(), NO_HINTS, lambda placement: None

@@ -28,6 +28,7 @@ from pdserve.engine.core_connection import CoreConnection
 from pdserve.engine.launcher import ProcessLauncher
 from pdserve.messages.engine import EngineSpec, Event, Submit
 from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.token_ids import token_ids
 from pdserve.wire.length_prefixed import encode_frames
 from pdserve_engines.instant import InstantCore
 
@@ -58,7 +59,10 @@ class Counter:
 
 def request(tokens: int = TOKENS) -> GenerateRequest:
     return GenerateRequest(
-        request_id="r", model="m", prompt=[1, 2, 3], sampling=SamplingParams(max_tokens=tokens)
+        request_id="r",
+        model="m",
+        prompt=token_ids([1, 2, 3]),
+        sampling=SamplingParams(max_tokens=tokens),
     )
 
 

@@ -45,6 +45,7 @@ from pdserve.messages.request import (
 from pdserve.messages.routing import RouteDecision
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.slo import SloTable
+from pdserve.token_ids import token_ids
 from pdserve.tracing.export.delivery import SpanQueue
 from pdserve.tracing.ring import TraceRing
 from pdserve.tracing.rules import TraceRules
@@ -69,7 +70,7 @@ CONFIG = FrontendConfig()
 REQUEST = GenerateRequest(
     request_id="cmpl-0123456789abcdef",
     model="m",
-    prompt=[1] * 32,
+    prompt=token_ids([1] * 32),
     sampling=SamplingParams(max_tokens=TOKENS),
 )
 PARTS = tuple(WorkerPhase("chunk", 0.0001 * n, 0.0001 * (n + 1), 16) for n in range(2))

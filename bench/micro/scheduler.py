@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from bench.machine import facts
 from pdserve import accel
 from pdserve.clock import SystemClock
@@ -31,6 +29,8 @@ from pdserve.engine_core.executor import (
 )
 from pdserve.messages.engine import EngineSpec, Submit
 from pdserve.messages.request import GenerateRequest, SamplingParams, TokenDelta
+from pdserve.token_ids import token_ids
+from pdserve.wire.codec import encode
 from pdserve.wire.length_prefixed import encode_frames
 
 if TYPE_CHECKING:
@@ -93,12 +93,12 @@ class Bench:
             sampling = SamplingParams(max_tokens=8000, eos_token_ids=(2,))
             prompt = [3 + handle] * PROMPT
             request = GenerateRequest(
-                request_id=f"r{handle}", model="m", prompt=prompt, sampling=sampling
+                request_id=f"r{handle}", model="m", prompt=token_ids(prompt), sampling=sampling
             )
             self.core.handle(Submit(handle=handle, request=request))
         while len(self.core.scheduler.running) < self.size:
             self.core.step()
-        self.encode = msgspec.msgpack.Encoder().encode
+        self.encode = encode
 
     def scheduling(self) -> None:
         """Plans and completes steps, nothing else."""

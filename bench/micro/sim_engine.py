@@ -26,6 +26,7 @@ from pdserve.clock import ManualClock
 from pdserve.engine_core.engine_loader import load_core
 from pdserve.messages.engine import EngineSpec, Submit
 from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.token_ids import token_ids
 
 RESULT = Path(__file__).parent.parent / "results" / "sim_engine.md"
 SECRET = bytes(32)
@@ -58,7 +59,7 @@ def requests(block_size: int, model: str) -> list[GenerateRequest]:
             GenerateRequest(
                 request_id=str(number),
                 model="m",
-                prompt=prompt,
+                prompt=token_ids(prompt),
                 sampling=SamplingParams(max_tokens=OUTPUT, eos_token_ids=(2,)),
                 block_names=joined_hashes(prompt, block_size, parent=root, secret=SECRET),
                 names_id=hash_secret_id(SECRET),

@@ -25,6 +25,7 @@ from pdserve.engine_core.structured_output import (
 )
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.text.grammar.grammar_source import from_choice, from_regex, from_schema
+from pdserve.token_ids import token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,8 +61,8 @@ CASES = {
 def sequence(grammar: str) -> Sequence:
     """Makes a sequence without output."""
     sampling = SamplingParams(max_tokens=999, grammar=grammar, eos_token_ids=(END,))
-    request = GenerateRequest(request_id="r", model="m", prompt=[5], sampling=sampling)
-    return Sequence(1, 0, request, [5], 1, arrival=0.0)
+    request = GenerateRequest(request_id="r", model="m", prompt=token_ids([5]), sampling=sampling)
+    return Sequence(1, 0, request, token_ids([5]), 1, arrival=0.0)
 
 
 def masks(manager: StructuredOutputManager, grammar: str, vocab: int) -> Iterator[float]:
@@ -86,7 +87,7 @@ def step_seconds(model: Path) -> float:
     request = GenerateRequest(
         request_id="r",
         model="m",
-        prompt=[5, 6, 7],
+        prompt=token_ids([5, 6, 7]),
         sampling=SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True),
     )
     with InlineEngine.of(TorchExecutor(), spec) as engine:

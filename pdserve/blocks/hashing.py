@@ -14,13 +14,13 @@ does not choose the secret, which is fixed for a cluster's life.
 
 from __future__ import annotations
 
-import sys
 from array import array
 from hashlib import blake2b
 from struct import iter_unpack
 from typing import TYPE_CHECKING, NewType, cast
 
 from pdserve import accel
+from pdserve.token_ids import packed_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,6 +107,8 @@ def block_hashes(
 
 def joined_hashes(tokens: Sequence[int], block_size: int, *, parent: bytes, secret: bytes) -> bytes:
     """Return `block_hashes` joined to one byte string, as messages carry them."""
+    if type(tokens) is array:
+        return _chain(packed_ids(tokens), block_size, secret, parent)
     if accel.NATIVE and isinstance(tokens, list | tuple):
         # Native code reads the tokens in place: packing them first takes as long as hashing them.
         return accel.native.block_hashes(tokens, block_size, secret, parent)
@@ -133,10 +135,7 @@ def hash_secret_id(secret: bytes) -> bytes:
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
     """Pack token ids as little-endian u32, the form that is hashed."""
-    packed = array("I", tokens)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    return bytes(packed_ids(tokens if type(tokens) is array else array("I", tokens)))
 
 
 def block_hashes_pure(

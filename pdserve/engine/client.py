@@ -89,6 +89,7 @@ from pdserve.messages.engine_errors import error_of
 from pdserve.messages.kv_events import TIERS, PoolCleared
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.observe.logs import about
+from pdserve.token_ids import token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -123,7 +124,7 @@ _log = logging.getLogger(__name__)
 _CANARY = GenerateRequest(
     request_id="canary",
     model="",
-    prompt=[0],
+    prompt=token_ids([0]),
     sampling=SamplingParams(max_tokens=1, temperature=0.0),
 )
 

@@ -13,6 +13,7 @@ import msgspec
 
 from pdserve.errors import ProtocolError
 from pdserve.messages.engine import Event
+from pdserve.token_ids import packed_ids
 from pdserve.wire.length_prefixed import FrameDecoder, encode_frame
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class CoreConnection(asyncio.Protocol):
         self._loop = loop
         self._on_event = on_event
         self._frames = FrameDecoder()
-        self._encode = msgspec.msgpack.Encoder().encode
+        self._encode = msgspec.msgpack.Encoder(enc_hook=packed_ids).encode
         self._decode: Callable[[bytes], Event] = msgspec.msgpack.Decoder(Event).decode
         self._unsent: list[bytes] = []
         self._transport: asyncio.Transport | None = None

@@ -54,6 +54,7 @@ from pdserve.messages.engine import (
 )
 from pdserve.messages.engine_errors import failed_event, kind_and_message, rejected_event
 from pdserve.messages.request import Finish, FirstTokenStats, TokenDelta
+from pdserve.token_ids import largest_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -180,11 +181,13 @@ def check_request(
             "index must exist, and at least one choice must be left",
             param="ended",
         )
-    for tokens in (prompt, *request.output):
-        if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
-            raise InvalidRequest(
-                f"a token id is outside the vocabulary of {vocab_size}", param="prompt"
-            )
+    outside = largest_id(prompt) >= vocab_size
+    for tokens in request.output:
+        outside = outside or (bool(tokens) and (min(tokens) < 0 or max(tokens) >= vocab_size))
+    if outside:
+        raise InvalidRequest(
+            f"a token id is outside the vocabulary of {vocab_size}", param="prompt"
+        )
 
 
 def _check_images(request: GenerateRequest, most: int) -> None:

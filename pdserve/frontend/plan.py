@@ -23,6 +23,7 @@ from pdserve.protocols.completion_responses import Usage
 from pdserve.text.output_parts import OutputParser
 from pdserve.text.repetition import RepetitionDetector
 from pdserve.text.stop_matcher import StopMatcher
+from pdserve.token_ids import TokenIds
 
 if TYPE_CHECKING:
     from pdserve.ids import Bytes
@@ -37,7 +38,7 @@ def new_call_id() -> str:
 class Prompt(msgspec.Struct, frozen=True):
     """One prompt of a request."""
 
-    tokens: list[int]
+    tokens: TokenIds
     echo: str = ""
     """Text that the answer begins with; empty unless `echo` was requested."""
     reasoning: bool = False

@@ -5,16 +5,23 @@ Carries no text: the frontend tokenizes prompts and detokenizes outputs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import force_setattr
 
 from pdserve.ids import MAX_CHOICES
 from pdserve.messages.tiers import CachedSource, CacheScope, KvSource
+from pdserve.token_ids import TokenIds, token_ids, unpacked_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    PromptIds: TypeAlias = TokenIds
+else:
+    # What a decoder finds: a node of an earlier release sends a list. `__post_init__` packs it.
+    PromptIds: TypeAlias = bytes | list[int]
 
 Deadline = Annotated[float, Meta(ge=-1e9, le=1e9)]
 """Seconds, bounded because the queue is sorted by it."""
@@ -118,8 +125,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
 
     request_id: str
     model: str
-    prompt: list[int]
-    """Token ids; never empty."""
+    prompt: PromptIds
+    """Token ids; never empty. They travel as packed bytes, and as a list to nodes of earlier
+    releases (`wire.codec.encoder_for`)."""
     sampling: SamplingParams
     n: Annotated[int, Meta(le=MAX_CHOICES)] = 1
     """Choices; they share the prompt's blocks."""
@@ -181,6 +189,15 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     cache_ttl: Annotated[float, Meta(ge=0)] = 0.0
     """Seconds for which the prompt's blocks should stay in some tier after it; 0: no wish."""
     cache_scope: CacheScope = ""
+
+    def __post_init__(self) -> None:
+        """Packs a prompt as it was decoded. Raises `ValueError` and `TypeError` as `token_ids` and
+        `unpacked_ids` do; a decoder reports them."""
+        given: object = self.prompt
+        if type(given) is bytes:
+            force_setattr(self, "prompt", unpacked_ids(given))
+        elif type(given) is list:
+            force_setattr(self, "prompt", token_ids(given))
 
     @property
     def prompt_tokens(self) -> int:

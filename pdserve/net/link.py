@@ -27,7 +27,7 @@ from pdserve.net.lazy_deadline import LazyDeadline
 from pdserve.net.link_call import LinkCall
 from pdserve.net.link_stream import LinkStream
 from pdserve.wire import events as ev
-from pdserve.wire.codec import UNDECODABLE, encode
+from pdserve.wire.codec import UNDECODABLE, encoder_for
 from pdserve.wire.parser import Buffer
 from pdserve.wire.protocol import GoAwayCode
 
@@ -105,6 +105,7 @@ class PeerLink:
         # The control connection.
         self.shell = shell
         self.connection = shell.connection
+        self.encode = encoder_for(self.peer.features)
         self._timeout: Seconds = 0.0
         self._milliseconds = 0  # `_timeout` in the header
         self._asking = LazyDeadline(timers, self._expire_asking)
@@ -164,7 +165,7 @@ class PeerLink:
             self._timeout = timeout
         heir = None if late is None else partial(self._late, method, late)
         asking: PendingRequest = (future, connection.queued, deadline, heir)
-        call = connection.send_request(method.id, encode(message), self._milliseconds, asking)
+        call = connection.send_request(method.id, self.encode(message), self._milliseconds, asking)
         if not shell.due:
             shell.wake()
         if deadline < self._asking.due:

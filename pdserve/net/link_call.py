@@ -15,7 +15,7 @@ import msgspec
 from pdserve.errors import DeadlineExceeded, PdserveError
 from pdserve.ids import NodeLife, Seconds
 from pdserve.net.base import Link
-from pdserve.wire.codec import encode
+from pdserve.wire.codec import encoder_for
 from pdserve.wire.parser import Buffer
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class LinkCall(msgspec.Struct, eq=False):
     def reply(self, message: object) -> None:
         if not self.done:
             link = self.link
-            link.connection.respond(self.id, encode(message))
+            link.connection.respond(self.id, encoder_for(link.peer.features)(message))
             self.done = True
             if self.kept:
                 link.served(self)

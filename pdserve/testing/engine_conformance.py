@@ -31,6 +31,7 @@ from pdserve.errors import (
 from pdserve.messages.kv_events import BlockStored
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.sinks import CheckingSink, until
+from pdserve.token_ids import token_ids
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -73,7 +74,7 @@ class EngineConformance:
         return GenerateRequest(
             request_id=f"conformance-{id(changes)}",
             model="model",
-            prompt=list(self.prompt if prompt is None else prompt),
+            prompt=token_ids(self.prompt if prompt is None else prompt),
             sampling=SamplingParams(**(defaults | sampling)),
             **changes,
         )

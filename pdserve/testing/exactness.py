@@ -17,6 +17,7 @@ import msgspec
 from pdserve.messages.engine import QueryStats, Stats
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.inline_engine import InlineEngine
+from pdserve.token_ids import token_ids
 
 if TYPE_CHECKING:
     import random
@@ -59,7 +60,7 @@ def mixed_requests(
             GenerateRequest(
                 request_id=f"mixed-{number}",
                 model="model",
-                prompt=prompt,
+                prompt=token_ids(prompt),
                 sampling=sampling,
                 n=n,
                 output=given if rng.random() < 0.2 else [],

@@ -89,7 +89,7 @@ class OutputChecker:
             self.logprobs[delta.choice] += delta.logprobs
         if sampling.prompt_logprobs is not None and first and delta.tokens:
             assert delta.prompt_logprobs is not None, "the first delta lacks prompt logprobs"
-            assert [p.token for p in delta.prompt_logprobs] == self.request.prompt[1:]
+            assert [p.token for p in delta.prompt_logprobs] == self.request.prompt[1:].tolist()
             self.prompt_logprobs[delta.choice] = delta.prompt_logprobs
         else:
             assert delta.prompt_logprobs is None

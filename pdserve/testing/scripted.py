@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from pdserve.ids import SequenceKey
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.request import GenerateRequest
+    from pdserve.token_ids import TokenIds
     from pdserve.transfer.base import Region
 
 __all__ = [
@@ -253,7 +254,7 @@ def _nap(seconds: float, tick: Callable[[int], None] | None) -> None:
             tick(layer + 1)
 
 
-def _prompt_tokens(chunk: ScheduledChunk) -> list[int]:
+def _prompt_tokens(chunk: ScheduledChunk) -> TokenIds:
     """The prompt tokens that the chunk computes."""
     end = min(chunk.start + chunk.count, chunk.sequence.prompt_len)
     return chunk.sequence.tokens[chunk.start : end]
@@ -308,7 +309,7 @@ def _entry(token: int, position: int, before: bytes) -> bytes:
 
 
 def _choose(
-    request: GenerateRequest, choice: int, tokens: list[int], entries: bytes, vocab: int
+    request: GenerateRequest, choice: int, tokens: Seq[int], entries: bytes, vocab: int
 ) -> int:
     """A hash of everything that may matter; masked ids are passed over."""
     sampling = request.sampling

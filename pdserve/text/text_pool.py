@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pdserve.text.chat.chat_messages import ChatMessage
     from pdserve.text.grammar.grammar_source import GrammarSource
     from pdserve.text.tokenization.tokenizer import Tokenizer
+    from pdserve.token_ids import TokenIds
 
 __all__ = ["INLINE_CHARS", "LARGE_CHARS", "TextPool", "TextPoolStats", "TextWork"]
 
@@ -73,7 +74,7 @@ class TextWork:
 
     async def encode(
         self, tokenizer: Tokenizer, text: str, add_special_tokens: bool = True
-    ) -> list[int]:
+    ) -> TokenIds:
         """Run `tokenizer.encode` in the pool; errors and cancellation as for `run`."""
         return await self.run(
             len(text), tokenizer.encode, text, add_special_tokens, salt=self._salt
@@ -81,7 +82,7 @@ class TextWork:
 
     async def encode_batch(
         self, tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool = True
-    ) -> list[list[int]]:
+    ) -> list[TokenIds]:
         """Run `tokenizer.encode_batch` in the pool; errors and cancellation as for `run`."""
         chars = sum(map(len, texts))
         return await self.run(

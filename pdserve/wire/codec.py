@@ -17,20 +17,42 @@ import msgspec
 from msgspec import inspect
 
 from pdserve.errors import ProtocolError
+from pdserve.token_ids import listed_ids, packed_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pdserve.wire.parser import Buffer
 
-__all__ = ["UNDECODABLE", "Method", "Notice", "check_type", "decoder", "encode"]
+__all__ = [
+    "PACKED_IDS",
+    "UNDECODABLE",
+    "Method",
+    "Notice",
+    "check_type",
+    "decoder",
+    "encode",
+    "encoder_for",
+]
 
 T = TypeVar("T")
 Q = TypeVar("Q")
 R = TypeVar("R")
 
-encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
+PACKED_IDS: Final = 1
+"""Feature of a peer (a bit in its handshake): it reads token ids as packed bytes. Others are sent
+lists."""
+
+encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=packed_ids).encode
 """Encodes a body. Objects without a type on the wire raise `TypeError`."""
+
+_encode_lists: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=listed_ids).encode
+
+
+def encoder_for(features: int) -> Callable[[Any], bytes]:
+    """The `encode` for a peer that understands these features."""
+    return encode if features & PACKED_IDS else _encode_lists
+
 
 UNDECODABLE: Final = (
     # Malformed, truncated or trailing bytes; its subclass `ValidationError`: another type.

@@ -47,7 +47,7 @@ from pdserve.errors import (
     WrongClusterKey,
     WrongPeer,
 )
-from pdserve.wire.codec import decoder, encode
+from pdserve.wire.codec import PACKED_IDS, decoder, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -150,7 +150,7 @@ class Versions:
 
     least: int = max(1, PROTOCOL - 1)
     most: int = PROTOCOL
-    features: int = 0
+    features: int = PACKED_IDS
 
 
 @dataclass(frozen=True, slots=True)

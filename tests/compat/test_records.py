@@ -29,6 +29,10 @@ LOCAL = f"{RENAMES.module('pdserve.messages.engine')}."
 others contain."""
 RETYPED = {
     ("pdserve.messages.request.GenerateRequest", "n"): "a bound that no frontend reaches",
+    (
+        "pdserve.messages.request.GenerateRequest",
+        "prompt",
+    ): "packed bytes for peers whose handshake has `PACKED_IDS`; others are sent the list",
 }
 """Fields whose type takes more or less than before, and why neither release is sent what it cannot
 read. Records by the names that the release before has for them."""

@@ -15,6 +15,7 @@ from pdserve.blocks.hashing import block_hashes, prompt_root
 from pdserve.errors import StepFailed
 from pdserve.messages.kv_events import BlockRemoved, BlockStored, PoolCleared
 from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.token_ids import token_ids
 from pdserve_engines.sglang.choices import SglangChoice
 from pdserve_engines.sglang.event_feed import EventFeed, zmq_sockets
 from pdserve_engines.sglang.events import NamedBlocks
@@ -80,7 +81,7 @@ def test_sglang_accepts_what_is_sent_and_reads_it_so(
     """SGLang's own checks and its own rules of greedy sampling and of the whole vocabulary."""
     output = output[: sampling.max_tokens - 1]
     request = GenerateRequest(
-        request_id="r", model="m", prompt=[1, 2], sampling=sampling, output=[output]
+        request_id="r", model="m", prompt=token_ids([1, 2]), sampling=sampling, output=[output]
     )
     sent = request_arguments(request, 0, 1000)["sampling_params"]
     theirs = sampling_module.SamplingParams(**sent)
@@ -141,7 +142,9 @@ def test_with_end_tokens_ignored_no_stop_token_counts(
 
 def choice_of(**changes: Any) -> SglangChoice:
     sampling = SamplingParams(max_tokens=50, ignore_eos=True, **changes)
-    request = GenerateRequest(request_id="r", model="m", prompt=[1, 2, 3], sampling=sampling)
+    request = GenerateRequest(
+        request_id="r", model="m", prompt=token_ids([1, 2, 3]), sampling=sampling
+    )
     return SglangChoice(1, 0, request, 0.0, 1000)
 
 

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.protocols.sse import SseDecoder
+from pdserve.token_ids import token_ids
 from tests.chaos.cluster import Cluster, Node, eventually
 from tests.e2e.direct import Call, Direct
 from tests.e2e.server import PATIENCE
@@ -68,7 +69,7 @@ def asked(workers: Workers, prompt: int, **sampling: Any) -> GenerateRequest:
     return GenerateRequest(
         request_id=f"r{workers.asked}",
         model="bundled",
-        prompt=tokens(prompt, f"move {workers.asked}"),
+        prompt=token_ids(tokens(prompt, f"move {workers.asked}")),
         sampling=SamplingParams(**(usual | sampling)),
     )
 

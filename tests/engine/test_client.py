@@ -38,6 +38,7 @@ from pdserve.messages.kv_events import TIERS, BlockStored, KvEvent, PoolCleared
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.scripted import ENGINE, reference_tokens
 from pdserve.testing.sinks import CheckingSink, until
+from pdserve.token_ids import token_ids
 from pdserve.wire.length_prefixed import encode_frame
 from tests.engine.test_core_run import PlayedCarrier
 from tests.engine_core.test_main import CAPABILITIES
@@ -68,7 +69,7 @@ def request(*prompt: int, **sampling: Any) -> GenerateRequest:
     fields: dict[str, Any] = {"max_tokens": 8} | sampling
     tokens = list(prompt) or [11, 12, 13]
     return GenerateRequest(
-        request_id="r", model="m", prompt=tokens, sampling=SamplingParams(**fields)
+        request_id="r", model="m", prompt=token_ids(tokens), sampling=SamplingParams(**fields)
     )
 
 

@@ -21,6 +21,7 @@ from pdserve.testing.output_checker import OutputChecker
 from pdserve.testing.scripted import ENGINE, reference_tokens
 from pdserve.testing.sinks import until
 from pdserve.testing.thread_launcher import ThreadLauncher
+from pdserve.token_ids import token_ids
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -51,7 +52,7 @@ def request(length: int = 42, **sampling: Any) -> GenerateRequest:
     fields: dict[str, Any] = {"max_tokens": 8} | sampling
     tokens = [1 + i % 50 for i in range(length)]
     return GenerateRequest(
-        request_id="r", model="m", prompt=tokens, sampling=SamplingParams(**fields)
+        request_id="r", model="m", prompt=token_ids(tokens), sampling=SamplingParams(**fields)
     )
 
 
@@ -265,7 +266,7 @@ async def test_a_core_that_dies_takes_its_attempts_along_and_comes_back(backend:
         poisoned = GenerateRequest(
             request_id="r",
             model="m",
-            prompt=[*poisoned.prompt[:-1], DIE],
+            prompt=token_ids([*poisoned.prompt[:-1], DIE]),
             sampling=poisoned.sampling,
         )
         both.p.prefill(poisoned, remote.opened[1], *D, prefilling)

@@ -27,6 +27,7 @@ from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.scripted import ENGINE, reference_tokens
 from pdserve.testing.sinks import CheckingSink, until
 from pdserve.testing.thread_launcher import ThreadLauncher
+from pdserve.token_ids import token_ids
 from pdserve.wire.length_prefixed import encode_frame
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def spec(**changes: Any) -> EngineSpec:
 def request(*prompt: int, **sampling: Any) -> GenerateRequest:
     fields: dict[str, Any] = {"max_tokens": 8} | sampling
     return GenerateRequest(
-        request_id="r", model="m", prompt=list(prompt), sampling=SamplingParams(**fields)
+        request_id="r", model="m", prompt=token_ids(prompt), sampling=SamplingParams(**fields)
     )
 
 

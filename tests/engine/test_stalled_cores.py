@@ -23,6 +23,7 @@ from pdserve.messages.engine import EngineSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.scripted import ENGINE, reference_tokens
 from pdserve.testing.sinks import CheckingSink, until
+from pdserve.token_ids import token_ids
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -45,7 +46,7 @@ def request(*prompt: int, **sampling: Any) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         model="m",
-        prompt=list(prompt) or [11, 12, 13],
+        prompt=token_ids(prompt or (11, 12, 13)),
         sampling=SamplingParams(**fields),
     )
 

@@ -33,6 +33,7 @@ from pdserve.messages.kv_events import BlockStored, PoolCleared
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.inline_engine import InlineEngine
 from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens, reference_vector
+from pdserve.token_ids import token_ids
 
 if TYPE_CHECKING:
     from pdserve.engine_core.executor import StepPlan, StepResult
@@ -53,7 +54,7 @@ def request(*prompt: int, **changes: Any) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         model="m",
-        prompt=list(prompt) or [11, 12, 13],
+        prompt=token_ids(prompt or (11, 12, 13)),
         sampling=SamplingParams(**({"max_tokens": 8} | sampling)),
         **changes,
     )

@@ -18,6 +18,7 @@ from pdserve.engine_core.structured_output import (
 )
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.text.grammar.grammar_source import from_schema
+from pdserve.token_ids import token_ids
 from tests.support.json_schemas import ENFORCED, REFUSED, Schema, valid
 
 BUNDLED = Path(pdserve.__file__).parent / "bundled"
@@ -36,8 +37,8 @@ def sequence(schema: Schema) -> Sequence:
     sampling = SamplingParams(
         max_tokens=MOST, grammar=from_schema(schema, "x").text, eos_token_ids=(END,)
     )
-    request = GenerateRequest(request_id="r", model="m", prompt=[5], sampling=sampling)
-    return Sequence(1, 0, request, [5], 1, arrival=0.0)
+    request = GenerateRequest(request_id="r", model="m", prompt=token_ids([5]), sampling=sampling)
+    return Sequence(1, 0, request, token_ids([5]), 1, arrival=0.0)
 
 
 def walk(manager: StructuredOutputManager, schema: Schema, seed: int) -> str | None:

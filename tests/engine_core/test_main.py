@@ -33,6 +33,8 @@ from pdserve.messages.engine import (
 )
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.scripted import ENGINE
+from pdserve.token_ids import token_ids
+from pdserve.wire.codec import encode
 from pdserve.wire.length_prefixed import FrameDecoder, encode_frame
 
 if TYPE_CHECKING:
@@ -145,7 +147,7 @@ class Parent:
 
     def post(self, *commands: Command) -> None:
         for command in commands:
-            self.sock.sendall(encode_frame(msgspec.msgpack.encode(command)))
+            self.sock.sendall(encode_frame(encode(command)))
 
     def read(self) -> Event | None:
         """The next event; None at the end."""
@@ -191,7 +193,7 @@ def test_a_life_from_start_to_stop(host):
     events = parent.read_until(CoreReady)
     assert isinstance(events[0], LoadProgress)
     sampling = SamplingParams(max_tokens=3)
-    request = GenerateRequest(request_id="r", model="m", prompt=[5], sampling=sampling)
+    request = GenerateRequest(request_id="r", model="m", prompt=token_ids([5]), sampling=sampling)
     parent.post(Submit(handle=1, request=request), QueryStats())
     assert isinstance(parent.read_until(Stats)[-1], Stats)
     parent.post(StopCore())

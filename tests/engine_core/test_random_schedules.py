@@ -31,6 +31,7 @@ from pdserve.messages.engine import ClearCache, EngineSpec, SetHashSecret
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.inline_engine import InlineEngine
 from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens, reference_vector
+from pdserve.token_ids import TokenIds, token_ids
 from tests.support.pools import hash_of
 from tests.support.seeds import is_long
 
@@ -94,7 +95,7 @@ def requests(draw: st.DrawFn) -> GenerateRequest:
     )
 
 
-def reference_names(tokens: list[int], secret: bytes, salt: str) -> list[bytes]:
+def reference_names(tokens: TokenIds, secret: bytes, salt: str) -> list[bytes]:
     """The names of the full blocks."""
     return [*block_hashes(tokens, BLOCK, parent=prompt_root(secret, MODEL, salt), secret=secret)]
 
@@ -169,7 +170,9 @@ class CoreMachine(RuleBasedStateMachine):
             sampling = SamplingParams(max_tokens=42, ignore_eos=True, seed=n)
             prompt = [token + n] * size
             self.engine.submit(
-                GenerateRequest(request_id=f"c{n}", model="m", prompt=prompt, sampling=sampling)
+                GenerateRequest(
+                    request_id=f"c{n}", model="m", prompt=token_ids(prompt), sampling=sampling
+                )
             )
         self.step(count)
 

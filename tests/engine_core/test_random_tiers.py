@@ -31,6 +31,7 @@ from pdserve.kv.tiers.jobs import Maintain
 from pdserve.kv.tiers.virtual_io import LaneRate, VirtualTierIo
 from pdserve.messages.kv_events import BlockRemoved, BlockStored
 from pdserve.messages.tiers import TierSpec
+from pdserve.token_ids import token_ids
 from tests.engine_core.test_random_schedules import BLOCK, MAX_LEN, CoreMachine
 from tests.engine_core.tiers.lives import CORNERS, TieredLife
 from tests.support.seeds import is_long
@@ -139,7 +140,7 @@ class TieredMachine(CoreMachine):
     def come_again(self, data: st.DataObject, more: list[int], count: int) -> None:
         """Conversations that go on after others have taken the device."""
         before = data.draw(st.sampled_from([one.request for one in self.engine.ledgers.values()]))
-        prompt = (before.prompt + more)[: MAX_LEN - 2]
+        prompt = (before.prompt + token_ids(more))[: MAX_LEN - 2]
         for _ in range(2):
             self.engine.submit(msgspec.structs.replace(before, prompt=prompt, block_names=b""))
         self.crowd(6, 3, 12)

@@ -27,6 +27,7 @@ from pdserve.engine_core.structured_output import (
     structured_output_features,
 )
 from pdserve.messages.request import GenerateRequest, SamplingParams, Thinking
+from pdserve.token_ids import token_ids
 
 BUNDLED = Path(pdserve.__file__).parent / "bundled"
 VOCAB, END = 1280, 3
@@ -57,9 +58,11 @@ def sequence(text: str = "", handle: int = 1, output: list[int] | None = None, *
         "eos_token_ids": (END,),
     } | sampling
     request = GenerateRequest(
-        request_id="r", model="m", prompt=[5, 6], sampling=SamplingParams(**fields)
+        request_id="r", model="m", prompt=token_ids([5, 6]), sampling=SamplingParams(**fields)
     )
-    return Sequence(handle, 0, request, [5, 6, *(output or tokens(text))], 2, arrival=0.0)
+    return Sequence(
+        handle, 0, request, token_ids([5, 6, *(output or tokens(text))]), 2, arrival=0.0
+    )
 
 
 def thinking(**fields: Any) -> Thinking:
@@ -186,7 +189,7 @@ def test_a_beginning_that_could_be_both_stays_both(manager):
 @pytest.mark.parametrize("budget", [0, 1, 4])
 def test_a_budget_that_is_used_up_forces_the_end_of_reasoning(manager, grammar, budget):
     one = sequence(thinking=thinking(begun=True, budget=budget), grammar=grammar)
-    one.tokens += [300] * budget
+    one.tokens.extend([300] * budget)
     for token in STOP:
         assert ids(manager.allowed(one)) == {token}
         one.tokens.append(token)

@@ -19,6 +19,7 @@ from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.messages.tiers import TierSpec
 from pdserve.testing.inline_engine import InlineEngine
 from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens
+from pdserve.token_ids import token_ids
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -120,7 +121,7 @@ def request(prompt: list[int], **changes: Any) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         model="m",
-        prompt=prompt,
+        prompt=token_ids(prompt),
         sampling=SamplingParams(max_tokens=3, temperature=0.0),
         **changes,
     )

@@ -18,6 +18,7 @@ from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.engine_conformance import EngineConformance
 from pdserve.testing.inline_engine import InlineEngine
 from pdserve.testing.thread_launcher import ThreadLauncher
+from pdserve.token_ids import token_ids
 from tests.conformance.test_engines import write_model
 from tests.e2e.server import serving
 
@@ -42,7 +43,7 @@ class TestEcho(EngineConformance):
 
 def request(prompt: list[int]) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=4)
-    return GenerateRequest(request_id="r", model="m", prompt=prompt, sampling=sampling)
+    return GenerateRequest(request_id="r", model="m", prompt=token_ids(prompt), sampling=sampling)
 
 
 def test_requests_beyond_the_limits_wait_and_then_are_refused(tmp_path: Path):

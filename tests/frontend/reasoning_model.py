@@ -63,7 +63,7 @@ def call(name: str, **arguments: Any) -> str:
 def tokens(text: str, cuts: random.Random | None = None) -> list[int]:
     """The ids of `text`; with `cuts`, of its pieces, which makes other borders between tokens."""
     if cuts is None:
-        return TOKENIZER.encode(text, add_special_tokens=False)
+        return TOKENIZER.encode(text, add_special_tokens=False).tolist()
     places = sorted(cuts.sample(range(1, len(text)), min(len(text) - 1, cuts.randint(0, 40))))
     pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
     return [id for piece in pieces for id in TOKENIZER.encode(piece, add_special_tokens=False)]

@@ -47,7 +47,7 @@ def card(**changes: Any) -> ModelCard:
 
 def tokens(text: str) -> list[int]:
     """The ids of `text` in the card's tokenizer."""
-    return TOKENIZER.encode(text, add_special_tokens=False)
+    return TOKENIZER.encode(text, add_special_tokens=False).tolist()
 
 
 TOKENIZER = Tokenizer.from_card(card())

@@ -34,6 +34,7 @@ from pdserve.messages.worker_stream import (
     OutputBatch,
     WorkerMigrationHint,
 )
+from pdserve.token_ids import token_ids
 from pdserve.wire.codec import decoder, encode
 
 __all__ = ["DECODERS", "fuzz", "request", "seeds"]
@@ -93,7 +94,9 @@ def _put_together(piece: Fragment) -> None:
 def request(**fields: Any) -> GenerateRequest:
     """A small one."""
     sampling = SamplingParams(max_tokens=8)
-    return GenerateRequest(request_id="r", model="m", prompt=[1, 2], sampling=sampling, **fields)
+    return GenerateRequest(
+        request_id="r", model="m", prompt=token_ids([1, 2]), sampling=sampling, **fields
+    )
 
 
 def seeds() -> list[bytes]:

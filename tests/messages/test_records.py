@@ -23,6 +23,7 @@ from pdserve.messages import (
     transfer,
     worker_stream,
 )
+from pdserve.wire.codec import encode
 
 if typing.TYPE_CHECKING:
     from types import ModuleType
@@ -94,12 +95,12 @@ def within(value: Any, bounds: tuple[msgspec.Meta, ...]) -> Any:
 @pytest.mark.parametrize("record", RECORDS)
 def test_a_record_survives_the_trip(record: type[msgspec.Struct]):
     value = example(record)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=record) == value
+    assert msgspec.msgpack.decode(encode(value), type=record) == value
 
 
 @pytest.mark.parametrize("record", RECORDS)
 def test_a_record_is_an_array_that_plain_msgpack_reads(record: type[msgspec.Struct]):
-    plain = msgpack.unpackb(msgspec.msgpack.encode(example(record)), strict_map_key=False)
+    plain = msgpack.unpackb(encode(example(record)), strict_map_key=False)
     assert isinstance(plain, list)
     tagged = record.__struct_config__.tag is not None
     assert len(plain) == len(record.__struct_fields__) + tagged
@@ -108,7 +109,7 @@ def test_a_record_is_an_array_that_plain_msgpack_reads(record: type[msgspec.Stru
 @pytest.mark.parametrize("record", RECORDS)
 def test_fields_of_a_newer_version_are_skipped(record: type[msgspec.Struct]):
     value = example(record)
-    newer = [*msgpack.unpackb(msgspec.msgpack.encode(value), strict_map_key=False), "new", 1]
+    newer = [*msgpack.unpackb(encode(value), strict_map_key=False), "new", 1]
     assert msgspec.msgpack.decode(msgpack.packb(newer), type=record) == value
 
 
@@ -129,19 +130,19 @@ def test_tags_of_a_union_are_small_integers_and_unique(name: str):
 def test_members_of_a_union_are_told_apart(name: str):
     for member in typing.get_args(UNIONS[name]):
         value = example(member)
-        decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=UNIONS[name])
+        decoded = msgspec.msgpack.decode(encode(value), type=UNIONS[name])
         assert type(decoded) is member
         assert decoded == value
 
 
 def test_a_delta_of_one_token_is_a_few_bytes():
     delta = request.TokenDelta(1000, 0, [70000])
-    assert len(msgspec.msgpack.encode(delta)) <= 15
+    assert len(encode(delta)) <= 15
 
 
 @pytest.mark.parametrize("count", [-1, "1", 1.5])
 def test_a_charge_cannot_be_negative_or_no_number(count: object):
-    body = msgspec.msgpack.encode([7, "w1", 7, count, 10])
+    body = encode([7, "w1", 7, count, 10])
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(body, type=routing.BookingRecord)
 
@@ -149,6 +150,6 @@ def test_a_charge_cannot_be_negative_or_no_number(count: object):
 def test_a_booking_of_any_63_bits_travels():
     for booking in (0, (1 << 63) - 1):
         released = routing.ReleaseBooking(booking, "finished")
-        encoded = msgspec.msgpack.encode(released)
+        encoded = encode(released)
         assert msgspec.msgpack.decode(encoded, type=routing.ReleaseBooking) == released
         assert msgpack.unpackb(encoded) == [booking, "finished"]

@@ -11,6 +11,7 @@ from pdserve.errors import ProtocolError
 from pdserve.messages.handoff import EnqueueItem, PrefillItem
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.messages.routing import RouteRequest
+from pdserve.token_ids import token_ids
 from pdserve.wire.codec import decoder, encode
 
 
@@ -36,7 +37,11 @@ def test_a_question_bears_no_number_that_cannot_be_compared(wrong: dict[str, flo
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 def test_neither_does_a_request_nor_its_item(wrong: float) -> None:
     asked = GenerateRequest(
-        request_id="r", model="m", prompt=[1], sampling=SamplingParams(max_tokens=1), deadline=2.0
+        request_id="r",
+        model="m",
+        prompt=token_ids([1]),
+        sampling=SamplingParams(max_tokens=1),
+        deadline=2.0,
     )
     item = EnqueueItem(PrefillItem(request=1, round=0, model="m", prompt_tokens=1, deadline=-0.5))
     assert decoder(GenerateRequest)(encode(asked)) == asked

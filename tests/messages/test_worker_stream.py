@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,11 @@ from pdserve.messages.worker_stream import (
     OpenRequest,
     split_message,
 )
-from pdserve.wire.codec import decoder, encode
+from pdserve.token_ids import token_ids
+from pdserve.wire.codec import PACKED_IDS, decoder, encode, encoder_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _decode: Any = decoder(OpenRequest | AbortRequest | Fragment)  # type: ignore[arg-type]
 
@@ -78,6 +83,56 @@ def test_numbers_are_those_that_every_language_has(number: int) -> None:
 
 def test_a_request_comes_back_as_it_was_sent() -> None:
     request = GenerateRequest(
-        request_id="r", model="m", prompt=[1, 2], sampling=SamplingParams(max_tokens=3), n=2
+        request_id="r",
+        model="m",
+        prompt=token_ids([1, 2]),
+        sampling=SamplingParams(max_tokens=3),
+        n=2,
     )
     assert _decode(encode(OpenRequest(5, 6, request))) == OpenRequest(5, 6, request)
+
+
+# ---------------------------------------------------------------- token ids
+
+
+IDS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40)
+opened = decoder(OpenRequest)
+
+
+def asked(ids: Iterable[int]) -> OpenRequest:
+    request = GenerateRequest(
+        request_id="r", model="m", prompt=token_ids(ids), sampling=SamplingParams(max_tokens=1)
+    )
+    return OpenRequest(1, 0, request)
+
+
+@given(IDS, st.sampled_from([0, PACKED_IDS, PACKED_IDS | 4]))
+def test_a_prompt_arrives_packed_whatever_its_sender_writes(ids, features):
+    encoded = encoder_for(features)(asked(ids))
+    on_wire = msgpack.unpackb(encoded)[3][2]
+    assert on_wire == (token_ids(ids).tobytes() if features & PACKED_IDS else ids)
+    assert opened(encoded) == asked(ids)
+
+
+def test_an_older_peer_is_sent_the_list_of_its_release():
+    _, number, booking, fields = msgpack.unpackb(encoder_for(0)(asked([5, 70_000])))
+    assert (number, booking, fields[:3]) == (1, 0, ["r", "m", [5, 70_000]])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "why"),
+    [
+        (b"12345", "4 bytes each, not 5 together"),
+        (b"1", "4 bytes each, not 1 together"),
+        ([1, -1], "must be in"),
+        ([1, 2**32], "must be in"),
+        ([1, 0.5], r"\[2\]\[2\]\[1\]|int"),
+        ("text", r"str"),
+        (7, r"int"),
+    ],
+)
+def test_a_hostile_prompt_is_refused_with_its_reason(prompt, why):
+    plain = msgpack.unpackb(encode(asked([1])))
+    plain[3][2] = prompt
+    with pytest.raises(ProtocolError, match=why):
+        opened(msgpack.packb(plain))

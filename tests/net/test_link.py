@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import msgpack
 import pytest
 
 from pdserve.errors import (
@@ -18,7 +19,11 @@ from pdserve.errors import (
     ProtocolError,
 )
 from pdserve.ids import NodeId
+from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.net.settings import NetSettings
+from pdserve.token_ids import token_ids
+from pdserve.wire.codec import PACKED_IDS, Method
+from pdserve.wire.handshake import Versions
 from pdserve.wire.limits import Limits
 from tests.net.world import Two, two, virtually
 from tests.support.net_support import (
@@ -586,3 +591,28 @@ async def test_a_peer_of_an_earlier_release_is_asked_an_unknown_method_once() ->
         words = f"method {REFUSE.id} is not served by router nodes"
         await refused(t, ProtocolError(words), 5, NoMethod)
         assert t.link.down is None
+
+
+@pytest.mark.parametrize("features", [0, PACKED_IDS])
+def test_calls_and_answers_carry_prompts_in_that_form_too(features: int) -> None:
+    kind = Method(0x7001, "a request and back", GenerateRequest, GenerateRequest)
+    forms: list[object] = []
+    asked = GenerateRequest(
+        request_id="r",
+        model="m",
+        prompt=token_ids([7] * 3),
+        sampling=SamplingParams(max_tokens=1),
+    )
+
+    def answer(call: IncomingCall) -> None:
+        forms.append(msgpack.unpackb(call.body)[2])
+        call.reply(kind.decode_request(call.body))
+
+    @virtually
+    async def check() -> None:
+        async with two(NetSettings(versions=Versions(features=features))) as nodes:
+            nodes.at_b.on_request = answer  # type: ignore[method-assign]
+            assert await nodes.link.request(kind, asked, timeout=1.0) == asked
+
+    check()
+    assert forms == [token_ids([7] * 3).tobytes() if features else [7] * 3]

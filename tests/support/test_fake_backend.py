@@ -7,6 +7,7 @@ import pytest
 
 from pdserve.errors import EngineDied, NotReady, Overloaded
 from pdserve.messages.request import GenerateRequest, SamplingParams, TokenDelta
+from pdserve.token_ids import token_ids
 from tests.support.fake_backend import FakeBackend, Script
 
 
@@ -31,7 +32,9 @@ class Sink:
 
 def request(n=1, prompt=(7, 8), **sampling: Any):
     params = SamplingParams(**{"max_tokens": 5} | sampling)
-    return GenerateRequest(request_id="r", model="m", prompt=list(prompt), sampling=params, n=n)
+    return GenerateRequest(
+        request_id="r", model="m", prompt=token_ids(prompt), sampling=params, n=n
+    )
 
 
 async def run(script, asked=None, turns=30):

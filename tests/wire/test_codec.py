@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.errors import ProtocolError
 from pdserve.messages import kv_events, request
+from pdserve.token_ids import token_ids
 from pdserve.wire import error_codec, handshake, protocol
 from pdserve.wire.codec import UNDECODABLE, Method, check_type, decoder, encode
 
@@ -107,7 +108,10 @@ def bodies() -> list[msgspec.Struct]:
         protocol.GoAway(0, "bye"),
         error_codec.Failure("Overloaded", "busy", 1.5, "n"),
         request.GenerateRequest(
-            request_id="r", model="m", prompt=[1, 2], sampling=request.SamplingParams(max_tokens=1)
+            request_id="r",
+            model="m",
+            prompt=token_ids([1, 2]),
+            sampling=request.SamplingParams(max_tokens=1),
         ),
         kv_events.BlockStored([b"h" * 16], b"p" * 16),
     ]

@@ -9,7 +9,7 @@ import msgpack
 import pytest
 
 from pdserve.wire import events as ev
-from pdserve.wire.codec import encode
+from pdserve.wire.codec import PACKED_IDS, encode
 from pdserve.wire.error_codec import Failure
 from pdserve.wire.handshake import PROTOCOL, DialerHandshake, Versions
 from pdserve.wire.header import HEADER, HEADER_BYTES, FrameFlag, FrameKind
@@ -40,7 +40,7 @@ def test_two_versions_speak_the_older_one(ours, theirs) -> None:
     at_d, _ = shake(d, a)
     assert d.state is a.state is ConnectionState.OPEN
     assert at_d[0].spoken.version == PROTOCOL
-    assert at_d[0].spoken.features == 0
+    assert at_d[0].spoken.features == NOW.features == PACKED_IDS
     call = d.send_request(7, b"q", 100, "c")
     a.respond(asked(only(move(d, a), ev.RequestsReceived))[0], b"a")
     assert only(move(a, d), ev.AnswersReceived).answers == [("c", b"a")]

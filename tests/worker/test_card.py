@@ -187,7 +187,7 @@ def test_a_tekken_file_becomes_the_tokenizer(checkpoint):
     path = checkpoint(tokenizer=None, tekken=json.loads(tekken), config={"eos_token_id": 2})
     found = card(path)
     tokenizer = Tokenizer.from_card(found)
-    assert tokenizer.encode("the") == [1, 10 + 257]
+    assert tokenizer.encode("the").tolist() == [1, 10 + 257]
     assert found.eos_token_ids == (7, 2)
     assert (tokenizer.special_tokens["bos_token"], tokenizer.eos_token_id) == ("<s>", 2)
     (path / "tokenizer_config.json").write_text('{"bos_token": "<SPECIAL_4>"}')

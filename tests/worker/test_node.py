@@ -13,6 +13,7 @@ from pdserve.runtime.hash_secret import FixedHashSecret
 from pdserve.sim.engine import VirtualTimeEngine
 from pdserve.sim.virtual_model import VirtualModel
 from pdserve.testing.scripted import ENGINE
+from pdserve.token_ids import token_ids
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.node import WorkerNode
 from tests.frontend.fake_cluster import Sink
@@ -91,7 +92,9 @@ async def test_an_engine_ends_its_requests_when_the_node_closes() -> None:
         await made.load()
         sink = Sink()
         sampling = SamplingParams(max_tokens=100, ignore_eos=True)
-        asked = GenerateRequest(request_id="r", model="m", prompt=[1, 2, 3], sampling=sampling)
+        asked = GenerateRequest(
+            request_id="r", model="m", prompt=token_ids([1, 2, 3]), sampling=sampling
+        )
         made.agent.submit(asked, sink)
         await asyncio.sleep(0.2)
         await made.close(leave=False)

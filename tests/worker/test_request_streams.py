@@ -31,6 +31,7 @@ from pdserve.messages.worker_stream import (
     WorkerMigrationHint,
     split_message,
 )
+from pdserve.token_ids import token_ids
 from pdserve.wire.codec import decoder, encode
 from pdserve.worker import request_streams as module
 from pdserve.worker.request_streams import RequestStreams
@@ -54,7 +55,12 @@ def request(
 ) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=8)
     return GenerateRequest(
-        request_id=name, model="m", prompt=[7] * prompt, sampling=sampling, n=n, suspect=suspect
+        request_id=name,
+        model="m",
+        prompt=token_ids([7] * prompt),
+        sampling=sampling,
+        n=n,
+        suspect=suspect,
     )
 
 

@@ -18,6 +18,7 @@ from pdserve.frontend.routing_hints import NO_HINTS
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.output_checker import OutputChecker
 from pdserve.testing.scripted import reference_tokens
+from pdserve.token_ids import token_ids
 from tests.worlds.faulty_engine import POISON_TOKENS
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def draw_request(
     return GenerateRequest(
         request_id=name,
         model=model,
-        prompt=prompt,
+        prompt=token_ids(prompt),
         sampling=sampling,
         n=random.choice(habits.choices),
         deadline=deadline,

@@ -23,6 +23,7 @@ from pdserve.engine_core.scheduler.sequence import Sequence
 from pdserve.messages.engine import EngineSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.perf_model.step_time import write_timing
+from pdserve.token_ids import token_ids
 from pdserve_engines.sim.roofline_fit import StepSample, errors_of, fit_roofline
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _plan(point: Point, block_size: int, num_blocks: int) -> StepPlan:
     plan = StepPlan()
     for start, count in (*((context, 1) for context in contexts), *prefill):
         handle = len(plan.chunks)
-        tokens = rng.choices(range(4, 1000), k=start + count)
+        tokens = token_ids(rng.choices(range(4, 1000), k=start + count))
         request = GenerateRequest(
             request_id=str(handle),
             model="",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from pdserve.engine_core.scheduler.sequence import Sequence
 from pdserve.engine_core.structured_output import pick_allowed_token
 from pdserve.messages.request import TokenLogprob
+from pdserve.token_ids import token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -209,7 +210,7 @@ def reference_tokens(
 
 def _alone(request: GenerateRequest, choice: int, output: list[TokenId]) -> Sequence:
     prompt = request.prompt
-    return Sequence(-1, choice, request, [*prompt, *output], len(prompt), arrival=0.0)
+    return Sequence(-1, choice, request, prompt + token_ids(output), len(prompt), arrival=0.0)
 
 
 def _ended(output: list[TokenId], stops: frozenset[TokenId], sampling: SamplingParams) -> bool:

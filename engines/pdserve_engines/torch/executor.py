@@ -387,7 +387,7 @@ class TorchExecutor:
         assert self._model is not None
         assert self.info is not None
         first = chunk.start + 1
-        tokens = chunk.sequence.tokens[first : first + len(hidden)]
+        tokens = chunk.sequence.tokens[first : first + len(hidden)].tolist()
         top = chunk.sequence.sampling.prompt_logprobs or 0
         step = max(1, _LOGITS_AT_ONCE // self.info.vocab_size)
         found: list[TokenLogprob] = []

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pdserve.engine_core.executor import ScheduledChunk, StepPlan
 from pdserve.engine_core.scheduler.sequence import Sequence
 from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.token_ids import token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,13 +47,13 @@ def warm_up_steps(
 
 
 def _sequence(number: int, tokens: int, block_size: int, sampling: SamplingParams) -> Sequence:
-    prompt = [0] * tokens
+    prompt = token_ids([0]) * tokens
     request = GenerateRequest(request_id="warm-up", model="", prompt=prompt, sampling=sampling)
     return Sequence(
         handle=-1 - number,
         choice=0,
         request=request,
-        tokens=list(prompt),
+        tokens=prompt[:],
         prompt_len=tokens,
         arrival=0.0,
         blocks=list(range(tokens // block_size + 1)),

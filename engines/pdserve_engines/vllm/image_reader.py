@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from pdserve.blocks.image_hashes import image_digest
 from pdserve.errors import ContextLengthExceeded, InvalidRequest
 from pdserve.messages.card import ImagePlaceholder
+from pdserve.token_ids import token_ids
 
 if TYPE_CHECKING:
     from pdserve.messages.request import GenerateRequest
@@ -177,7 +178,7 @@ class ImageReader:
         if len(tokens) != len(request.prompt) + sum(sizes) - len(sizes):
             wrong = len(sizes)  # the processor has changed text beside an image, too
         return ReadPrompt(
-            replace(request, prompt=tokens, images=(), image_tokens=()),
+            replace(request, prompt=token_ids(tokens), images=(), image_tokens=()),
             self._features(found["mm_kwargs"]["image"], places, digests, lora),
             sizes,
             wrong,

@@ -88,7 +88,7 @@ class FastForward(SchedulerState):
             changes += [(step, False, index) for step in range(full, steps + 1, size)]
             full = sequence.commit_at - length + 1
             changes += [(step, True, index) for step in range(full, steps + 1, size)]
-            sequence.tokens += tokens[index]
+            sequence.tokens.extend(tokens[index])
         changes.sort()
         last: set[int] = set()
         for step, filled, index in changes:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds, SequenceKey
     from pdserve.messages.request import GenerateRequest, SamplingParams
     from pdserve.messages.tiers import CachedSource
+    from pdserve.token_ids import TokenIds
 
 
 _OWN: Final = 8
@@ -44,8 +45,8 @@ class Sequence:
     handle: int
     choice: int
     request: GenerateRequest
-    tokens: list[int]
-    """Prompt tokens, then output tokens."""
+    tokens: TokenIds
+    """Prompt tokens, then output tokens: an array of its own."""
     prompt_len: int
     arrival: Seconds
     status: SequenceStatus = SequenceStatus.WAITING
@@ -138,4 +139,4 @@ class Sequence:
     @property
     def output(self) -> list[int]:
         """The output tokens (a copy)."""
-        return self.tokens[self.prompt_len :]
+        return self.tokens[self.prompt_len :].tolist()

@@ -18,6 +18,7 @@ from pdserve.messages.request import (
     GenerateRequest,
     TokenLogprob,
 )
+from pdserve.token_ids import token_ids
 
 if TYPE_CHECKING:
     from pdserve.engine_core.kv_transfer.remote_prefill import RemotePrefillState
@@ -77,7 +78,7 @@ def build_sequences(
             handle=handle,
             choice=choice,
             request=request,
-            tokens=request.prompt + (request.output[choice] if request.output else []),
+            tokens=request.prompt + token_ids(request.output[choice] if request.output else ()),
             prompt_len=prompt_len,
             arrival=arrival,
             order=(-request.priority, number, choice),

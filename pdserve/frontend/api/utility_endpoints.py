@@ -151,11 +151,11 @@ class UtilityEndpoints:
         if request.prompt is not None:
             check_chars_to_count(request.prompt, model, "prompt")
             special = request.add_special_tokens is not False
-            return await pool.encode(model.tokenizer, request.prompt, special)
+            return (await pool.encode(model.tokenizer, request.prompt, special)).tolist()
         context = PlanContext(
             model=model, config=self._config, pool=pool, request_id=call.request_id, key=call.key
         )
-        return await chat_tokens(request, context)
+        return (await chat_tokens(request, context)).tolist()
 
     # ------------------------------------------------------------------ the process
 

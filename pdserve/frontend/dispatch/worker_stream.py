@@ -33,7 +33,7 @@ from pdserve.messages.worker_stream import (
     split_message,
 )
 from pdserve.net.base import MessageSink
-from pdserve.wire.codec import decoder, encode
+from pdserve.wire.codec import decoder, encoder_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,6 +125,7 @@ class WorkerStream(MessageSink):
         """The error that ended the stream; None while it is open."""
         self.on_over: Callable[[], None] = lambda: None
         """Called once when the stream ends."""
+        self._encode = encoder_for(link.peer.features)
         self._timers = timers
         self._create_future = asyncio.get_running_loop().create_future
         self._retired = False
@@ -167,7 +168,7 @@ class WorkerStream(MessageSink):
         self._numbers += 1
         accepted: asyncio.Future[None] = self._create_future()
         sequence = RemoteSequence(self, self._numbers, request, sink, on_over, on_moving, accepted)
-        self._post(encode(OpenRequest(sequence.number, booking, request)))
+        self._post(self._encode(OpenRequest(sequence.number, booking, request)))
         self._by_number[sequence.number] = sequence
         timers = self._timers
         timers.add(sequence, timers.now() + timeout)
@@ -205,7 +206,7 @@ class WorkerStream(MessageSink):
             return False
         if self.over is None:
             try:
-                self._post(encode(AbortRequest(sequence.number)), always=True)
+                self._post(self._encode(AbortRequest(sequence.number)), always=True)
             except PdserveError as error:
                 # The stream has ended, and with it every request that it carried.
                 _log.debug("an abort was not sent to %s: %s", self.worker, error)

@@ -235,7 +235,7 @@ class FullResponseBuilder(ResponseBuilder):
             usage=self.usage(last=True),
         )
         if plan.token_ids:
-            answer.prompt_token_ids = plan.prompts[0].tokens
+            answer.prompt_token_ids = plan.prompts[0].tokens.tolist()
         answer.prompt_logprobs = self.choices[0].scores()
         return answer
 
@@ -288,6 +288,6 @@ class FullResponseBuilder(ResponseBuilder):
             answer.logprobs = concatenate(choice.echoed_logprobs(), own)
         if plan.token_ids:
             answer.token_ids = output.tokens
-            answer.prompt_token_ids = choice.prompt.tokens
+            answer.prompt_token_ids = choice.prompt.tokens.tolist()
         answer.prompt_logprobs = choice.scores()
         return answer

@@ -121,7 +121,7 @@ class StreamingResponseBuilder(ResponseBuilder):
         plan = self.plan
         if not plan.chat:
             return b""
-        ids = plan.prompts[0].tokens if plan.token_ids else None
+        ids = plan.prompts[0].tokens.tolist() if plan.token_ids else None
         # With tools, the answer may be nothing but a call; its content is null then.
         content = NULL if plan.tools else b'""'
         usage = self.usage() if plan.continuous_usage else None
@@ -394,7 +394,7 @@ class StreamedChoice:
     def _prompt_ids(self) -> list[int] | None:
         """The prompt's ids, once, if they were requested."""
         due, self._prompt_due = self._prompt_due, False
-        return self._prompt.tokens if due else None
+        return self._prompt.tokens.tolist() if due else None
 
     def _logprobs(self, piece: OutputDelta) -> bytes:
         if not self._plan.logprobs:

@@ -25,6 +25,7 @@ from pdserve.frontend.preprocess.text_cost import texts_chars
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.protocols.completion_requests import TokenizeRequest
 from pdserve.protocols.embeddings import MAX_INPUTS
+from pdserve.token_ids import TokenIds, token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -148,7 +149,7 @@ def input_list(given: str | list[str | int | list[int]]) -> list[str | list[int]
     return inputs  # type: ignore[return-value]  # checked above
 
 
-async def _chat_tokens(request: EmbeddingRequest, context: PlanContext) -> list[int]:
+async def _chat_tokens(request: EmbeddingRequest, context: PlanContext) -> TokenIds:
     """The tokens of a conversation, cut if requested. Errors: `InvalidRequest`,
     `ContextLengthExceeded`."""
     card = context.model.card
@@ -173,7 +174,7 @@ async def _chat_tokens(request: EmbeddingRequest, context: PlanContext) -> list[
 
 async def _tokens(
     request: EmbeddingRequest, inputs: Sequence[str | list[int]], context: PlanContext
-) -> list[list[int]]:
+) -> list[TokenIds]:
     """The tokens of each input, cut if requested. Errors: `InvalidRequest`,
     `ContextLengthExceeded`."""
     model = context.model
@@ -181,7 +182,7 @@ async def _tokens(
     batch = isinstance(request.input, list) and type(request.input[0]) is not int
     names = [f"input[{index}]" if batch else "input" for index in range(len(inputs))]
     texts = [each for each in inputs if isinstance(each, str)]
-    encoded: Iterator[list[int]] = iter(())
+    encoded: Iterator[TokenIds] = iter(())
     # Either all inputs are texts or none is.
     if texts:
         special = request.add_special_tokens is not False
@@ -191,7 +192,7 @@ async def _tokens(
         )
     found = []
     for name, each in zip(names, inputs, strict=True):
-        ids = next(encoded) if isinstance(each, str) else each[:keep]
+        ids = next(encoded) if isinstance(each, str) else token_ids(each[:keep])
         check_prompt_tokens(ids, model.card, name)
         check_input_length(ids, model.card, name)
         found.append(ids)
@@ -239,7 +240,7 @@ def encode_inputs(
     special: bool,
     keep: int | None,
     model: PreparedModel,
-) -> list[list[int]]:
+) -> list[TokenIds]:
     """The tokens of texts, the first `keep` of each."""
     for text, name in zip(texts, names, strict=True):
         check_input_chars(text, name, keep, model)
@@ -250,7 +251,7 @@ def encode_inputs(
     return [truncate_input(ids, inner, keep) for ids, inner in zip(found, bare, strict=True)]
 
 
-def truncate_input(ids: list[int], bare: list[int], keep: int) -> list[int]:
+def truncate_input(ids: TokenIds, bare: TokenIds, keep: int) -> TokenIds:
     """The first `keep` tokens of a text. The special tokens that the tokenizer puts around it are
     always kept, because the last one may be what the embedding is made from; `bare` is the text
     without them.

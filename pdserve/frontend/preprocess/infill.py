@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import InvalidRequest
+from pdserve.token_ids import TokenIds, token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,31 +99,31 @@ def infill_format(tokenizer: Tokenizer) -> InfillFormat:
 
 def infill_prompts(
     tokenizer: Tokenizer, before: Sequence[str], after: str, special: bool
-) -> list[list[int]]:
+) -> list[TokenIds]:
     """The prompt of each text and what follows its gap. `special`: with the tokens that the
     tokenizer puts before a text.
 
     Errors: `InvalidRequest`.
     """
     layout = infill_format(tokenizer)
-    start = tokenizer.encode("") if special else []
-    suffix = [*_ids(tokenizer, layout.suffix), *_inside(tokenizer, after)]
+    start = tokenizer.encode("") if special else token_ids()
+    suffix = _ids(tokenizer, layout.suffix) + _inside(tokenizer, after)
     opening, middle = _ids(tokenizer, layout.prefix), _ids(tokenizer, layout.middle)
     prompts = []
     for prefix in tokenizer.encode_batch(before, add_special_tokens=False):
-        first, second = [*opening, *prefix], suffix
+        first, second = opening + prefix, suffix
         if layout.suffix_first:
             first, second = second, first
-        prompts.append([*start, *first, *second, *middle])
+        prompts.append(start + first + second + middle)
     return prompts
 
 
-def _ids(tokenizer: Tokenizer, mark: str) -> list[int]:
+def _ids(tokenizer: Tokenizer, mark: str) -> TokenIds:
     token = tokenizer.token_to_id(mark) if mark else None
-    return [] if token is None else [token]
+    return token_ids(() if token is None else (token,))
 
 
-def _inside(tokenizer: Tokenizer, text: str) -> list[int]:
+def _inside(tokenizer: Tokenizer, text: str) -> TokenIds:
     """The tokens of a text that is not the beginning of one: some tokenizers put a space there."""
     plain = tokenizer.encode(text, add_special_tokens=False)
     probe, letter = (

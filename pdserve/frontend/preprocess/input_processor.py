@@ -62,6 +62,7 @@ from pdserve.protocols.completion_requests import (
     Tool,
 )
 from pdserve.text.text_pool import TextWork
+from pdserve.token_ids import TokenIds, token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -139,7 +140,7 @@ async def plan_completion(request: CompletionRequest, context: PlanContext) -> R
 # ---------------------------------------------------------------- chat
 
 
-async def chat_tokens(request: ChatRequest | TokenizeRequest, context: PlanContext) -> list[int]:
+async def chat_tokens(request: ChatRequest | TokenizeRequest, context: PlanContext) -> TokenIds:
     """The tokens of a conversation, rendered by the model's template.
 
     Errors: `InvalidRequest` for what the template or its arguments refuse.
@@ -325,7 +326,7 @@ async def _completion_prompts(request: CompletionRequest, context: PlanContext) 
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     special = request.add_special_tokens is not False
     names = ["prompt"] if single else [f"prompt[{index}]" for index in range(len(given))]
-    encoded: Iterator[list[int]] = iter(())
+    encoded: Iterator[TokenIds] = iter(())
     # Either all prompts are texts or none is.
     if texts:
         size = texts_chars([*texts, request.suffix or ""])
@@ -334,10 +335,10 @@ async def _completion_prompts(request: CompletionRequest, context: PlanContext) 
         )
     prompts = []
     for name, prompt in zip(names, given, strict=True):
-        ids = next(encoded) if isinstance(prompt, str) else prompt
+        ids = next(encoded) if isinstance(prompt, str) else token_ids(prompt)
         check_prompt_tokens(ids, context.model.card, name)
         kept = truncate_prompt(ids, request, context.model.card)
-        told = prompt if len(kept) == len(ids) else kept
+        told = prompt if isinstance(prompt, str) and len(kept) == len(ids) else kept
         prompts.append(Prompt(kept, await _echo(request, told, context)))
     return prompts
 
@@ -360,7 +361,7 @@ def _encode(
     special: bool,
     request: CompletionRequest,
     model: PreparedModel,
-) -> list[list[int]]:
+) -> list[TokenIds]:
     for text, name in zip(texts, names, strict=True):
         _check_chars(text, request, model, name)
     if not request.suffix:
@@ -392,7 +393,7 @@ def _ending_with_middle(plan: RequestPlan) -> RequestPlan:
     return replace(plan, requests=requests, stops=stops)
 
 
-async def _echo(request: CompletionRequest, prompt: str | list[int], context: PlanContext) -> str:
+async def _echo(request: CompletionRequest, prompt: str | TokenIds, context: PlanContext) -> str:
     if not request.echo:
         return ""
     if isinstance(prompt, str):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from pdserve.frontend.model_registry import PreparedModel
     from pdserve.text.chat.chat_template import ChatTemplate
+    from pdserve.token_ids import TokenIds
 
 __all__ = ["Pair", "PairPrompts", "pair_template"]
 
@@ -62,24 +63,24 @@ class PairPrompts:
     document_tokens: int = 0
     """Most tokens of a document; 0: all."""
 
-    def encode(self, pairs: Sequence[Pair]) -> list[list[int]]:
+    def encode(self, pairs: Sequence[Pair]) -> list[TokenIds]:
         """The prompt of each pair. Errors: `InvalidRequest` for what the template refuses, and for
         a pair that cannot be cut to `keep` tokens."""
         write = self._writer()
         cut: dict[str, str] = {}
-        found: list[list[int]] = []
+        found: list[TokenIds] = []
         for first in range(0, len(pairs), _AT_ONCE):
             part = [self._shortened(pair, cut) for pair in pairs[first : first + _AT_ONCE]]
             prompts = write([(pair.query, pair.document) for pair in part])
             found += [self._fit(pair, ids, write) for pair, ids in zip(part, prompts, strict=True)]
         return found
 
-    def _writer(self) -> Callable[[Sequence[tuple[str, str]]], list[list[int]]]:
+    def _writer(self) -> Callable[[Sequence[tuple[str, str]]], list[TokenIds]]:
         tokenizer, template = self.model.tokenizer, pair_template(self.model)
         if template is None:
             return tokenizer.encode_pairs
 
-        def write(texts: Sequence[tuple[str, str]]) -> list[list[int]]:
+        def write(texts: Sequence[tuple[str, str]]) -> list[TokenIds]:
             prompts = [self._render(template, query, document) for query, document in texts]
             return tokenizer.encode_batch(prompts, add_special_tokens=False)
 
@@ -121,9 +122,9 @@ class PairPrompts:
     def _fit(
         self,
         pair: Pair,
-        ids: list[int],
-        write: Callable[[Sequence[tuple[str, str]]], list[list[int]]],
-    ) -> list[int]:
+        ids: TokenIds,
+        write: Callable[[Sequence[tuple[str, str]]], list[TokenIds]],
+    ) -> TokenIds:
         keep = self.keep
         if keep is None or len(ids) <= keep:
             return ids

@@ -6,6 +6,7 @@ defaults. Decoding has already validated each field alone.
 
 from __future__ import annotations
 
+from array import array
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,6 +22,7 @@ from pdserve.frontend.preprocess.context_length import (
 from pdserve.messages.request import SamplingParams
 from pdserve.protocols.completion_requests import ChatRequest, CompletionRequest, GenerationRequest
 from pdserve.text.repetition import RepetitionDetector
+from pdserve.token_ids import TokenIds, largest_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -359,8 +361,8 @@ def _logprob_token_ids(
 
 
 def truncate_prompt(
-    tokens: list[int], request: ChatRequest | CompletionRequest, card: ModelCard
-) -> list[int]:
+    tokens: TokenIds, request: ChatRequest | CompletionRequest, card: ModelCard
+) -> TokenIds:
     """Returns the prompt's last (or first) `truncate_prompt_tokens` tokens, or all if that is not
     set.
 
@@ -407,7 +409,7 @@ def check_prompt_tokens(ids: Sequence[int], card: ModelCard, param: str) -> None
     """Errors: `InvalidRequest` for an empty list or ids outside the vocabulary."""
     if not ids:
         raise InvalidRequest(f"'{param}' must not be empty", param=param)
-    if max(ids) >= card.vocab_size:
+    if (largest_id(ids) if isinstance(ids, array) else max(ids)) >= card.vocab_size:
         at = next(index for index, token in enumerate(ids) if token >= card.vocab_size)
         raise _no_such_token(ids[at], card, f"{param}[{at}]")
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         TextInput,
         TextInputs,
     )
+    from pdserve.token_ids import TokenIds
 
 __all__ = ["plan_rerank", "plan_score"]
 
@@ -185,7 +186,7 @@ def _checked(given: TextInput, name: str) -> str:
 
 async def _texts_tokens(
     request: ScoringFields, first: _Side, second: _Side, context: PlanContext
-) -> list[list[int]]:
+) -> list[TokenIds]:
     """The tokens of every text, those of the first side before the others."""
     card, count = context.model.card, len(first.texts) + len(second.texts)
     size, limit = card.embedding_size * _NUMBER * count, context.config.max_answer
@@ -214,7 +215,7 @@ async def _texts_tokens(
     )
 
 
-def _encode(side: _Side, keep: int | None, most: int, model: PreparedModel) -> list[list[int]]:
+def _encode(side: _Side, keep: int | None, most: int, model: PreparedModel) -> list[TokenIds]:
     """The tokens of one side's texts, at most `most` of each text beside the tokenizer's own."""
     if not most:
         found = encode_inputs(side.texts, side.names, True, keep, model)
@@ -230,7 +231,7 @@ def _encode(side: _Side, keep: int | None, most: int, model: PreparedModel) -> l
     return _fitting(found, side.names, model.card)
 
 
-def _fitting(found: list[list[int]], names: Sequence[str], card: ModelCard) -> list[list[int]]:
+def _fitting(found: list[TokenIds], names: Sequence[str], card: ModelCard) -> list[TokenIds]:
     """The prompts, each checked. Errors: `InvalidRequest`, `ContextLengthExceeded`."""
     for ids, name in zip(found, names, strict=True):
         check_prompt_tokens(ids, card, name)
@@ -243,7 +244,7 @@ def _fitting(found: list[list[int]], names: Sequence[str], card: ModelCard) -> l
 
 async def _pair_tokens(
     request: ScoringFields, first: _Side, second: _Side, context: PlanContext
-) -> list[list[int]]:
+) -> list[TokenIds]:
     """The tokens of each pair's prompt."""
     model = context.model
     queries = first.texts * len(second.texts) if len(first.texts) == 1 else first.texts
@@ -289,7 +290,7 @@ def _check_chars(
     return chars
 
 
-def _encode_pairs(prompts: PairPrompts, queries: _Side, pairs: Sequence[Pair]) -> list[list[int]]:
+def _encode_pairs(prompts: PairPrompts, queries: _Side, pairs: Sequence[Pair]) -> list[TokenIds]:
     model, keep = prompts.model, prompts.keep
     for text, name in zip(queries.texts, queries.names, strict=True):
         check_input_chars(text, name, prompts.query_tokens or keep, model)

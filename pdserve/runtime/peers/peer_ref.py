@@ -11,7 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from pdserve.errors import DeadlineExceeded, LinkLost, PdserveError
-from pdserve.wire.codec import encode
+from pdserve.wire.codec import encoder_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,7 +84,7 @@ class PeerRef:
         link = self._source.link_nowait(self.node)
         if link is None:
             raise LinkLost(f"there is no link to {self.node}", sent=False)
-        self._checked(link).tell(notice.id, encode(message))
+        self._checked(link).tell(notice.id, encoder_for(link.peer.features)(message))
 
     def _checked(self, link: Link) -> Link:
         if self.epoch is not None and link.peer.epoch != self.epoch:

@@ -11,6 +11,7 @@ from pdserve.clock import ManualClock
 from pdserve.engine_core.engine_loader import load_core
 from pdserve.messages.engine import StepOutput, Submit
 from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.token_ids import token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +55,7 @@ def _measure(core: Core, clock: ManualClock, number: int, length: int) -> Second
     request = GenerateRequest(
         request_id=str(number),
         model="",
-        prompt=[17] * length,
+        prompt=token_ids([17] * length),
         sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
     )
     core.handle(Submit(handle=number, request=request))

@@ -17,6 +17,7 @@ from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.sim.replay.cluster import MODEL
 from pdserve.sim.replay.record import ReplayRecord, outcome_of
 from pdserve.sim.workloads.trace_request import tokens_of
+from pdserve.token_ids import token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -149,7 +150,7 @@ class TraceClients:
         return GenerateRequest(
             request_id=f"r{caller.record.number}",
             model=MODEL,
-            prompt=caller.prompt,
+            prompt=token_ids(caller.prompt),
             sampling=SamplingParams(
                 max_tokens=max(wanted, _MOST_TOKENS),
                 temperature=0.0,

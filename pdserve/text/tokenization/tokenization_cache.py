@@ -15,6 +15,8 @@ from collections import OrderedDict
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
+from pdserve.token_ids import TokenIds, token_ids
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -69,7 +71,7 @@ class TokenizationCache:
     def __init__(
         self, cuts: dict[str, int], max_tokens: int = 512 * 1024, max_entries: int = 16 * 1024
     ) -> None:
-        """A token takes about 40 bytes; an entry takes 300 and its text, at most `_CHARS_PER_TOKEN`
+        """A token takes 4 bytes; an entry takes 300 and its text, at most `_CHARS_PER_TOKEN`
         characters for each of `max_tokens` in all."""
         # Like the library, this takes the leftmost match, and of those the longest.
         longest_first = sorted(cuts, key=len, reverse=True)
@@ -78,7 +80,7 @@ class TokenizationCache:
         self._max_tokens = max_tokens
         self._max_entries = max_entries
         self._max_chars = _CHARS_PER_TOKEN * max_tokens
-        self._known: OrderedDict[tuple[str, str], tuple[int, ...]] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], TokenIds] = OrderedDict()
         """Token ids by salt and text."""
         self._tokens = 0
         self._chars = 0
@@ -96,13 +98,13 @@ class TokenizationCache:
         return len(self._known)
 
     def encode(
-        self, text: str, encode: Callable[[Sequence[str]], list[list[int]]], salt: str = ""
-    ) -> list[int]:
+        self, text: str, encode: Callable[[Sequence[str]], list[TokenIds]], salt: str = ""
+    ) -> TokenIds:
         """Return the ids of `text`, the same as `encode` returns for the whole; `encode` is called
         only for segments not cached under this salt."""
         # Even indices are segments, odd ones special tokens.
         pieces = self._cut.split(text)
-        found: dict[str, Sequence[int]] = {}
+        found: dict[str, TokenIds] = {}
         with self._lock:
             for piece in pieces[::2]:
                 known = self._known.get((salt, piece)) if len(piece) >= _WORTH else None
@@ -114,7 +116,7 @@ class TokenizationCache:
         if missing:
             found.update(zip(missing, encode(missing), strict=True))
             self._remember(missing, found, salt)
-        ids: list[int] = []
+        ids = token_ids()
         for place, piece in enumerate(pieces):
             if place % 2:
                 ids.append(self._ids[piece])
@@ -122,10 +124,10 @@ class TokenizationCache:
                 ids.extend(found[piece])
         return ids
 
-    def _remember(self, pieces: Sequence[str], found: dict[str, Sequence[int]], salt: str) -> None:
+    def _remember(self, pieces: Sequence[str], found: dict[str, TokenIds], salt: str) -> None:
         with self._lock:
             for piece in pieces:
-                ids = tuple(found[piece])
+                ids = found[piece]
                 too_large = len(ids) > self._max_tokens or len(piece) > self._max_chars
                 if len(piece) < _WORTH or too_large or (salt, piece) in self._known:
                     continue

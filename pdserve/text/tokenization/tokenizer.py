@@ -23,6 +23,7 @@ from pdserve.text.tokenization.token_bound import chars_per_token, split_text
 from pdserve.text.tokenization.token_text_table import TokenTextTable, decoder_shape, is_panic
 from pdserve.text.tokenization.tokenization_cache import TokenizationCache, plan_cuts
 from pdserve.text.tokenization.tokenizer_config import TokenizerConfig, parse_tokenizer_config
+from pdserve.token_ids import TokenIds, token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -142,7 +143,7 @@ class Tokenizer:
 
     # ---------------------------------------------------------------- text to ids
 
-    def encode(self, text: str, add_special_tokens: bool = True, salt: str = "") -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, salt: str = "") -> TokenIds:
         """Return the token ids of `text`. Raises `InvalidRequest` for a lone surrogate.
 
         `salt`: cached segments are used only if they were encoded with the same salt.
@@ -155,26 +156,24 @@ class Tokenizer:
             return self.segments.encode(text, self._encode_pieces, salt)
         return self.encode_batch([text], add_special_tokens)[0]
 
-    def _encode_pieces(self, texts: Sequence[str]) -> list[list[int]]:
+    def _encode_pieces(self, texts: Sequence[str]) -> list[TokenIds]:
         return self.encode_batch(texts, add_special_tokens=False)
 
-    def encode_batch(
-        self, texts: Sequence[str], add_special_tokens: bool = True
-    ) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[TokenIds]:
         """`encode` for several texts at once. Raises `InvalidRequest` for a lone surrogate."""
-        found: list[list[int]] = []
+        found: list[TokenIds] = []
         for batch in _batches(texts):
             found += self._encode_at_once(batch, add_special_tokens)
         return found
 
-    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[TokenIds]:
         """Return the token ids of pairs of texts, joined as the tokenizer's post-processor says.
         Raises `InvalidRequest` for a lone surrogate."""
         return self._encode_at_once(list(pairs), add_special_tokens=True)
 
     def _encode_at_once(
         self, texts: list[str] | list[tuple[str, str]], add_special_tokens: bool
-    ) -> list[list[int]]:
+    ) -> list[TokenIds]:
         try:
             # A single text is passed as a batch too, because only batches release the GIL.
             encodings = self._raw.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
@@ -184,7 +183,7 @@ class Tokenizer:
             if not is_panic(error):
                 raise
             raise InvalidRequest(f"the tokenizer cannot process the text: {error}") from None
-        return [encoding.ids for encoding in encodings]
+        return [token_ids(encoding.ids) for encoding in encodings]
 
     def fewest_tokens(self, chars: int) -> int:
         """Fewest tokens that a text of `chars` characters can have; 0 if no bound is certain.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pdserve
 from pdserve.messages.engine import EngineSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.token_ids import token_ids
 from pdserve_engines.sim.settings import SimOptions, read_model
 from pdserve_engines.sim.tokens import reference_tokens
 
@@ -35,7 +36,7 @@ def misled(question: StormRequest, expected: Expected) -> str:
     request = GenerateRequest(
         request_id="reference",
         model="bundled",
-        prompt=list(expected.prompt),
+        prompt=token_ids(expected.prompt),
         sampling=sampling,
         n=question.choices,
     )

@@ -59,7 +59,9 @@ class Actor(ScriptedExecutor):
     def _next_token(self, sequence: Sequence) -> int:
         line = self._lines.get(sequence.key)
         if line is None:
-            line = self._lines[sequence.key] = self._line(sequence.tokens[: sequence.prompt_len])
+            line = self._lines[sequence.key] = self._line(
+                sequence.tokens[: sequence.prompt_len].tolist()
+            )
         position = len(sequence.tokens) - sequence.prompt_len
         return line[position] if position < len(line) else EOS
 

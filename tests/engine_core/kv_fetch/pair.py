@@ -29,6 +29,7 @@ from pdserve.messages.engine import (
 )
 from pdserve.messages.tiers import KvSource
 from pdserve.testing.scripted import ENGINE, ScriptedExecutor
+from pdserve.wire.codec import encode
 from tests.support.disagg_pair import PairedCore, make_pair
 
 if TYPE_CHECKING:
@@ -283,7 +284,7 @@ def evict(end: PairedCore, count: int) -> None:
 
 def carried(command: Any, kind: Any) -> Any:
     """The command after a journey over the wire."""
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=kind)
+    return msgspec.msgpack.decode(encode(command), type=kind)
 
 
 def question(number: int, event: KvPullOpened, asker: NodeLife = ASKER) -> ServeKvPull:

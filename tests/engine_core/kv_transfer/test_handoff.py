@@ -15,6 +15,7 @@ import pytest
 from pdserve.messages.engine import EngineSpec, PrefillLocally, TransferSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens
+from pdserve.token_ids import token_ids
 from tests.support.disagg_pair import DisaggPair, make_pair
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def request(prompt: Sequence[int], **changes: Any) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         model="m",
-        prompt=list(prompt),
+        prompt=token_ids(prompt),
         sampling=SamplingParams(**(defaults | sampling)),
         **changes,
     )

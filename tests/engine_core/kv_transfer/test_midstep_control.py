@@ -22,6 +22,7 @@ from pdserve.messages.engine import (
     SetNodeLife,
 )
 from pdserve.messages.transfer import ControlDone, StopTicket
+from pdserve.wire.codec import encode
 from pdserve.wire.length_prefixed import FrameDecoder, encode_frame
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Rig:
 
     def post(self, *commands: Command) -> None:
         for command in commands:
-            self.node.sendall(encode_frame(msgspec.msgpack.encode(command)))
+            self.node.sendall(encode_frame(encode(command)))
 
     def heard(self) -> list[Event]:
         bodies = FrameDecoder().feed(self.node.recv(1 << 16))

@@ -43,6 +43,7 @@ from pdserve.messages.engine import (
 )
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens
+from pdserve.token_ids import token_ids
 from tests.support.disagg_pair import DisaggPair, make_pair
 from tests.support.seeds import is_long
 
@@ -163,7 +164,7 @@ class PairMachine(RuleBasedStateMachine):
             sampling = SamplingParams(max_tokens=40, ignore_eos=True, seed=n)
             self.pair.d.engine.submit(
                 GenerateRequest(
-                    request_id=f"c{n}", model="m", prompt=[token + n], sampling=sampling
+                    request_id=f"c{n}", model="m", prompt=token_ids([token + n]), sampling=sampling
                 )
             )
         self.step_d(count)
@@ -206,7 +207,8 @@ class PairMachine(RuleBasedStateMachine):
         """Several courses at once, each of which may stop anywhere, over a wire with faults."""
         rng, pair = self.rng, self.pair
         for _ in range(copies):
-            longer = request.prompt + rng.choices(range(6, 12), k=rng.randrange(MAX_LEN // 2))
+            more = rng.choices(range(6, 12), k=rng.randrange(MAX_LEN // 2))
+            longer = request.prompt + token_ids(more)
             changed = msgspec.structs.replace(request, prompt=longer[: MAX_LEN - 2])
             self.handles.append(pair.submit(changed)[0])
         for _ in range(count):
@@ -380,7 +382,9 @@ class PairMachine(RuleBasedStateMachine):
         if len(pair.d.core.scheduler.handles()) < self.rng.randrange(5):
             prompt = self.rng.choices(range(6, 12), k=MAX_LEN // 2)
             sampling = SamplingParams(max_tokens=3)
-            request = GenerateRequest(request_id="r", model="m", prompt=prompt, sampling=sampling)
+            request = GenerateRequest(
+                request_id="r", model="m", prompt=token_ids(prompt), sampling=sampling
+            )
             handle, _ = pair.submit(request)
             self.step_d(1)
             pair.open(handle)

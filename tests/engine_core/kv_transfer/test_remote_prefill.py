@@ -18,6 +18,7 @@ from pdserve.ids import NodeId, NodeLife
 from pdserve.messages.handoff import FirstToken, Handoff
 from pdserve.messages.request import FirstTokenStats, GenerateRequest, SamplingParams, TokenLogprob
 from pdserve.testing.kv_oracle import layouts
+from pdserve.token_ids import token_ids
 from pdserve.transfer.base import Region
 from pdserve.transfer.copy_plan import block_bytes
 
@@ -32,7 +33,7 @@ def request(**sampling: Any) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         model="m",
-        prompt=[1] * 6,
+        prompt=token_ids([1] * 6),
         sampling=SamplingParams(max_tokens=4, **sampling),
     )
 

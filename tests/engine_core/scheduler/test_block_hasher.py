@@ -6,14 +6,15 @@ from pdserve.blocks.hashing import HASH_SECRET_TEST, block_hashes, root_hash
 from pdserve.engine_core.scheduler.block_hasher import BlockHasher
 from pdserve.engine_core.scheduler.sequence import Sequence
 from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.token_ids import token_ids
 
 REQUEST = GenerateRequest(
-    request_id="r", model="m", prompt=[1], sampling=SamplingParams(max_tokens=1)
+    request_id="r", model="m", prompt=token_ids([1]), sampling=SamplingParams(max_tokens=1)
 )
 
 
 def sequence(names: BlockHasher, tokens: list[int], salt: str = "") -> Sequence:
-    return Sequence(1, 0, REQUEST, tokens, len(tokens), 0.0, root=names.root(salt))
+    return Sequence(1, 0, REQUEST, token_ids(tokens), len(tokens), 0.0, root=names.root(salt))
 
 
 def test_names_agree_with_a_direct_computation():

@@ -7,9 +7,10 @@ import pytest
 from pdserve.engine_core.scheduler.queues import WaitingQueue
 from pdserve.engine_core.scheduler.sequence import Sequence
 from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.token_ids import token_ids
 
 REQUEST = GenerateRequest(
-    request_id="r", model="m", prompt=[1], sampling=SamplingParams(max_tokens=1)
+    request_id="r", model="m", prompt=token_ids([1]), sampling=SamplingParams(max_tokens=1)
 )
 
 

@@ -15,6 +15,7 @@ from pdserve.errors import InvalidRequest, Overloaded
 from pdserve.kv.block_pool import BlockPool
 from pdserve.messages.handoff import FirstToken, Handoff
 from pdserve.messages.request import FirstTokenStats, GenerateRequest, SamplingParams
+from pdserve.token_ids import token_ids
 
 SIZE = 4
 
@@ -24,7 +25,7 @@ def request(length: int, **changes: object) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         model="m",
-        prompt=[5] * length,
+        prompt=token_ids([5] * length),
         sampling=sampling,
         **changes,  # type: ignore[arg-type]
     )

@@ -21,12 +21,12 @@ def request(**changes: object) -> GenerateRequest:
 
 def test_each_choice_is_a_sequence_of_its_own():
     one, two = build_sequences(5, request(n=2, output=[[4], []], priority=3), 1.5, 9, 100)
-    assert (one.tokens, two.tokens) == ([1, 2, 3, 4], [1, 2, 3])
+    assert (one.tokens.tolist(), two.tokens.tolist()) == ([1, 2, 3, 4], [1, 2, 3])
     assert (one.key, two.key) == ((5, 0), (5, 1))
     assert (one.order, two.order) == ((-3, 9, 0), (-3, 9, 1))
     assert (one.max_len, one.min_len, one.prompt_len) == (7, 5, 3)
     one.tokens.append(99)
-    assert two.tokens == [1, 2, 3]
+    assert two.tokens.tolist() == [1, 2, 3]
 
 
 def test_the_models_length_bounds_the_sequence():
@@ -37,7 +37,7 @@ def test_the_models_length_bounds_the_sequence():
 def test_a_prompt_that_ends_with_a_stop_id_has_not_ended():
     (sequence,) = build_sequences(1, request(prompt=[1, 7]), 0.0, 0, 100)
     assert end_reason(sequence) is None
-    sequence.tokens += [7, 7]
+    sequence.tokens.extend([7, 7])
     assert end_reason(sequence) is None  # min_tokens
     sequence.tokens.append(7)
     assert end_reason(sequence) == ("stop", 7)

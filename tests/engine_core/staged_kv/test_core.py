@@ -284,7 +284,7 @@ def test_logprobs_of_the_prompt_come_with_the_handoff():
     (ledger,) = both.generate([wanted])
     rows = ledger.prompt_logprobs[0]
     assert rows is not None
-    assert [row.token for row in rows] == wanted.prompt[1:]
+    assert [row.token for row in rows] == wanted.prompt[1:].tolist()
     assert both.d.core.computed_tokens == len(ledger.tokens[0])
     both.close()
 

@@ -49,6 +49,7 @@ from pdserve.testing.scripted import (
     reference_entries,
     reference_tokens,
 )
+from pdserve.token_ids import token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -116,9 +117,8 @@ class Contents:
     def note(self, request: GenerateRequest) -> None:
         """Learn the blocks of a request, under every secret."""
         for choice in range(request.n):
-            tokens = request.prompt + reference_tokens(
-                request, choice, vocab=VOCAB, max_len=MAX_LEN
-            )
+            output = reference_tokens(request, choice, vocab=VOCAB, max_len=MAX_LEN)
+            tokens = [*request.prompt, *output]
             joined = b"".join(reference_entries(tokens))
             for secret in SECRETS:
                 names = names_of(tokens, request.cache_salt, secret)
@@ -559,7 +559,7 @@ class TieredLife:
         return GenerateRequest(
             request_id=f"r{dice.randint(0, 10**6)}",
             model="m",
-            prompt=prompt,
+            prompt=token_ids(prompt),
             sampling=SamplingParams(max_tokens=1),
             cache_salt=salt,
         )
@@ -706,7 +706,9 @@ class TieredLife:
         if talk is not None:
             self.rotten = self.dice.choice(("io", "crc", "crc", "absent", "format"))
             more = [self.dice.randint(3, 12) for _ in range(2 * BLOCK)]
-            self.ask(replace(talk, prompt=(talk.prompt + more)[: MAX_LEN - 2]), peer=True)
+            self.ask(
+                replace(talk, prompt=(talk.prompt + token_ids(more))[: MAX_LEN - 2]), peer=True
+            )
             self.let_go_on(2)
 
     def fill_the_disk(self) -> None:

@@ -14,6 +14,7 @@ from pdserve.errors import DeadlineExceeded, Overloaded
 from pdserve.messages.engine import EngineSpec, StepOutput, Submit
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.inline_engine import InlineEngine
+from pdserve.token_ids import token_ids
 from pdserve.wire.length_prefixed import encode_frames
 from pdserve_engines.instant import InstantCore
 from tests.conformance.test_engines import write_model
@@ -48,7 +49,7 @@ def request(**changes: Any) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         model="m",
-        prompt=[1, 2],
+        prompt=token_ids([1, 2]),
         sampling=SamplingParams(**({"max_tokens": 7} | sampling)),
         **changes,
     )

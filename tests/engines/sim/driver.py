@@ -22,6 +22,7 @@ from pdserve.messages.engine import (
 )
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.output_checker import OutputChecker
+from pdserve.token_ids import token_ids
 from pdserve_engines.sim import SimExecutor
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def request(prompt: Iterable[int] = (5, 6, 7), **changes: Any) -> GenerateReques
     return GenerateRequest(
         request_id="r",
         model="m",
-        prompt=list(prompt),
+        prompt=token_ids(prompt),
         sampling=SamplingParams(**(defaults | sampling)),
         **changes,
     )

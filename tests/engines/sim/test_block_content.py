@@ -15,6 +15,7 @@ from pdserve.engine_core.scheduler.sequence import Sequence
 from pdserve.kv.block_pool import BlockPool
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.exactness import SCENARIOS, Scenario, continued_requests, mixed_requests
+from pdserve.token_ids import token_ids
 from pdserve_engines.sim import SimExecutor
 from pdserve_engines.sim.block_content import DigestContent
 from pdserve_engines.sim.settings import SimOptions, read_model
@@ -276,8 +277,8 @@ def pooled(pooling: Pooling) -> Sequence:
     request = GenerateRequest(
         request_id="r",
         model="m",
-        prompt=list(range(10)),
+        prompt=token_ids(range(10)),
         sampling=SamplingParams(max_tokens=1),
         pooling=pooling,
     )
-    return Sequence(1, 0, request, list(range(10)), 10, 0.0, blocks=[0, 1, 2], pools=True)
+    return Sequence(1, 0, request, token_ids(range(10)), 10, 0.0, blocks=[0, 1, 2], pools=True)

@@ -15,6 +15,7 @@ from pdserve.messages.engine import (
     TransferSpec,
 )
 from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.token_ids import token_ids
 from pdserve_engines.sim.executor import SimExecutor
 from tests.support.disagg_pair import DisaggPair, make_pair
 
@@ -52,7 +53,7 @@ def request(length: int, seed: int = 0, **changes: Any) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         model="m",
-        prompt=random.Random(seed).choices(range(4, 300), k=length),
+        prompt=token_ids(random.Random(seed).choices(range(4, 300), k=length)),
         sampling=SamplingParams(**({"max_tokens": 12, "temperature": 0.0} | sampling)),
         **changes,
     )

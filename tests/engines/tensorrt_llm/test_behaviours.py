@@ -12,6 +12,7 @@ import pytest
 
 from pdserve.messages.engine import EngineSpec, TransferSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.token_ids import token_ids
 from pdserve_engines.tensorrt_llm.options import llm_arguments
 from pdserve_engines.tensorrt_llm.package import schema_of
 from pdserve_engines.tensorrt_llm.params import Support, next_part, sampling_arguments
@@ -83,7 +84,7 @@ def test_the_adapter_sets_only_fields_of_the_contract():
         presence_penalty=1.0,
         grammar="",
     )
-    request = GenerateRequest(request_id="r", model="m", prompt=[1], sampling=sampling)
+    request = GenerateRequest(request_id="r", model="m", prompt=token_ids([1]), sampling=sampling)
     support = Support(8, 100)
     for output in ((), (4, 5, 6, 7)):
         part = next_part(request, output, support)

@@ -22,6 +22,7 @@ from pdserve.messages.handoff import FirstToken, Handoff
 from pdserve.messages.request import FirstTokenStats, GenerateRequest, SamplingParams
 from pdserve.testing.sinks import CheckingSink, until
 from pdserve.testing.thread_launcher import ThreadLauncher
+from pdserve.token_ids import token_ids
 from pdserve_engines.tensorrt_llm import requests
 from pdserve_engines.tensorrt_llm.handoff import context_state, make_ticket
 from pdserve_engines.tensorrt_llm.peers import PeerCore
@@ -58,7 +59,7 @@ def request(**sampling: Any) -> GenerateRequest:
     fields: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True} | sampling
     prompt = [1 + i % 50 for i in range(21)]
     return GenerateRequest(
-        request_id="r", model="m", prompt=prompt, sampling=SamplingParams(**fields)
+        request_id="r", model="m", prompt=token_ids(prompt), sampling=SamplingParams(**fields)
     )
 
 

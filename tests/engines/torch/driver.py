@@ -15,6 +15,7 @@ from pdserve.engine_core.executor import ScheduledChunk, StepPlan, StepResult
 from pdserve.engine_core.scheduler.sequence import Sequence
 from pdserve.messages.engine import EngineSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams, TokenLogprob
+from pdserve.token_ids import token_ids
 from pdserve_engines.torch.executor import TorchExecutor
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def sequence(
     request = GenerateRequest(
         request_id=f"r{handle}",
         model="m",
-        prompt=list(prompt),
+        prompt=token_ids(prompt),
         sampling=sampling,
         prompt_index=prompt_index,
     )
@@ -56,7 +57,7 @@ def sequence(
         handle=handle,
         choice=0,
         request=request,
-        tokens=list(prompt),
+        tokens=token_ids(prompt),
         prompt_len=len(prompt),
         arrival=0.0,
     )

@@ -14,6 +14,7 @@ from pdserve.engine_core.core import EngineCore
 from pdserve.engine_core.engine_loader import load_core
 from pdserve.messages.engine import EngineStats, KvEvents, StepOutput, Submit
 from pdserve.messages.request import Finish, GenerateRequest, SamplingParams
+from pdserve.token_ids import token_ids
 from tests.engines.torch.checkpoints import (
     CONFIGURATIONS,
     NAMES,
@@ -41,7 +42,11 @@ class Inline:
     def submit(self, prompt: list[int], sampling: SamplingParams, n: int = 1) -> int:
         self._handles += 1
         request = GenerateRequest(
-            request_id=f"r{self._handles}", model="m", prompt=prompt, sampling=sampling, n=n
+            request_id=f"r{self._handles}",
+            model="m",
+            prompt=token_ids(prompt),
+            sampling=sampling,
+            n=n,
         )
         self.core.handle(Submit(handle=self._handles, request=request))
         return self._handles

@@ -15,6 +15,7 @@ from pdserve.engine_core.executor import ScheduledChunk, StepPlan
 from pdserve.messages.engine import TransferSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.inline_engine import InlineEngine
+from pdserve.token_ids import token_ids
 from pdserve_engines.torch.executor import TorchExecutor
 from tests.engines.torch.checkpoints import VOCAB, WITH_KERNELS, checkpoint
 from tests.engines.torch.driver import loaded, sequence, spec
@@ -47,7 +48,7 @@ def request(prompt: list[int], **changes: Any) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         model="m",
-        prompt=prompt,
+        prompt=token_ids(prompt),
         sampling=SamplingParams(**({"max_tokens": 8} | sampling)),
         **changes,
     )

@@ -22,6 +22,7 @@ from pdserve.kv.tiers.thread_io import ThreadTierIo
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.messages.tiers import TierSpec
 from pdserve.testing.inline_engine import InlineEngine
+from pdserve.token_ids import token_ids
 from tests.engines.torch.checkpoints import CONFIGURATIONS, VOCAB, checkpoint, oracle_generate
 from tests.engines.torch.driver import spec
 
@@ -101,7 +102,9 @@ class Bench:
     def run(self, prompt: list[int], n: int = 1) -> OutputChecker:
         """Run a request to its end, and all copies."""
         sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-        request = GenerateRequest(request_id="r", model="m", prompt=prompt, sampling=sampling, n=n)
+        request = GenerateRequest(
+            request_id="r", model="m", prompt=token_ids(prompt), sampling=sampling, n=n
+        )
         found = self.engine.submit(request)
         until = time.monotonic() + 30.0
         while not found.done or self.core.has_work:
@@ -126,7 +129,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 
 def right(found: OutputChecker) -> bool:
-    wanted = oracle_generate(checkpoint(NAME)[1], found.request.prompt, 4)
+    wanted = oracle_generate(checkpoint(NAME)[1], found.request.prompt.tolist(), 4)
     return found.tokens == [wanted] * found.request.n
 
 

@@ -48,7 +48,7 @@ def outputs(executor: TorchExecutor, wanted: Sequence[list[int]], chunk: int) ->
     driver.finish(sequences, 12, chunk)
     for sequence in sequences:
         driver.drop(sequence)
-    return [sequence.tokens[sequence.prompt_len :][:12] for sequence in sequences]
+    return [sequence.tokens[sequence.prompt_len :][:12].tolist() for sequence in sequences]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from pdserve.clock import SystemClock
 from pdserve.messages.engine import EngineSpec, LoadProgress
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.inline_engine import InlineEngine
+from pdserve.token_ids import token_ids
 from pdserve_engines.vllm import core as vllm_core
 from pdserve_engines.vllm.core import VllmCore
 from pdserve_engines.vllm.engine import load_engine
@@ -222,7 +223,7 @@ def request(prompt: Sequence[int] = (17, 42, 8), **changes: Any) -> GenerateRequ
     return GenerateRequest(
         request_id="real",
         model="model",
-        prompt=list(prompt),
+        prompt=token_ids(prompt),
         sampling=SamplingParams(**(defaults | sampling)),
         **changes,
     )

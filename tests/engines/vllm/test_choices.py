@@ -11,6 +11,7 @@ import pytest
 
 from pdserve.messages.request import GenerateRequest, SamplingParams, TokenLogprob
 from pdserve.testing.output_checker import OutputChecker
+from pdserve.token_ids import token_ids
 from pdserve_engines.vllm.choices import VllmChoice, finish_reason, request_id
 
 STOP, LENGTH, ABORT, ERROR, REPETITION = range(5)
@@ -82,7 +83,7 @@ def make(output: list[list[int]] | None = None, **changes: Any) -> VllmChoice:
     request = GenerateRequest(
         request_id="r",
         model="m",
-        prompt=[1, 2, 3, 4],
+        prompt=token_ids([1, 2, 3, 4]),
         sampling=SamplingParams(**({"max_tokens": 10} | sampling)),
         output=output or [],
         **changes,

@@ -18,6 +18,7 @@ from pdserve.messages.lora import LoraAdapter
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.inline_engine import InlineEngine
 from pdserve.testing.thread_launcher import ThreadLauncher
+from pdserve.token_ids import token_ids
 from pdserve_engines.vllm.core import VllmCore
 from tests.engines.vllm import fake_vllm
 from tests.engines.vllm.real import BUNDLED
@@ -63,7 +64,7 @@ def request(prompt: tuple[int, ...] = (17, 42, 8), **changes: Any) -> GenerateRe
     return GenerateRequest(
         request_id="r",
         model="m",
-        prompt=list(prompt),
+        prompt=token_ids(prompt),
         sampling=SamplingParams(**(defaults | sampling)),
         **changes,
     )

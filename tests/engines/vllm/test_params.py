@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.messages.request import GenerateRequest, SamplingParams, Thinking
+from pdserve.token_ids import token_ids
 from pdserve_engines.vllm.params import choice_seed, inexact, sampling_arguments
 
 VOCAB, LENGTH = 64, 1000
@@ -52,7 +53,7 @@ def generate(
     return GenerateRequest(
         request_id="r",
         model="m",
-        prompt=[1, 2, 3],
+        prompt=token_ids([1, 2, 3]),
         sampling=SamplingParams(**fields),
         n=n,
         prompt_index=index,

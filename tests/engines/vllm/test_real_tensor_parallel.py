@@ -56,7 +56,7 @@ def test_tensor_parallel_sizes_may_differ(way: str):
 
 def test_two_ranks_share_the_tiers(tmp_path: Path):
     """Each copies its head; one rank finds on disk what two have stored."""
-    tiers, prompt = disk(tmp_path), asked(170).prompt
+    tiers, prompt = disk(tmp_path), asked(170).prompt.tolist()
     two = Tiered(tiers, TWO)
     reference = two.ask(prompt).tokens
     two.forget()

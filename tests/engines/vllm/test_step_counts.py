@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.token_ids import token_ids
 from pdserve_engines.vllm.choices import VllmChoice
 from pdserve_engines.vllm.step_counts import StepCounts
 
@@ -13,7 +14,7 @@ def make(prompt: int, handle: int = 1, given: int = 0) -> VllmChoice:
     request = GenerateRequest(
         request_id="r",
         model="m",
-        prompt=[1] * prompt,
+        prompt=token_ids([1] * prompt),
         sampling=SamplingParams(max_tokens=10),
         output=[[2] * given] if given else [],
     )

@@ -155,7 +155,7 @@ async def test_truncate_prompt_tokens_keeps_the_end_and_the_echo_shows_what_is_l
         answer = await client.complete(
             prompt=text, truncate_prompt_tokens=3, echo=True, logprobs=0, max_tokens=1
         )
-        assert client.backend.requests[-1].prompt == kept
+        assert client.backend.requests[-1].prompt.tolist() == kept
         (choice,) = answer["choices"]
         assert choice["text"] == TOKENIZER.decode(kept) + "!"
         assert len(choice["logprobs"]["tokens"]) == 4
@@ -175,9 +175,9 @@ async def test_truncation_side_says_which_end_is_cut_off():
             )
             assert answer["choices"][0]["prompt_token_ids"] == kept
         await client.chat(truncation_side="right", **fields)
-        kept = client.backend.requests[-1].prompt
+        kept = client.backend.requests[-1].prompt.tolist()
         await client.chat()
-        assert kept == client.backend.requests[-1].prompt[:2]
+        assert kept == client.backend.requests[-1].prompt[:2].tolist()
 
 
 async def test_a_budget_of_minus_one_is_none_and_completions_have_no_budget():
@@ -250,11 +250,11 @@ async def test_add_generation_prompt_and_special_tokens_are_the_callers_to_choos
         await client.chat(add_generation_prompt=False)
         assert len(client.backend.requests[-1].prompt) < len(own)
         await client.chat(add_special_tokens=True)
-        assert client.backend.requests[-1].prompt == [0, *own]
+        assert client.backend.requests[-1].prompt.tolist() == [0, *own]
         await client.complete()
-        whole = client.backend.requests[-1].prompt
+        whole = client.backend.requests[-1].prompt.tolist()
         await client.complete(add_special_tokens=False)
-        assert client.backend.requests[-1].prompt == tokens("hello")
+        assert client.backend.requests[-1].prompt.tolist() == tokens("hello")
         assert whole == [0, *tokens("hello")]
 
 
@@ -276,7 +276,7 @@ async def test_return_token_ids_tells_prompt_and_output():
     async with frontend(saying()) as client:
         (choice,) = (await client.complete(return_token_ids=True, max_tokens=3))["choices"]
         assert choice["token_ids"] == WORDS[:3]
-        assert choice["prompt_token_ids"] == client.backend.requests[-1].prompt
+        assert choice["prompt_token_ids"] == client.backend.requests[-1].prompt.tolist()
 
 
 def told(chunks: list[Any]) -> list[list[int]]:

@@ -4,6 +4,7 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import msgpack
 import pytest
 from msgspec.structs import replace
 
@@ -31,7 +32,10 @@ from pdserve.messages.worker_stream import (
     WorkerMigrationHint,
     split_message,
 )
-from pdserve.wire.codec import decoder, encode
+from pdserve.net.settings import NetSettings
+from pdserve.token_ids import token_ids
+from pdserve.wire.codec import PACKED_IDS, decoder, encode
+from pdserve.wire.handshake import Versions
 from tests.net.world import two, virtually
 from tests.support.net_support import RecordingStreamSink
 
@@ -48,7 +52,9 @@ _decode: Any = decoder(OpenRequest | AbortRequest | Fragment)  # type: ignore[ar
 
 def request(n: int = 1, prompt: int = 3) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=8)
-    return GenerateRequest(request_id="r", model="m", prompt=[7] * prompt, sampling=sampling, n=n)
+    return GenerateRequest(
+        request_id="r", model="m", prompt=token_ids([7] * prompt), sampling=sampling, n=n
+    )
 
 
 def delta(handle: int, *tokens: int, end: bool = False, choice: int = 0) -> TokenDelta:
@@ -484,3 +490,21 @@ async def test_an_idle_channel_retires_at_once() -> None:
         w.channel.retire()
         await asyncio.sleep(0.01)
         assert (w.overs, w.reader.ends) == (1, [None])
+
+
+@pytest.mark.parametrize("features", [0, PACKED_IDS])
+def test_a_worker_gets_the_prompt_in_the_form_that_it_reads(features: int) -> None:
+    @virtually
+    async def check() -> None:
+        async with two(NetSettings(versions=Versions(features=features))) as nodes:
+            made = World(nodes)
+            await asyncio.sleep(0.01)
+            opening = made.start(Sink(), prompt=3)
+            await asyncio.sleep(0.01)
+            prompt = msgpack.unpackb(made.reader.items[0])[3][2]
+            assert prompt == (token_ids([7] * 3).tobytes() if features else [7] * 3)
+            made.channel.close(Draining("the test is over"))
+            with pytest.raises(Draining):
+                await opening
+
+    check()

@@ -21,6 +21,7 @@ from pdserve.messages.request import (
 )
 from pdserve.observe.metrics import Metrics
 from pdserve.protocols.completion_responses import Served
+from pdserve.token_ids import token_ids
 from tests.frontend.support import card, tokens
 
 MODEL = PreparedModel.from_card(card())
@@ -41,7 +42,11 @@ class Stream:
 
 def answer(prompts=1, n=1, **fields: Any):
     request = GenerateRequest(
-        request_id="r", model="tiny", prompt=[5], sampling=SamplingParams(max_tokens=9), n=n
+        request_id="r",
+        model="tiny",
+        prompt=token_ids([5]),
+        sampling=SamplingParams(max_tokens=9),
+        n=n,
     )
     plan = RequestPlan(
         chat=True,
@@ -49,7 +54,7 @@ def answer(prompts=1, n=1, **fields: Any):
         model_name="tiny",
         answer_id="chatcmpl-r",
         created=1,
-        prompts=[Prompt([5, 6]) for _ in range(prompts)],
+        prompts=[Prompt(token_ids([5, 6])) for _ in range(prompts)],
         requests=[request] * prompts,
         n=n,
         **fields,

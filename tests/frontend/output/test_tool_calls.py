@@ -18,6 +18,7 @@ from pdserve.observe.metrics import Metrics
 from pdserve.protocols.completion_requests import ChatRequest
 from pdserve.protocols.completion_responses import ChatChunk, ChatCompletion
 from pdserve.protocols.sse import SseDecoder
+from pdserve.token_ids import token_ids
 from tests.frontend.fake_cluster import request, world
 from tests.frontend.reasoning_model import (
     CLOCK,
@@ -267,7 +268,7 @@ def planned(ids: list[int]) -> RequestPlan:
         model_name=MODEL,
         answer_id="chatcmpl-1",
         created=1,
-        prompts=[Prompt([7, 8, 9])],
+        prompts=[Prompt(token_ids([7, 8, 9]))],
         requests=[request(sampling=SamplingParams(max_tokens=len(ids)))],
         n=1,
         include_usage=True,

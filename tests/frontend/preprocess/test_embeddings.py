@@ -16,6 +16,7 @@ from pdserve.frontend.output.embedding_format import EmbeddingFormat
 from pdserve.frontend.preprocess.embeddings import truncate_input
 from pdserve.protocols.embeddings import MAX_INPUTS
 from pdserve.testing.sinks import until
+from pdserve.token_ids import token_ids
 from tests.frontend.support import MODEL, Client, card, frontend, tokens
 from tests.support.fake_backend import Script
 from tests.text import builders
@@ -106,7 +107,7 @@ async def test_a_conversation_becomes_one_vector() -> None:
             status, _, answer = await client.post(PATH, {"messages": messages} | fields)
             assert status == 200, answer
             (each,) = answer["data"]
-            found = client.backend.streams[-1].request.prompt
+            found = client.backend.streams[-1].request.prompt.tolist()
             assert each["embedding"] == numbers(found)
             assert answer["usage"]["prompt_tokens"] == len(found)
             return found
@@ -226,7 +227,7 @@ async def test_a_text_is_cut_at_its_end_and_keeps_the_tokenizers_own_tokens() ->
 
         async def prompt(given: Any = text, **fields: Any) -> list[int]:
             await embed(client, given, **fields)
-            return client.backend.streams[-1].request.prompt
+            return client.backend.streams[-1].request.prompt.tolist()
 
         assert await prompt() == [*bare, 1]
         assert await prompt(add_special_tokens=False) == bare
@@ -252,7 +253,7 @@ async def test_a_text_is_cut_at_its_end_and_keeps_the_tokenizers_own_tokens() ->
 def test_special_tokens_stay_around_what_is_left(
     ids: list[int], bare: list[int], keep: int, left: list[int]
 ) -> None:
-    assert truncate_input(ids, bare, keep) == left
+    assert truncate_input(token_ids(ids), token_ids(bare), keep).tolist() == left
 
 
 async def test_many_inputs_go_to_engines_a_few_at_a_time() -> None:
@@ -272,7 +273,7 @@ async def test_many_inputs_go_to_engines_a_few_at_a_time() -> None:
 
 async def test_the_first_input_that_fails_ends_them_all() -> None:
     def script(request: GenerateRequest) -> Script:
-        if request.prompt == [9]:
+        if request.prompt.tolist() == [9]:
             return Script(fail=StepFailed("no luck"))
         return Script(vector=vector, silent_after=0 if request.prompt[0] > 9 else None)
 
@@ -298,7 +299,7 @@ async def test_tokens_instead_of_a_vector_are_never_taken_for_one() -> None:
 
 async def test_a_request_that_takes_too_long_says_how_far_it_came() -> None:
     def script(request: GenerateRequest) -> Script:
-        return Script(vector=vector, silent_after=0 if request.prompt == [4] else None)
+        return Script(vector=vector, silent_after=0 if request.prompt.tolist() == [4] else None)
 
     async with serving(script, request_timeout=0.3) as client:
         error = await refused(client, [[3], [4]], status=504)

@@ -18,6 +18,7 @@ from pdserve.frontend.preprocess.sampling import (
 )
 from pdserve.messages.card import GenerationDefaults
 from pdserve.protocols.request_decoder import CHAT, COMPLETION
+from pdserve.token_ids import token_ids
 from tests.frontend.support import HELLO, TOKENIZER, card, tokens
 
 CARD = card(max_model_len=100)
@@ -255,8 +256,8 @@ def test_prompt_logprobs_are_not_streamed():
 
 
 def test_a_prompt_keeps_its_last_tokens():
-    ids = list(range(10))
-    assert truncate_prompt(ids, chat(truncate_prompt_tokens=3), CARD) == [7, 8, 9]
+    ids = token_ids(range(10))
+    assert truncate_prompt(ids, chat(truncate_prompt_tokens=3), CARD).tolist() == [7, 8, 9]
     assert truncate_prompt(ids, chat(truncate_prompt_tokens=30), CARD) == ids
     assert truncate_prompt(ids, chat(), CARD) is ids
     with pytest.raises(InvalidRequest) as caught:
@@ -269,7 +270,7 @@ def test_a_prompt_keeps_its_last_tokens():
     [({}, 84), ({"max_tokens": 40}, 60), ({"max_tokens": 99}, 1), ({"max_tokens": 500}, 1)],
 )
 def test_minus_one_leaves_room_for_what_is_asked_for(fields, left):
-    ids = list(range(1000))
+    ids = token_ids(range(1000))
     assert (
         truncate_prompt(ids, completion(truncate_prompt_tokens=-1, **fields), CARD) == ids[-left:]
     )

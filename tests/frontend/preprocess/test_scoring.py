@@ -29,7 +29,7 @@ PAIR_TEMPLATE = (
 
 def vector(request: GenerateRequest) -> bytes:
     """Its first token, its last one and its length."""
-    return struct.pack("<3f", *numbers(request.prompt))
+    return struct.pack("<3f", *numbers(request.prompt.tolist()))
 
 
 def numbers(prompt: list[int]) -> list[float]:
@@ -89,7 +89,7 @@ def sigmoid(number: float) -> float:
 
 
 def prompts(client: Client) -> list[list[int]]:
-    return [stream.request.prompt for stream in client.backend.streams]
+    return [stream.request.prompt.tolist() for stream in client.backend.streams]
 
 
 # ---------------------------------------------------------------- vectors
@@ -338,7 +338,7 @@ async def test_many_prompts_go_to_engines_a_few_at_a_time() -> None:
 
 async def test_the_first_prompt_that_fails_ends_them_all() -> None:
     def script(request: GenerateRequest) -> Script:
-        if request.prompt == tokens("fox"):
+        if request.prompt.tolist() == tokens("fox"):
             return Script(fail=StepFailed("no luck"))
         return Script(vector=vector, silent_after=0)
 

@@ -105,7 +105,7 @@ async def refusal(pool, served=None, **fields):
 def fits(grammar: str, text: str, served: PreparedModel) -> bool:
     tokenizer = LLTokenizer(served.tokenizer.json.decode(), n_vocab=served.card.vocab_size)
     matcher = LLMatcher(tokenizer, grammar)
-    tokens = served.tokenizer.encode(text, add_special_tokens=False)
+    tokens = served.tokenizer.encode(text, add_special_tokens=False).tolist()
     assert not matcher.is_error(), matcher.get_error()
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 

@@ -23,6 +23,7 @@ from pdserve.runtime.registry import MemberGone
 from pdserve.runtime.topics.config import LogConfig, TopicsConfig
 from pdserve.runtime.topics.service import Topics
 from pdserve.testing.fake_rdma import FakeFabric
+from pdserve.token_ids import token_ids
 from tests.net.world import virtually
 from tests.runtime.cluster import cluster
 from tests.worlds.oracle.checks import pool_chains
@@ -101,7 +102,9 @@ class World:
         prompt = [self.random.randrange(60, 63)] * 8 * self.random.randrange(1, 8)
         prompt += [self.random.randrange(3, 60) for _ in range(self.random.randrange(1, 90))]
         sampling = SamplingParams(max_tokens=self.random.randrange(1, 20))
-        request = GenerateRequest(request_id="r", model="model", prompt=prompt, sampling=sampling)
+        request = GenerateRequest(
+            request_id="r", model="model", prompt=token_ids(prompt), sampling=sampling
+        )
         if worker.service.unready_reason() is None:
             with suppress(Overloaded):
                 worker.engine.submit(request, Nobody())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, seed, settings
@@ -12,6 +13,9 @@ from pdserve.text.tokenization.detokenizer import MAX_BYTE_RUN, Detokenizer
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from tests.support.seeds import is_long, number_for, run_seed
 from tests.text import builders
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 EXAMPLES = 500 if is_long() else 60
 SEED = number_for(run_seed(), __name__)
@@ -29,7 +33,7 @@ def made(name: str) -> Tokenizer:
     return _made[name]
 
 
-def whole(name: str, ids: list[int], skip: bool) -> str:
+def whole(name: str, ids: Sequence[int], skip: bool) -> str:
     return builders.KINDS[name][1]().decode(ids, skip_special_tokens=skip)
 
 
@@ -47,7 +51,7 @@ def ids_of(name: str, max_size: int = 60) -> st.SearchStrategy[list[int]]:
     return parts.map(lambda lists: [i for part in lists for i in part][:max_size])
 
 
-def drain(stream: Detokenizer, ids: list[int]) -> str:
+def drain(stream: Detokenizer, ids: Sequence[int]) -> str:
     return "".join([stream.feed(token_id) for token_id in ids]) + stream.flush()
 
 

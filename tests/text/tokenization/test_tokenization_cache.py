@@ -12,6 +12,7 @@ from tokenizers import AddedToken, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
 from pdserve.text.tokenization.tokenization_cache import TokenizationCache, plan_cuts
+from pdserve.token_ids import TokenIds, token_ids
 from tests.support.seeds import is_long, number_for, run_seed
 from tests.text import builders
 
@@ -49,8 +50,8 @@ def cached(raw: RawTokenizer, max_tokens: int = 10_000) -> tuple[TokenizationCac
     return TokenizationCache(cuts, max_tokens), []
 
 
-def whole(raw: RawTokenizer, text: str) -> list[int]:
-    return raw.encode(text, add_special_tokens=False).ids
+def whole(raw: RawTokenizer, text: str) -> TokenIds:
+    return token_ids(raw.encode(text, add_special_tokens=False).ids)
 
 
 @pytest.mark.parametrize("build", BUILDERS)
@@ -60,7 +61,7 @@ def test_ids_are_those_of_the_whole_cold_and_warm(build):
         pytest.skip("this tokenizer cannot be cut")
     cache, _ = cached(raw, max_tokens=300)
 
-    def encode(pieces: Sequence[str]) -> list[list[int]]:
+    def encode(pieces: Sequence[str]) -> list[TokenIds]:
         return [whole(raw, piece) for piece in pieces]
 
     @seed(SEED)
@@ -78,7 +79,7 @@ def test_a_turn_that_was_seen_is_not_encoded_again():
     raw = builders.byte_level()
     cache, asked = cached(raw)
 
-    def encode(pieces: Sequence[str]) -> list[list[int]]:
+    def encode(pieces: Sequence[str]) -> list[TokenIds]:
         asked.extend(pieces)
         return [whole(raw, piece) for piece in pieces]
 
@@ -97,7 +98,7 @@ def test_what_was_not_used_for_longest_is_forgotten_first():
     size = max(len(whole(raw, text)) for text in texts)
     cache, asked = cached(raw, max_tokens=2 * size)
 
-    def encode(pieces: Sequence[str]) -> list[list[int]]:
+    def encode(pieces: Sequence[str]) -> list[TokenIds]:
         asked.extend(pieces)
         return [whole(raw, piece) for piece in pieces]
 
@@ -158,7 +159,7 @@ def test_a_piece_is_known_under_its_own_salt_only():
     raw = builders.byte_level()
     cache, asked = cached(raw)
 
-    def encode(pieces: Sequence[str]) -> list[list[int]]:
+    def encode(pieces: Sequence[str]) -> list[TokenIds]:
         asked.extend(pieces)
         return [whole(raw, piece) for piece in pieces]
 
@@ -172,7 +173,7 @@ def test_a_piece_is_known_under_its_own_salt_only():
 def test_pieces_that_become_no_tokens_are_bounded_too():
     cache = TokenizationCache({"<s>": 0}, max_tokens=100, max_entries=50)
     for number in range(1000):
-        cache.encode(f"{number:0100}", lambda pieces: [[] for _ in pieces])
+        cache.encode(f"{number:0100}", lambda pieces: [token_ids() for _ in pieces])
         assert cache.entries <= 50
         assert cache._chars == sum(len(text) for _, text in cache._known) <= 1600
     assert len(cache) == 0

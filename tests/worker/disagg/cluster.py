@@ -34,6 +34,7 @@ from pdserve.messages.transfer import TransferTicket
 from pdserve.net.transport.memory import MemoryWorld
 from pdserve.observe.metrics import Metrics
 from pdserve.runtime.node import Node, NodeConfig
+from pdserve.token_ids import token_ids
 from pdserve.worker.disagg.decode_handler import DecodeHandler
 from pdserve.worker.disagg.policy import DisaggPolicy
 from pdserve.worker.disagg.prefill_handler import PrefillHandler
@@ -79,7 +80,7 @@ def request(
     return GenerateRequest(
         request_id=name,
         model="m",
-        prompt=[7] * prompt,
+        prompt=token_ids([7] * prompt),
         sampling=SamplingParams(max_tokens=3),
         deadline=deadline,
         **fields,

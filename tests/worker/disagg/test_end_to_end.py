@@ -22,6 +22,7 @@ from pdserve.sim.engine import VirtualTimeEngine
 from pdserve.sim.virtual_model import VirtualModel
 from pdserve.testing.fake_rdma import FakeFabric
 from pdserve.testing.scripted import ENGINE, reference_tokens
+from pdserve.token_ids import token_ids
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.disagg.prefill_job import PrefillJob
 from pdserve.worker.node import WorkerNode
@@ -144,7 +145,9 @@ class Whole:
 
 def asked(name: str, prompt: list[int], **fields: Any) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=10, seed=5, ignore_eos=True)
-    return GenerateRequest(request_id=name, model="m", prompt=prompt, sampling=sampling, **fields)
+    return GenerateRequest(
+        request_id=name, model="m", prompt=token_ids(prompt), sampling=sampling, **fields
+    )
 
 
 def right(sink: Sink, wanted: GenerateRequest) -> bool:
@@ -374,7 +377,11 @@ async def test_given_output_alone_is_worth_a_prefill_worker() -> None:
         output = [*text[16:], *range(3, 63)]
         sampling = SamplingParams(max_tokens=len(output) + 10, seed=5, ignore_eos=True)
         wanted = GenerateRequest(
-            request_id="r", model="m", prompt=text[:16], sampling=sampling, output=[output]
+            request_id="r",
+            model="m",
+            prompt=token_ids(text[:16]),
+            sampling=sampling,
+            output=[output],
         )
         sink = await whole.ask(wanted)
         assert sink.error is None

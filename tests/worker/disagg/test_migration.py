@@ -21,6 +21,7 @@ from pdserve.runtime.rpc_methods import DISAGG, HAND_OVER
 from pdserve.sim.engine import VirtualTimeEngine
 from pdserve.testing.fake_rdma import FakeFabric
 from pdserve.testing.scripted import reference_tokens
+from pdserve.token_ids import token_ids
 from pdserve.worker.disagg import prefill_handler as prefill_side
 from pdserve.worker.disagg.prefill_handler import PrefillHandler
 from pdserve.worker.disagg.state_table import DecodeState
@@ -169,7 +170,7 @@ def play(
 def asked(prompt: int, output: int = 60, **fields: Any) -> GenerateRequest:
     fields.setdefault("sampling", SamplingParams(max_tokens=output, seed=5, ignore_eos=True))
     tokens = [(prompt * 7 + i * i) % 90 + 3 for i in range(prompt)]
-    return GenerateRequest(request_id=f"r{prompt}", model="m", prompt=tokens, **fields)
+    return GenerateRequest(request_id=f"r{prompt}", model="m", prompt=token_ids(tokens), **fields)
 
 
 def named(wanted: GenerateRequest, worker: Worker) -> GenerateRequest:

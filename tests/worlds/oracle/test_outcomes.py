@@ -12,6 +12,7 @@ from pdserve.errors import DeadlineExceeded, NoWorker, Overloaded, PdserveError,
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.router.config import RouterConfig
 from pdserve.sim.engine import VirtualTimeEngine
+from pdserve.token_ids import token_ids
 from tests.worlds.faults import Fault
 from tests.worlds.load_clients import Placed, TrackedRequest
 from tests.worlds.oracle.outcomes import OutcomeOracle, _serves
@@ -84,7 +85,11 @@ def _account(
 ) -> TrackedRequest:
     sampling = SamplingParams(max_tokens=answer, ignore_eos=True, seed=1)
     request = GenerateRequest(
-        request_id="f0.1", model="model", prompt=[5] * 9, sampling=sampling, deadline=deadline
+        request_id="f0.1",
+        model="model",
+        prompt=token_ids([5] * 9),
+        sampling=sampling,
+        deadline=deadline,
     )
     account = TrackedRequest("f0.1", request, began, complain)
     account.overdue = overdue

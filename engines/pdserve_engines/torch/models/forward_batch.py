@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from pdserve.token_ids import token_ids
+
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
@@ -61,7 +63,7 @@ class ForwardBatch:
 
 def make_batch(chunks: Seq[ScheduledChunk], rows: Seq[int], block_size: int) -> ForwardBatch:
     """Flatten `chunks`; only the blocks that hold their tokens are listed."""
-    tokens: list[int] = []
+    tokens = token_ids()
     positions: list[int] = []
     starts: list[int] = []
     tables: list[int] = []

@@ -40,6 +40,7 @@ from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.messages.tiers import KvSource, TierSpec
 from pdserve.messages.transfer import RankKvLayout
 from pdserve.testing.fake_mover import FakeMover, FakeNet
+from pdserve.token_ids import token_ids
 from pdserve.transfer.copy_plan import block_bytes
 from tests.engine_core.kv_fetch.pair import question
 
@@ -65,7 +66,7 @@ def request_of(scope: Literal["never", "shared"] = "shared") -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         model="m",
-        prompt=[1],
+        prompt=token_ids([1]),
         sampling=SamplingParams(max_tokens=1),
         cache_scope=scope,
     )

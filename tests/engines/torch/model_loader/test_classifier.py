@@ -18,6 +18,7 @@ from pdserve.engine_core.engine_loader import load_core
 from pdserve.errors import ConfigError, InvalidRequest, UnsupportedCheckpoint
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.inline_engine import InlineEngine
+from pdserve.token_ids import token_ids
 from tests.engines.torch.checkpoints import POSITIONS, TINY, VOCAB, checkpoint
 from tests.engines.torch.driver import spec
 from tests.text import builders
@@ -41,7 +42,11 @@ def prompts() -> list[list[int]]:
 def wants(prompt: list[int], **fields: Any) -> GenerateRequest:
     given: dict[str, Any] = {"pooling": "last", "classify": True} | fields
     return GenerateRequest(
-        request_id="r", model="m", prompt=prompt, sampling=SamplingParams(max_tokens=1), **given
+        request_id="r",
+        model="m",
+        prompt=token_ids(prompt),
+        sampling=SamplingParams(max_tokens=1),
+        **given,
     )
 
 
@@ -121,7 +126,7 @@ def test_logits_of_a_stored_head_are_those_of_transformers(
     assert (told.num_labels, "classify" in told.features) == (labels, True)
     said = engine.submit(
         GenerateRequest(
-            request_id="t", model="m", prompt=[5], sampling=SamplingParams(max_tokens=1)
+            request_id="t", model="m", prompt=token_ids([5]), sampling=SamplingParams(max_tokens=1)
         )
     )
     engine.run()
@@ -172,7 +177,7 @@ def test_the_difference_of_two_logits_is_a_score(
         assert found == pytest.approx([expected(model, prompt, both)], abs=1e-4)
     said = engine.submit(
         GenerateRequest(
-            request_id="t", model="m", prompt=given[2],
+            request_id="t", model="m", prompt=token_ids(given[2]),
             sampling=SamplingParams(max_tokens=1, temperature=0.0),
         )
     )  # fmt: skip

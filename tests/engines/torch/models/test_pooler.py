@@ -18,6 +18,7 @@ from pdserve.engine_core.engine_loader import load_core
 from pdserve.errors import InvalidRequest, StepFailed, UnsupportedCheckpoint
 from pdserve.messages.request import GenerateRequest, Pooling, SamplingParams
 from pdserve.testing.inline_engine import InlineEngine
+from pdserve.token_ids import token_ids
 from pdserve_engines.torch.executor import TorchExecutor
 from tests.engines.torch.checkpoints import TINY, VOCAB, checkpoint, oracle_generate
 from tests.engines.torch.driver import spec
@@ -67,13 +68,20 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 def wants(prompt: list[int], pooling: Pooling, **fields: Any) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=1)
     return GenerateRequest(
-        request_id="r", model="m", prompt=prompt, sampling=sampling, pooling=pooling, **fields
+        request_id="r",
+        model="m",
+        prompt=token_ids(prompt),
+        sampling=sampling,
+        pooling=pooling,
+        **fields,
     )
 
 
 def text(prompt: list[int], tokens: int, **fields: Any) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=tokens, temperature=0.0)
-    return GenerateRequest(request_id="t", model="m", prompt=prompt, sampling=sampling, **fields)
+    return GenerateRequest(
+        request_id="t", model="m", prompt=token_ids(prompt), sampling=sampling, **fields
+    )
 
 
 def oracle(name: str, prompt: list[int], pooling: Pooling) -> np.ndarray:
@@ -89,7 +97,7 @@ def check(ledger: OutputChecker, name: str = "qwen3") -> None:
     finish = ledger.finishes[0]
     assert finish is not None
     found = np.frombuffer(finish.embedding, "<f4").astype(np.float64)
-    expected = oracle(name, ledger.request.prompt, ledger.request.pooling)
+    expected = oracle(name, ledger.request.prompt.tolist(), ledger.request.pooling)
     assert np.abs(found - expected).max() < 1e-4
     cosine = found @ expected / np.linalg.norm(found) / np.linalg.norm(expected)
     assert cosine > 1 - 1e-5

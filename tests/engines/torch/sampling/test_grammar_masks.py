@@ -21,6 +21,7 @@ from pdserve.errors import InvalidRequest, StepFailed
 from pdserve.messages.request import GenerateRequest, SamplingParams, Thinking
 from pdserve.testing.inline_engine import InlineEngine
 from pdserve.text.grammar.grammar_source import from_choice, from_schema
+from pdserve.token_ids import token_ids
 from pdserve_engines.torch.executor import TorchExecutor
 from pdserve_engines.torch.sampling.grammar_masks import GrammarMasks
 from pdserve_engines.torch.sampling.sampler import Sampler
@@ -53,7 +54,7 @@ def request(text: str = "Give me an answer.", **changes: Any) -> GenerateRequest
     return GenerateRequest(
         request_id="r",
         model="m",
-        prompt=ids(text),
+        prompt=token_ids(ids(text)),
         sampling=SamplingParams(**fields | changes),
         n=n,
         output=output,
@@ -282,7 +283,7 @@ def test_a_model_may_have_more_or_fewer_rows_than_its_vocabulary(rows: int) -> N
     one = sequence([5], steered, 2)
     while one.tokens[-1] != END and one.num_output < 9:
         tokens, _ = sampler.sample(torch.randn(1, rows), [one])
-        one.tokens += tokens
+        one.tokens.extend(tokens)
     assert TOKENIZER.decode(one.tokens[1:-1]) == "yes"
 
 
@@ -305,7 +306,7 @@ def test_an_end_that_has_to_come_comes_whatever_is_wished_besides(wish: dict[str
     while one.num_output < 20:
         tokens, _ = sampler.sample(torch.randn(1, VOCAB), [one])
         assert tokens != [-1]
-        one.tokens += tokens
+        one.tokens.extend(tokens)
     budget = THINKING.budget or 0
     assert one.output[budget : budget + len(THINKING.end)] == list(THINKING.end)
 

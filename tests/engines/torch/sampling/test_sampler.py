@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pdserve.engine_core.scheduler.sequence import Sequence
 from pdserve.messages.request import GenerateRequest, SamplingParams, TokenLogprob
+from pdserve.token_ids import token_ids
 from pdserve_engines.torch.sampling.noise import uniforms
 from pdserve_engines.torch.sampling.sampler import Sampler, filter_
 
@@ -31,10 +32,14 @@ def sequence(
 ) -> Sequence:
     prompt = prompt or [1, 2]
     request = GenerateRequest(
-        request_id="r", model="m", prompt=prompt, sampling=params, prompt_index=prompt_index
+        request_id="r",
+        model="m",
+        prompt=token_ids(prompt),
+        sampling=params,
+        prompt_index=prompt_index,
     )
     tokens = prompt + (output or [])
-    return Sequence(handle, choice, request, tokens, len(prompt), arrival=0.0)
+    return Sequence(handle, choice, request, token_ids(tokens), len(prompt), arrival=0.0)
 
 
 # ---------------------------------------------------------------- the reference
@@ -253,7 +258,7 @@ def test_penalties_follow_a_growing_output_and_forget_on_demand() -> None:
         for token in expected:
             logits = torch.zeros(1, VOCAB)
             logits[0, 3], logits[0, 4] = 5.1, 3.6
-            row.tokens += sampler.sample(logits, [row])[0]
+            row.tokens.extend(sampler.sample(logits, [row])[0])
             assert row.tokens[-1] == token
         sampler.forget([row.key, (99, 99)])
 

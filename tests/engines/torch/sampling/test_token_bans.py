@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve.engine_core.scheduler.sequence import Sequence
 from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.token_ids import token_ids
 from pdserve_engines.torch.sampling.sampler import Sampler, is_plain
 from pdserve_engines.torch.sampling.token_bans import TokenBans
 
@@ -22,8 +23,8 @@ VOCAB = 12
 
 def sequence(output: Seq[int] = (), handle: int = 1, prompt: Seq[int] = (3, 4), **sampling):
     params = SamplingParams(max_tokens=99, **sampling)
-    request = GenerateRequest(request_id="r", model="m", prompt=list(prompt), sampling=params)
-    return Sequence(handle, 0, request, [*prompt, *output], len(prompt), arrival=0.0)
+    request = GenerateRequest(request_id="r", model="m", prompt=token_ids(prompt), sampling=params)
+    return Sequence(handle, 0, request, token_ids([*prompt, *output]), len(prompt), arrival=0.0)
 
 
 def left(bans: TokenBans, *sequences: Sequence) -> list[set[int]]:

@@ -74,7 +74,7 @@ async def test_a_stream_goes_on_while_the_next_worker_is_warmed_up() -> None:
         question = scene.router.questions[-1]
         assert (question.hold, question.excluded) == (False, ("a",))
         (warm,) = scene.second.requests
-        assert (warm.prompt, warm.output, warm.n) == (LONG, [[5, 6]], 1)
+        assert (warm.prompt.tolist(), warm.output, warm.n) == (LONG, [[5, 6]], 1)
         assert (warm.sampling.max_tokens, warm.sampling.ignore_eos) == (3, True)
         assert scene.second.bookings == [], "it counts for nobody"
         scene.first.say(7)
