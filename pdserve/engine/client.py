@@ -169,6 +169,7 @@ class CoreClient:
         *,
         on_state: Callable[[EngineState, str], None] | None = None,
         on_cancelled: Callable[[str, Seconds], None] | None = None,
+        on_news: Callable[[], None] = lambda: None,
         make_launcher: Callable[[], CoreLauncher] | None = None,
         clock: Clock | None = None,
         rng: random.Random | None = None,
@@ -176,7 +177,9 @@ class CoreClient:
     ) -> None:
         """`on_state` is called at every change of state with the reason in words. `on_cancelled` is
         called when the blocks of an aborted submission are free, with what it was doing and how
-        many seconds that took. `make_launcher` makes the launcher of each run of the core; by
+        many seconds that took. `on_news` is called when the core reports new statistics or paths,
+        just before those count.
+        `make_launcher` makes the launcher of each run of the core; by
         default the core gets a process of its own. `oom_kills` returns how many processes the
         kernel's OOM killer has ended."""
         # Configuration
@@ -184,6 +187,7 @@ class CoreClient:
         self._options = options or CoreClientOptions()
         self._on_state = on_state
         self._on_cancelled = on_cancelled
+        self._on_news = on_news
         self._make_launcher = make_launcher or self._default_launcher
         self._clock = clock or SystemClock()
         self._oom_kills = oom_kills
@@ -494,6 +498,7 @@ class CoreClient:
             case KvEvents():
                 self._tell_listeners(event.events)
             case Stats():
+                self._on_news()
                 self._stats = event.stats
             case LoadProgress():
                 self._progress(event)
@@ -507,7 +512,10 @@ class CoreClient:
                 self._tell_prefill(event)
             case PrefillSent():
                 self._sent(event)
-            case OutboundControl() | InboundControlReply() | PathStates():
+            case OutboundControl() | InboundControlReply():
+                self._transfer_control.take(event)
+            case PathStates():
+                self._on_news()
                 self._transfer_control.take(event)
             case KvPullOpened() | KvPullEnded() | KvPullServed() | KvAbsorbed() | KvChainsListed():
                 self.kv_pulls.take(event)
@@ -681,6 +689,7 @@ class CoreClient:
             on_event=self._on_event,
             on_lost=self._lost,
             on_look=self._send_canary,
+            most_rest=self._options.canary_interval / 4 or float("inf"),
         )
         self._secret = self._spec.hash_secret
         self._oom_kills_before = self._oom_kills()

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pdserve.clock import until_next
 from pdserve.engine.core_connection import CoreConnection
 from pdserve.engine.watchdog import StallWatchdog
 from pdserve.errors import EngineDied, EngineStalled, PdserveError
@@ -59,16 +58,18 @@ class CoreRun:
         on_event: Callable[[Event], None],
         on_lost: Callable[[EngineStalled | None], None],
         on_look: Callable[[], None] = lambda: None,
+        most_rest: Seconds = float("inf"),
     ) -> None:
         """`on_lost` is called when no more events can come, before the exit is known, with
         `EngineStalled` if the core was killed for that. `on_look` is called after each check that
-        found a ready core making progress."""
+        found a ready core making progress, at least every `most_rest` seconds."""
         self._launcher = launcher
         self._options = options
         self._clock = clock
         self._on_event = on_event
         self._on_lost = on_lost
         self._on_look = on_look
+        self._most_rest = most_rest
         self._connection: CoreConnection | None = None
         self._ready = False
         self._doomed = False
@@ -77,6 +78,8 @@ class CoreRun:
         """Kills a core that said `CoreFailed` but does not end."""
         self._launched: Seconds = clock.now()
         self._stall = StallWatchdog(options.stall_timeout, self._launched)
+        self._rest: asyncio.Future[None] | None = None
+        """Ends with the next command; None: the core is watched as one that works."""
 
     async def run(self, spec: EngineSpec) -> PdserveError:
         """Run the core from launch to exit; returns the error that ended it.
@@ -141,15 +144,27 @@ class CoreRun:
     async def _watch(self, connection: CoreConnection) -> PdserveError | None:
         """Wait until the connection is lost; returns the reason if the core was killed for being
         late."""
-        interval = min(self._options.load_timeout / 4, self._stall.interval)
         while not connection.lost.done():
-            wait = until_next(asyncio.get_running_loop().time(), interval)
-            await asyncio.wait({connection.lost}, timeout=wait)
+            await self._pause(connection)
             if not connection.lost.done() and (complaint := self._complaint(connection)):
                 _log.error("%s", complaint)
                 self._launcher.kill()
                 return complaint
         return connection.lost.result()
+
+    async def _pause(self, connection: CoreConnection) -> None:
+        """Wait until the next check is due, or the connection is lost. A core without work is
+        checked when it gets some."""
+        now, page = self._clock.now(), self._launcher.page
+        wait = min(self._options.load_timeout / 4, self._stall.interval)
+        waits_for: set[asyncio.Future[Any]] = {connection.lost}
+        if self._ready and page is not None:
+            wait = min(self._stall.pause(page.look(), now), self._most_rest)
+            if wait > self._stall.interval:
+                self._rest = asyncio.get_running_loop().create_future()
+                waits_for.add(self._rest)
+        await asyncio.wait(waits_for, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+        self._rest = None
 
     def _complaint(self, connection: CoreConnection) -> PdserveError | None:
         """The error of a core that is late or has stalled; None if all is well."""
@@ -199,6 +214,8 @@ class CoreRun:
         """Send a command. Without a connection it is dropped, since `run` reports the loss."""
         if self._connection is not None:
             self._connection.post(command)
+            if self._rest is not None and not self._rest.done():
+                self._rest.set_result(None)
 
     def ask_to_stop(self) -> None:
         """Ask for an orderly stop: the core frees everything, sends `CoreStopped` and exits."""

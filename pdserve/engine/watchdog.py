@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from pdserve.clock import until_next
+
 if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.observe.heartbeat import HeartbeatReading
@@ -18,6 +20,9 @@ __all__ = ["StallWatchdog"]
 
 _LOOKS_PER_TIMEOUT: Final = 10
 _MAX_INTERVAL: Final[Seconds] = 0.5
+_REST: Final = 10.0
+"""Most seconds between two checks of a core without work. They only find work that the core began
+by itself: a command brings a check at once."""
 _LATE: Final = 2.0
 """Most intervals that one check may count; a later check was delayed by the node itself."""
 
@@ -40,6 +45,12 @@ class StallWatchdog:
         if not self._timeout:
             return _MAX_INTERVAL
         return min(_MAX_INTERVAL, self._timeout / _LOOKS_PER_TIMEOUT)
+
+    def pause(self, seen: HeartbeatReading, now: Seconds) -> Seconds:
+        """Seconds until the next check after this one, unless a command is posted before."""
+        if self._owes:
+            return until_next(now, self.interval)
+        return max(self.interval, min(seen.due - now, until_next(now, _REST)))
 
     def look(self, seen: HeartbeatReading, posted: int, now: Seconds) -> bool:
         """Check a heartbeat reading taken at `now`; `posted` is the number of commands posted by

@@ -47,11 +47,13 @@ class FrontendRecent:
         self._recent = Recent(now(), self._counts())
 
     def note(self) -> None:
-        """Keeps a sample; to be called about once a second."""
+        """Keeps a sample; to be called about once a second, and before counters change that were
+        at rest."""
         self._recent.note(self._now(), self._counts())
 
     def windows(self) -> tuple[tuple[ModelWindow, ...], ...]:
         """One per model for each of `WINDOWS`; models without requests in it are left out."""
+        self.note()
         counts, now = self._counts(), self._now()
         return tuple(self._window(counts, now, seconds) for seconds in WINDOWS)
 
@@ -133,11 +135,13 @@ class EngineRecent:
         self._recent = Recent(now(), self._counts())
 
     def note(self) -> None:
-        """Keeps a sample; to be called about once a second."""
+        """Keeps a sample; to be called about once a second, and before counters change that were
+        at rest."""
         self._recent.note(self._now(), self._counts())
 
     def windows(self) -> tuple[EngineWindow, ...]:
         """One for each of `WINDOWS`."""
+        self.note()
         counts, now = self._counts(), self._now()
         found = []
         for seconds in WINDOWS:

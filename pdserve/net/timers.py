@@ -22,6 +22,7 @@ TICK: Final[Seconds] = 0.01
 """Length of a tick. Deadlines in a cluster are tens of milliseconds and up; finer ticks only cost
 wake-ups.
 """
+_ROUNDING: Final[Seconds] = 1e-9
 _TICKS_PER_SECOND: Final = round(1 / TICK)
 
 
@@ -100,7 +101,8 @@ class TimerWheel:
     def due(self, now: Seconds) -> list[Expiring]:
         """Removes and yields what has expired by `now`, earliest tick first."""
         expired: list[Expiring] = []
-        while self._filled and self._filled[0] * TICK <= now:
+        # The product may lie a rounding error above the time that `next` named.
+        while self._filled and self._filled[0] * TICK <= now + _ROUNDING:
             slot = self._slots.pop(heappop(self._filled))
             if not slot:
                 self._emptied -= 1

@@ -1,8 +1,8 @@
 """Keeps what counters said over the last minute, so that rates need no second question. Pure.
 
-A role notes a sample of its counters about once a second, in a timer that it has anyway. What is
-asked for is the difference between now and the newest sample that is old enough. It costs hot paths
-nothing.
+A role notes a sample of its counters about once a second, in a timer that it has anyway, and seldom
+while nothing happens. What is asked for is the difference between now and the newest sample that is
+old enough. It costs hot paths nothing.
 """
 
 from __future__ import annotations
@@ -50,12 +50,16 @@ class Recent(Generic[S]):
 
     def since(self, now: Seconds, seconds: Seconds) -> Since[S]:
         """The newest sample that is at least `seconds` old; the oldest if none is."""
-        found = self._samples[0]
+        found, later = self._samples[0], None
         for each in reversed(self._samples):
             if each[0] <= now - seconds:
                 found = each
                 break
-        return Since(max(0.0, now - found[0]), found[1])
+            later = each
+        # Nothing happened between two equal samples: then the first one is true of all the time.
+        same = later is not None and later[1] == found[1]
+        age = max(0.0, now - found[0])
+        return Since(min(age, seconds) if same else age, found[1])
 
     def __len__(self) -> int:
         return len(self._samples)

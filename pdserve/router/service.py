@@ -156,10 +156,12 @@ class RouterService:
         topics.subscribe_log(SEQUENCES, self._follow_sequences)
         topics.subscribe_log(BOOKINGS, self._follow_bookings)
         topics.subscribe_log(KV, self.core.index.target)
-        self._sweep()
-        self._beats_paced = PacedTimer(node, _BEAT, self._beat)
+        self._swept: Seconds = float("-inf")
+        self._sweeps_paced = PacedTimer(node.timers, config.sweep_interval, self._sweep)
+        self._sweeps_paced.start()
+        self._beats_paced = PacedTimer(node.timers, _BEAT, self._beat)
         self._beats_paced.start()
-        self._moves_paced = PacedTimer(node, _REBALANCE, self._rebalance)
+        self._moves_paced = PacedTimer(node.timers, _REBALANCE, self._rebalance)
         if config.rebalance:
             self._moves_paced.start()
 
@@ -215,6 +217,9 @@ class RouterService:
 
     @answers(ROUTE)
     def _route(self, request: RouteRequest, call: IncomingCall) -> RouteDecision | None:
+        if self._node.now() - self._swept > 2 * self._config.sweep_interval:
+            self._sweep()  # after a rest: nothing that has expired takes part in the decision
+        self._sweeps_paced.wake()
         try:
             outcome = self.core.offer(
                 self._node.now(), call.life, request, partial(self._answer, call)
@@ -476,6 +481,7 @@ class RouterService:
             beat = puts.get(_BEAT_KEY)
             bookings.peer_beat(self._node.now(), router, beat != _IDLE)
             self._beats_paced.wake()
+            self._sweeps_paced.wake()
             for key, value in puts.items():
                 if key != _BEAT_KEY:
                     bookings.peer_placed(router, _decode_booked(value))
@@ -487,18 +493,20 @@ class RouterService:
 
         return SetView(changed)
 
-    def _sweep(self) -> None:
-        self._node.timers.call_later(self._config.sweep_interval, self._sweep)
-        self.core.sweep(self._node.now())
+    def _sweep(self) -> bool:
+        """Drop what has expired. Returns True while there is work."""
+        now = self._swept = self._node.now()
+        self.core.sweep(now)
         self._note_degraded()
         self._stir()
+        return bool(self.core.held) or self._busy(now) or self.core.bookings.peers_work
 
     def _beat(self) -> bool:
         """Publish that this router has work, and check which routers have fallen silent. Returns
         True while one of them has work."""
         now, bookings = self._node.now(), self.core.bookings
         bookings.judge_peers(now)
-        busy = len(bookings) > 0 or now - self._decided < _BUSY_FOR
+        busy = self._busy(now)
         if busy and any(True for _ in self._node.registry.by_role("router")):
             self._beats += 1
             self._bookings.put(_BEAT_KEY, encode(self._beats))
@@ -508,6 +516,9 @@ class RouterService:
             self._bookings.put(_BEAT_KEY, _IDLE)
             self._flush_soon()
         return busy or bookings.peers_work
+
+    def _busy(self, now: Seconds) -> bool:
+        return len(self.core.bookings) > 0 or now - self._decided < _BUSY_FOR
 
     def _note_degraded(self) -> None:
         """Report degradations as they begin and end."""

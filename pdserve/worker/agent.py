@@ -64,6 +64,8 @@ _log = logging.getLogger(__name__)
 _LOAD_INTERVAL: Final[Seconds] = 0.1
 """Seconds between two looks at the load while there is work; an unchanged load is not sent again.
 """
+_IDLE_INTERVAL: Final[Seconds] = 1.0
+"""The same without work: prefill credits may change without an event."""
 
 
 class WorkerAgent:
@@ -97,6 +99,7 @@ class WorkerAgent:
         """Fetches blocks from other workers' pools, and serves them; None: this worker takes no
         part in KV transfer."""
         self._pusher: KvPusher | None = None
+        self._transfers: TransferRpc | None = None
         self._requests: RequestEngine = service.engine
         self._take_part()
         self._channels = RequestStreams(
@@ -119,7 +122,7 @@ class WorkerAgent:
         node.host(self._channels)
         DropOrders(node, service.engine)
         node.on_member(self._on_member)
-        self._pace = PacedTimer(node, _LOAD_INTERVAL, self._watch)
+        self._pace = PacedTimer(node.timers, _LOAD_INTERVAL, self._watch, idle=_IDLE_INTERVAL)
         if self.prefill is not None:
             self.prefill.on_work = self._pace.wake
         self._pace.start()
@@ -132,7 +135,7 @@ class WorkerAgent:
         mode, leading = config.mode, self._kv.leading
         if mode == "aggregated" and config.transfer is None:
             return
-        TransferRpc(node, service.engine, service.metrics, self._degradations)
+        self._transfers = TransferRpc(node, service.engine, service.metrics, self._degradations)
         self.kv_fetch = KvFetchService(node, service.engine.kv_pulls)
         self._pusher = KvPusher(node, service, self.kv_fetch.numbers)
         if mode != "prefill":
@@ -287,6 +290,12 @@ class WorkerAgent:
         self._sequences.flush()
 
     # ------------------------------------------------------------------ what it tells
+
+    def wake(self) -> None:
+        """Notes that the engine reports something new: it is looked at soon. It is quick."""
+        self._pace.wake()
+        if self._transfers is not None:
+            self._transfers.wake()
 
     def tell(self) -> None:
         """Publishes the current state after a change."""

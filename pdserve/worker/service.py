@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec.structs import replace
 
 from pdserve.blocks.hashing import hash_secret_id
-from pdserve.clock import SystemClock, until_next
+from pdserve.clock import SystemClock
 from pdserve.engine.port import Engine, EngineState
 from pdserve.errors import Draining, NotReady
 from pdserve.limits.process_usage import UsageReader
 from pdserve.messages.engine import EngineSpec
 from pdserve.messages.kv_events import TIERS
 from pdserve.messages.lora import LoraSummary
+from pdserve.net.timers import Timers
 from pdserve.observe.engine_metrics import EngineSample
 from pdserve.observe.tier_metrics import MissSample
+from pdserve.runtime.paced_timer import PacedTimer
 from pdserve.worker.cumulative_stats import CumulativeStats
 from pdserve.worker.lora import check_names, read_adapters
 from pdserve.worker.model_source import CheckpointSource
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Seconds
     from pdserve.messages.card import ModelCard
-    from pdserve.messages.engine import LoadProgress
+    from pdserve.messages.engine import EngineStats, LoadProgress
     from pdserve.messages.lora import LoraAdapter
     from pdserve.messages.status import TierReport
     from pdserve.observe.metrics import Metrics
@@ -115,11 +117,15 @@ class WorkerService:
         self._draining = False
         self._totals = CumulativeStats()
         self._usage = UsageReader(SystemClock().now)
-        self._watcher: asyncio.Task[None] | None = None
+        self._timers: Timers | None = None
+        self._watch_paced: PacedTimer | None = None
+        self._seen: EngineStats | None = None
+        """The statistics at the last look."""
         self._engine_begun = False
         """The engine's `start` was called."""
         self.on_second: Callable[[], None] = lambda: None
-        """Called about once a second after the start; must be quick and must not raise."""
+        """Called about once a second after the start, less often while the engine reports nothing
+        new; must be quick and must not raise."""
         self.engine = make_engine(self._spec())
         metrics.attach_engine(self.sample)
         # From the moment the model has loaded
@@ -148,7 +154,9 @@ class WorkerService:
             note(progress.stage, progress.fraction)
 
         await self.engine.start(forward)
-        self._watcher = asyncio.get_running_loop().create_task(self._watch(), name="worker-watch")
+        self._timers = Timers(asyncio.get_running_loop())
+        self._watch_paced = PacedTimer(self._timers, _WATCH_INTERVAL, self._watch)
+        self._watch_paced.start()
         await self._make_card(model, loras)
 
     def drain(self) -> None:
@@ -160,10 +168,9 @@ class WorkerService:
     async def stop(self) -> None:
         """Ends the engine and all its requests. Idempotent."""
         self._draining = True
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.wait({self._watcher})
-            self._watcher = None
+        if self._timers is not None:
+            self._timers.close()
+            self._timers = self._watch_paced = None
         if self._engine_begun:
             await self.engine.stop()
 
@@ -209,16 +216,22 @@ class WorkerService:
             card = replace(card, loras=served)
         self._cards = dict.fromkeys((card.name, *card.aliases), card)
 
-    async def _watch(self) -> None:
-        while True:
-            now = asyncio.get_running_loop().time()
-            await asyncio.sleep(until_next(now, _WATCH_INTERVAL))
-            self._totals.note(self.engine.stats())
-            try:
-                self.on_second()
-            except Exception:
-                # Without this task the counters of an engine that is started again are lost.
-                _log.exception("what happens each second has failed")
+    def wake(self) -> None:
+        """Notes that the engine is about to have new statistics: they are read soon. After a rest
+        those until now are read first, so that windows of the last seconds begin here."""
+        if self._watch_paced is not None and self._watch_paced.wake():
+            _ = self._watch()
+
+    def _watch(self) -> bool:
+        """Reads the engine's statistics. Returns True if they have changed."""
+        stats = self.engine.stats()
+        seen, self._seen = self._seen, stats
+        self._totals.note(stats)
+        try:
+            self.on_second()
+        except Exception:
+            _log.exception("what happens each second has failed")
+        return stats is not seen
 
     # ------------------------------------------------------------------ requests
 

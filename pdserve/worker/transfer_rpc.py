@@ -49,6 +49,8 @@ _FAILED_FOR: Final[Seconds] = 600.0
 _REMEMBERED: Final = 1024
 _LOOK: Final[Seconds] = 0.1
 """Seconds between two looks at the node's life and at the paths while KV may move."""
+_IDLE_LOOK: Final[Seconds] = 1.0
+"""The same while none moves. The node's life raises no events."""
 
 
 class TransferRpc:
@@ -83,10 +85,14 @@ class TransferRpc:
         node.on_member(self._on_member)
         self._changed = False
         """The last look has seen a path change."""
-        self._pace = PacedTimer(node, _LOOK, self._look)
+        self._pace = PacedTimer(node.timers, _LOOK, self._look, idle=_IDLE_LOOK)
         self._pace.start()
 
     # ------------------------------------------------------------------ lives
+
+    def wake(self) -> None:
+        """Notes that paths or statistics may have changed: they are looked at soon. It is quick."""
+        self._pace.wake()
 
     def _look(self) -> bool:
         """Polls the node's life, which raises no events, and the paths. Returns True if those have

@@ -73,3 +73,12 @@ def test_without_a_timeout_it_only_measures():
     watch = StallWatchdog(0.0, 0.0)
     assert stalls_at(watch, at(1)) is None
     assert watch.age > 50.0
+
+
+def test_a_core_without_work_is_looked_at_seldom_and_one_with_work_often():
+    watch = StallWatchdog(10.0, 0.0)
+    watch.look(at(1, due=FAR), 0, 0.25)
+    assert watch.pause(at(1, due=FAR), 0.25) == 9.75
+    assert watch.pause(at(1, due=3.25), 0.25) == 3.0
+    watch.look(at(1, due=FAR), 1, 0.25)
+    assert watch.pause(at(1, due=FAR), 0.25) <= watch.interval

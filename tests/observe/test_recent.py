@@ -39,6 +39,15 @@ def test_after_a_pause_the_last_sample_before_it_counts() -> None:
     assert recent.since(1000.5, 10.0) == (999.5, 1)
 
 
+def test_a_window_after_a_rest_begins_when_the_rest_ends_at_the_earliest() -> None:
+    recent = Recent(0.0, 0)
+    recent.note(100.0, 5)
+    recent.note(160.0, 5)  # work begins
+    recent.note(161.0, 7)
+    assert recent.since(165.0, 10.0) == (10.0, 5)
+    assert recent.since(165.0, 60.0) == (60.0, 5)
+
+
 @pytest.mark.parametrize(
     ("now", "then", "grown"),
     [

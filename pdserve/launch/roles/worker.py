@@ -126,9 +126,14 @@ class WorkerRole:
             spec,
             options,
             on_state=self._note_state,
+            on_news=self._note_news,
             on_cancelled=lambda phase, seconds: cancelled.labels(phase).observe(seconds),
             make_launcher=self._launcher,
         )
+
+    def _note_news(self) -> None:
+        self.worker.agent.wake()
+        self.worker.service.wake()
 
     def _note_state(self, state: EngineState, reason: str) -> None:
         # The engine completes its change in this turn of the event loop; the agent reads it after.

@@ -104,7 +104,7 @@ class PrefillHandler:
         self._credits = Credits()
         self._tells = False
         self._closed = False
-        self.on_work: Callable[[], None] = lambda: None
+        self.on_work: Callable[[], object] = lambda: None
         """Called when there is something to do; must be quick."""
         self._idle = asyncio.Event()
         """Set when no claim is left; maintained only while a drain waits."""
