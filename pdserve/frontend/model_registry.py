@@ -250,8 +250,9 @@ class ModelRegistry:
             self._making[id(card)] = making
         return await asyncio.shield(making)
 
-    async def prepare(self) -> None:
-        """Prepares new models and drops those that are no longer served."""
+    async def prepare(self) -> bool:
+        """Prepares new models and drops those that are no longer served. Returns True if none is
+        left to be prepared."""
         cards = {id(card): card for card in self._backend.cards().values()}
         for card in cards.values():
             self.get_nowait(card)  # takes over what a card that is dropped now has prepared
@@ -266,6 +267,8 @@ class ModelRegistry:
                 if id(card) not in self._told:
                     self._told.add(id(card))
                     logger.error("model %s cannot be served: %s", card.name, error.message)
+        served = {id(card) for card in self._backend.cards().values()}
+        return served <= self._ready.keys() | self._failed.keys()
 
     def listing(self, key: ApiKey | None = None) -> list[Model]:
         """Every name that can be requested, in `/v1/models`' format. A model's own name comes

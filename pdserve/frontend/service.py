@@ -36,9 +36,11 @@ from pdserve.frontend.model_registry import ModelRegistry
 from pdserve.frontend.preprocess.prompt_hashes import NO_HASHING, PromptHasher
 from pdserve.frontend.request_log import RequestLog
 from pdserve.frontend.request_traces import RequestTraces
+from pdserve.net.timers import Timers
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.scrapes import CachedPages
 from pdserve.observe.slo import SloTable
+from pdserve.runtime.paced_timer import PacedTimer
 from pdserve.text.text_pool import TextPool, TextPoolStats
 from pdserve.tracing.sink import NO_SINK
 from pdserve.tracing.tracer import Tracer
@@ -58,6 +60,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pdserve.frontend")
 
 SWEEP: Seconds = 1.0
+_REST: Seconds = 30.0
+"""Most seconds between two looks at the served models while no member or model changes."""
 """Seconds between two sweeps of connection deadlines, and between two checks for new models."""
 _LAST_WORDS: Seconds = 2.0
 """Seconds for error responses to reach their clients before connections are closed."""
@@ -111,7 +115,8 @@ class FrontendService:
         self._listener: asyncio.Server | None = None
         self._tasks: tuple[asyncio.Task[None], ...] = ()
         self.on_second: Callable[[], None] = lambda: None
-        """Called about once a second after `start`; must be quick and must not raise."""
+        """Called about once a second after `start`, less often without connections; must be quick
+        and must not raise."""
 
     @property
     def port(self) -> int:
@@ -204,10 +209,11 @@ class FrontendService:
             await self._pool.close()
             raise
         self._port = self._listener.sockets[0].getsockname()[1]
-        self._tasks = (
-            loop.create_task(self._sweep_forever(), name="frontend-sweep"),
-            loop.create_task(self._prepare_forever(), name="frontend-models"),
-        )
+        self._timers = Timers(loop)
+        self._sweeps = PacedTimer(self._timers, SWEEP, self._sweep)
+        self._server.on_accepted = self._wake
+        self._sweeps.start()
+        self._tasks = (loop.create_task(self._prepare_forever(), name="frontend-models"),)
 
     def check_port(self) -> None:
         """Checks, before the first of several processes starts, that no other program listens on
@@ -303,15 +309,19 @@ class FrontendService:
         except (OSError, OverflowError) as error:
             raise _cannot_listen(config.host, config.port, error) from None
 
-    async def _sweep_forever(self) -> None:
-        """Enforces the deadlines of connections every second; it waits for nothing else."""
-        while True:
-            await asyncio.sleep(until_next(self._loop.time(), SWEEP))
-            try:
-                self._server.sweep(self._loop.time())
-                self.on_second()
-            except Exception:
-                logger.exception("a sweep failed")
+    def _wake(self) -> None:
+        """A connection has come: after a rest a sweep is due before its request counts."""
+        if self._sweeps.wake():
+            _ = self._sweep()
+
+    def _sweep(self) -> bool:
+        """Enforces the deadlines of connections. Returns True if there are connections."""
+        try:
+            self._server.sweep(self._loop.time())
+            self.on_second()
+        except Exception:
+            logger.exception("a sweep failed")
+        return self._server.open_connections > 0
 
     async def _prepare_forever(self) -> None:
         """Prepares the tokenizers of new models, however long one takes."""
@@ -319,9 +329,12 @@ class FrontendService:
             await asyncio.sleep(until_next(self._loop.time(), SWEEP))
             try:
                 self._begin_metrics()
-                await self._models.prepare()
+                done = await self._models.prepare()
             except Exception:
                 logger.exception("a model could not be prepared")
+            else:
+                if done:
+                    await self._backend.wait_change(timeout=_REST)
 
     def _begin_metrics(self) -> None:
         """Lets each served model's metrics begin with 0: the first requests of a series that was
@@ -345,6 +358,7 @@ class FrontendService:
         await self._let_in(listener)
         listener.close()
         await self._hear_out()
+        self._timers.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

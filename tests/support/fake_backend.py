@@ -264,6 +264,9 @@ class FakeBackend:
     def unready_reason(self) -> str | None:
         return self.unready
 
+    async def wait_change(self, *, timeout: Seconds = 1.0) -> None:
+        """Always finds some: a test may have changed the models."""
+
     def refusal(self, card: ModelCard, name: str | None = None) -> PdserveError | None:
         return None if self.unready is None else NotReady(self.unready, retry_after=1.0)
 

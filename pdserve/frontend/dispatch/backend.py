@@ -57,6 +57,10 @@ class Backend(Protocol):
         """The reason why requests cannot be served, for `/health`; None if they can."""
         ...
 
+    async def wait_change(self, *, timeout: Seconds = 1.0) -> None:
+        """Waits until `cards` may have changed, at most `timeout` seconds."""
+        ...
+
     def refusal(self, card: ModelCard, name: str | None = None) -> PdserveError | None:
         """The error with which a request for this model is refused before any work is done for it;
         None if it is not refused. `name`: what the client asks for, an adapter perhaps."""

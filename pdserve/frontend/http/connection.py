@@ -279,6 +279,8 @@ class ConnectionServer(web.Server):
         """The framing bytes that all connections hold of unfinished requests."""
         self.accepted = 0
         """Number of connections accepted so far."""
+        self.on_accepted: Callable[[], None] = lambda: None
+        """Called for each of them."""
         self.metrics = metrics
 
     def __call__(self) -> ClientConnection:
@@ -300,6 +302,7 @@ class ConnectionServer(web.Server):
         self._open.add(connection)
         self._idle.add(connection, connection.host)
         self.accepted += 1
+        self.on_accepted()
         if len(self._open) <= self._limit:
             return
         victim = self._idle.evict(connection) or connection
