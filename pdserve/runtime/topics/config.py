@@ -41,7 +41,9 @@ class LogConfig:
     """A reader that takes nothing for this long gives its snapshot slot to a waiting one."""
 
     watermark_interval: Seconds = 1.0
-    """Interval of watermarks to a reader that has every event."""
+    """Interval of watermarks to a reader that has every event; doubles while nothing changes."""
+    watermark_rest: Seconds = 32.0
+    """Longest interval that the doubling reaches: a log at rest costs next to nothing."""
     watermark_batches: int = 64
     """Messages after which a watermark is due, if the reader has every event then."""
 

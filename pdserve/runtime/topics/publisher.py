@@ -72,6 +72,8 @@ class LogPublisher:
         """Number of the oldest event in the ring."""
         self.bytes: Bytes = 0
         """What the ring holds."""
+        self.changes = 0
+        """Number of changes of the source, with those whose event was too large."""
         self.pins: dict[LogFeed, None] = {}
         """Readers with a snapshot under way, or not yet past what came after it."""
         self.replays = self.snapshots = self.restarts = self.lagged = self.watermarks = 0
@@ -81,6 +83,7 @@ class LogPublisher:
     def append(self, event: bytes) -> None:
         """Append an event that has changed the source's state. Errors: `PayloadTooLarge`; it is not
         appended."""
+        self.changes += 1
         size = len(event)
         if size > self.config.event_bytes:
             raise PayloadTooLarge(f"an event of {size} bytes is too large for a log")
@@ -184,6 +187,8 @@ class LogFeed:
         self._not_before: Seconds = 0.0  # the next snapshot
         self._batches = 0  # since the last watermark
         self._say_again: Seconds = 0.0  # a watermark, or that it lags
+        self._pause: Seconds = 0.0  # after the next watermark
+        self._noted = -1  # changes of the source at the last poll
 
     # ------------------------------------------------------------------ from the reader
 
@@ -246,6 +251,9 @@ class LogFeed:
         log = self._log
         if self.next < log.oldest:
             return self._restart(now) if self in log.pins else self._lag(now)
+        if self._noted != log.changes:
+            self._noted, self._pause = log.changes, log.config.watermark_interval
+            self._say_again = min(self._say_again, now + self._pause)
         if self.next < log.head:
             self.next, message = log.batch(self.next)
             self._batches += 1
@@ -253,18 +261,19 @@ class LogFeed:
         log.pins.pop(self, None)
         if self._batches >= log.config.watermark_batches:
             self._say_again = now
-        if not self._is_time(now):
+        if not self._is_time(now, self._pause):
             return None
+        self._pause = min(2 * self._pause, log.config.watermark_rest)
         self._batches = 0
         log.watermarks += 1
         return encode(Watermark(log.epoch, log.head, log.source.digest()))
 
-    def _is_time(self, now: Seconds) -> bool:
-        """True if a repeated message is due."""
+    def _is_time(self, now: Seconds, pause: Seconds) -> bool:
+        """True if a repeated message is due; the next one is due after `pause`."""
         if now < self._say_again:
             self.due = self._say_again
             return False
-        self._say_again = now + self._log.config.watermark_interval
+        self._say_again = now + pause
         return True
 
     def _lag(self, now: Seconds) -> bytes | None:
@@ -275,7 +284,9 @@ class LogFeed:
         return self._poll_lagged(now)
 
     def _poll_lagged(self, now: Seconds) -> bytes | None:
-        return encode(Lagged(self._log.oldest)) if self._is_time(now) else None
+        log = self._log
+        again = self._is_time(now, log.config.watermark_interval)
+        return encode(Lagged(log.oldest)) if again else None
 
     # ------------------------------------------------------------------ snapshots
 

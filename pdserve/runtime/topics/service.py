@@ -274,8 +274,10 @@ class LogTopic(Publication):
     def append(self, event: bytes) -> None:
         """Append an event that has changed the source. Errors: `PayloadTooLarge`; readers then
         notice the change at the next watermark and take a snapshot."""
-        self._machine.append(event)
-        self.pump()
+        try:
+            self._machine.append(event)
+        finally:
+            self.pump()
 
     def digest(self) -> int:
         """Digest of the source's present state."""

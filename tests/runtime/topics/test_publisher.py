@@ -295,6 +295,23 @@ def test_watermarks_when_idle_and_among_batches() -> None:
     assert kinds(seen) == "EventBatch EventBatch EventBatch Watermark " * 2 + "EventBatch"
 
 
+def test_watermarks_become_rare_while_nothing_changes_and_a_change_brings_one_soon() -> None:
+    log = make(0, replace(CONFIG, event_bytes=100))
+    feed = at(log, 0)
+    said = [now for now in range(1000) if "Watermark" in kinds(take(feed, float(now)))]
+    assert len(said) < 40
+    add(log, 1)
+    take(feed, 1000.0)
+    assert feed.due is not None
+    assert feed.due <= 1001.0
+    take(feed, 1001.0)
+    with pytest.raises(PayloadTooLarge):
+        log.append(bytes(101))
+    take(feed, 1001.5)
+    assert feed.due is not None
+    assert feed.due <= 1002.5
+
+
 def test_a_piece_has_a_bound() -> None:
     log = make()
     assert isinstance(log.source, Source)
