@@ -28,7 +28,8 @@ class GossipConfig:
     """Observers per node, 1 to 8; a node has about twice as many links."""
 
     ping_interval: Seconds = 1.0
-    """Time between two pings of one target; times (1 + h)."""
+    """Most time between two pings of one target; times (1 + h). Pings are sent at multiples of it:
+    a node pings all its targets in one wake-up."""
     ping_timeout: Seconds = 0.5
     """A ping without an answer for this long is missed. The time includes the delays of both event
     loops, so it is far above a round trip. Times (1 + h)."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
+from pdserve.clock import until_next
 from pdserve.gossip.messages import IndirectPing, IndirectPingResult, Ping
 
 if TYPE_CHECKING:
@@ -207,8 +208,14 @@ class Prober:
     def _rest(self, node: NodeId, probe: _Probe) -> None:
         probe.stage = ProbeStage.IDLE
         probe.asked = {}
+        self._context.after("ping", node, self._until_ping())
+
+    def _until_ping(self) -> Seconds:
+        """Time until a target's next ping: at most the interval, and the same moment for all
+        targets, so that they share a wake-up."""
         interval = self._context.config.ping_interval
-        self._context.after("ping", node, self._context.health.stretch(interval))
+        longer = self._context.health.stretch(interval) - interval
+        return min(interval, until_next(self._context.now, interval)) + longer
 
     def _report(self, nonce: int, *, alive: bool) -> None:
         relay = self._relays.pop(nonce)

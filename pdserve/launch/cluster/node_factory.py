@@ -40,8 +40,10 @@ if TYPE_CHECKING:
 
 __all__ = ["NodeFactory"]
 
-_PRIVATE_GOSSIP = GossipConfig(ping_interval=10.0)
-"""Nodes of one process end together, so they need not watch each other every second."""
+_PRIVATE_GOSSIP = GossipConfig(ping_interval=60.0, sync_interval=300.0, reunion_interval=300.0)
+_PRIVATE_LINKS = NetSettings(ping_after=60.0, silent_after=180.0)
+"""Nodes of one process end together, and no network is between them: they need not watch each
+other."""
 
 
 class NodeFactory:
@@ -86,6 +88,7 @@ class NodeFactory:
                 cluster="private",
                 leave_timeout=0.0,
                 gossip=_PRIVATE_GOSSIP,
+                net=_PRIVATE_LINKS,
             )
             return self._make(config, self._world.network(name), lambda: (self._private_key,))
         listen = listen_address(self._config, role)
