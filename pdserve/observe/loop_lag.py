@@ -12,7 +12,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from pdserve.clock import SystemClock
+from pdserve.clock import SystemClock, until_next
 
 if TYPE_CHECKING:
     from pdserve.clock import Clock
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 INTERVAL: Seconds = 0.05
 """Sampling interval of a process that works."""
-IDLE_INTERVAL: Seconds = 0.25
-"""Sampling interval of a process that does next to nothing: twenty wake-ups a second would be half
-of all it has."""
+IDLE_INTERVAL: Seconds = 1.0
+"""Sampling interval of a process that does next to nothing: these wake-ups would be most of all it
+has. The ticks fall on whole seconds, as those of other timers do."""
 _IDLE_SHARE = 0.04
 """Share of the loop's thread in the time, below which it does next to nothing."""
 _IDLE_TICKS = 40
@@ -107,8 +107,9 @@ class LoopLagMonitor:
             self._timer = None
 
     def _arm(self, now: Seconds, interval: Seconds) -> None:
-        self._due = now + interval
-        self._timer = self._loop.call_later(interval, self._tick)
+        wait = interval if interval < IDLE_INTERVAL else until_next(now, interval)
+        self._due = now + wait
+        self._timer = self._loop.call_later(wait, self._tick)
 
     def _tick(self) -> None:
         now = self._clock.now()

@@ -27,7 +27,7 @@ def test_a_process_that_does_nothing_is_sampled_less_and_one_that_begins_at_once
     found: list[float] = []
     for tick in range(120):
         now += found[-1] if found else 0.05
-        used += 0.01 if tick >= 100 else 0.0001
+        used += 0.05 if tick >= 100 else 0.0001
         found.append(pace.next(now, used))
     assert set(found[:39]) == {0.05}
     assert set(found[39:100]) == {IDLE_INTERVAL}
