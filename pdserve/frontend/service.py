@@ -32,6 +32,7 @@ from pdserve.frontend.generation import GenerationHandler
 from pdserve.frontend.http.body_reader import BodyReader
 from pdserve.frontend.http.connection import ConnectionServer
 from pdserve.frontend.http.cors import Cors
+from pdserve.frontend.http.last_connections import end_backlog
 from pdserve.frontend.model_registry import ModelRegistry
 from pdserve.frontend.preprocess.prompt_hashes import NO_HASHING, PromptHasher
 from pdserve.frontend.request_log import RequestLog
@@ -60,15 +61,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pdserve.frontend")
 
 SWEEP: Seconds = 1.0
+"""Seconds between two sweeps of connection deadlines, and between two checks for new models."""
 _REST: Seconds = 30.0
 """Most seconds between two looks at the served models while no member or model changes."""
-"""Seconds between two sweeps of connection deadlines, and between two checks for new models."""
 _LAST_WORDS: Seconds = 2.0
 """Seconds for error responses to reach their clients before connections are closed."""
+_LET_IN: Seconds = 10.0
+"""Most seconds in which the backlog is accepted. Its end comes much sooner on an idle machine."""
 _FIRST_WORDS: Seconds = 0.5
 """Seconds for a request to arrive on a connection that was opened just before the end."""
 _TURNS = 3
-"""Turns of the event loop until every connection in the backlog has been accepted."""
+"""Turns of the event loop in which one connection of the backlog is accepted, if there is one."""
 
 
 class FrontendService:
@@ -375,8 +378,9 @@ class FrontendService:
         clients that connect later are refused and can retry."""
         for listening in listener.sockets:
             with socket.socket(fileno=os.dup(listening.fileno())) as door:
-                door.listen(0)
-        until, seen = self._loop.time() + _FIRST_WORDS, -1
+                end_backlog(door)
+        # A loop may accept one connection per turn, and a busy machine makes turns long.
+        until, seen = self._loop.time() + _LET_IN, -1
         while self._server.accepted != seen and self._loop.time() < until:
             seen = self._server.accepted
             for _ in range(_TURNS):
