@@ -10,7 +10,7 @@ import pytest
 
 from bench.policy_grid.cells import Scale, World
 from bench.policy_grid.losses import Change, Look, losses
-from bench.policy_grid.runner import run_one
+from bench.policy_grid.runner import Traces, run_one
 from bench.policy_grid.tiers import (
     ARMS,
     NO_TIERS,
@@ -136,7 +136,7 @@ def test_a_replay_tells_where_each_token_was_lost(tmp_path: Path) -> None:
     trace.write_text("\n".join(json.dumps(row) for row in rows))
     scale = Scale(requests=0, workers=2, seeds=1, noise=0.0, kv_tokens=12 * BLOCK)
     arm = replace(ARMS[1], host_tokens=4 * BLOCK)
-    result = run_one(trace, scale, (World(whole=True), arm, 1, 1.0))
+    result = run_one(Traces(trace), scale, (World(whole=True), arm, 1, 1.0))
     found = result["losses"]
     assert found["seen"] == (60 - 9) * 4 == result["atomic"]["seen"]
     assert sum(found.values()) == 2 * found["seen"]
