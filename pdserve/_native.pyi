@@ -45,6 +45,34 @@ def crc32_here() -> bool: ...
 def crc32(data: memoryview | bytes | bytearray, start: int = 0) -> int: ...
 def cpu_kernel_sets() -> list[str]: ...
 
+class BpeEncoder:
+    """Encodes text by byte-level BPE; `tokenizers` is its twin (pdserve/text/tokenization).
+
+    Arguments as in byte_level_bpe.py and split_pattern.py; `classes` has a byte for each code
+    point.
+    Raises ValueError for what does not fit together. Memory is fixed after construction.
+    """
+
+    def __init__(
+        self,
+        *,
+        classes: bytes,
+        patterns: Sequence[
+            tuple[
+                Sequence[tuple[int, int, int, bool, Sequence[tuple[int, int]]]],
+                Sequence[tuple[int, int, int, int]],
+                Sequence[int],
+                Sequence[int],
+                bool,
+            ]
+        ],
+        merges: bytes,
+        bytes: Sequence[int],
+        added: Sequence[tuple[bytes, int]],
+        whole: Sequence[tuple[bytes, int]],
+    ) -> None: ...
+    def encode(self, text: str) -> bytes | None: ...
+
 class CpuModel:
     """Forward passes on the CPU; twin of pdserve_engines/torch/models/torch_model.py, which says
     what it does.

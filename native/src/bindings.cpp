@@ -3,6 +3,7 @@
 // The stub pdserve/_native.pyi must say the same; pdserve/accel.py is the only importer.
 #include <nanobind/nanobind.h>
 
+#include "bind_bpe.hpp"
 #include "bind_copy.hpp"
 #include "bind_cpu.hpp"
 #include "bind_hash.hpp"
@@ -16,6 +17,7 @@ NB_MODULE(_native, m) {
   // An interpreter that ends by Ctrl-C leaves objects to the operating system: no news for users.
   nb::set_leak_warnings(false);
   m.doc() = "Compiled twins of pdserve's hot loops; see pdserve/accel.py.";
+  bind_bpe(m);
   bind_copy(m);
   bind_cpu(m);
   bind_hash(m);

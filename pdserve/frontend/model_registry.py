@@ -31,6 +31,7 @@ from pdserve.protocols.unsupported_fields import shorten
 from pdserve.text.chat.chat_template import ChatTemplates
 from pdserve.text.reasoning_parsers import REASONING_PARSERS, reasoning_format
 from pdserve.text.text_pool import LARGE_CHARS
+from pdserve.text.tokenization.fast_encoder import SLOW, EncoderChoice
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.text.tool_parsers import TOOL_PARSERS, tool_format
 
@@ -80,6 +81,8 @@ class PreparedModel:
     reasoning_marks: frozenset[int] = frozenset()
     lora: str = ""
     """Id of the adapter that requests use; empty: the model itself."""
+    encoder: EncoderChoice = SLOW
+    """Whether the extension encodes its texts, or `tokenizers`."""
 
     @classmethod
     def from_card(cls, card: ModelCard, modules: Collection[str] = ()) -> PreparedModel:
@@ -92,6 +95,7 @@ class PreparedModel:
             # Computed here, so that the first request does not wait for it.
             _ = templates.select().content_format
         tokenizer = Tokenizer.from_card(card)
+        encoder = tokenizer.choose_encoder()
         tools = reasoning = None
         if _known(card, "tool-parser", card.tool_parser, TOOL_PARSERS, modules):
             tools = _format(tool_format, card.tool_parser, card)
@@ -106,6 +110,7 @@ class PreparedModel:
             reasoning,
             _marks(tools, tokenizer, card),
             _marks(reasoning, tokenizer, card),
+            encoder=encoder,
         )
 
     def adapted(self, name: str | None) -> PreparedModel:
@@ -177,6 +182,8 @@ class ModelRegistry:
         self._told: set[int] = set()
         """Failures that have been logged."""
         self._making: dict[int, asyncio.Task[PreparedModel]] = {}
+        self.on_difference: Callable[[str], None] = lambda detail: None
+        """Called when a model's texts are encoded slowly because the extension gives other ids."""
 
     def card(self, name: str | None, key: ApiKey | None = None) -> ModelCard:
         """Returns the card of `name`, a model, an alias or an adapter; without a name, that of the
@@ -288,6 +295,7 @@ class ModelRegistry:
                 _ALWAYS_A_THREAD, PreparedModel.from_card, card, self._modules
             )
             self._ready[id(card)] = model
+            self._tell_encoder(model)
             return model
         except ConfigError as error:
             self._failed[id(card)] = (card, error.message)
@@ -302,6 +310,19 @@ class ModelRegistry:
             raise ConfigError(reason) from None
         finally:
             del self._making[id(card)]
+
+    def _tell_encoder(self, model: PreparedModel) -> None:
+        name, choice = model.card.name, model.encoder
+        if choice.uncovered:
+            logger.info(
+                "model %s: tokenizers encodes its texts; the extension does not cover %s",
+                *(name, choice.uncovered),
+            )
+        if choice.difference:
+            self.on_difference(
+                f"model {name}: its texts are encoded some ten times slower, by tokenizers, since "
+                f"the extension gives other ids to {choice.difference!r}; report the model"
+            )
 
 
 def _place(entry: tuple[str, ModelCard]) -> tuple[str, int, str]:

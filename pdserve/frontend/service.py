@@ -153,6 +153,7 @@ class FrontendService:
         self._pool = TextPool()
         self._pool.on_stuck = self._note_stuck
         self._models = ModelRegistry(self._backend, self._pool, config.parser_modules)
+        self._models.on_difference = self._note_difference
         self._bodies = bodies = BodyReader(config)
         self._active_requests = active_requests = ActiveRequests(config, bodies, SystemClock().now)
         traces = RequestTraces(
@@ -408,6 +409,11 @@ class FrontendService:
             )
         else:
             self._degradations.clear("text_stuck")
+
+    def _note_difference(self, detail: str) -> None:
+        """Reports that a model's texts are encoded slowly."""
+        if self._degradations is not None:
+            self._degradations.add("tokenizer_differs", detail)
 
     def _read_keys(self) -> KeyRing | None:
         path = self.config.api_keys_file

@@ -317,6 +317,14 @@ async def test_models_are_made_before_the_first_request(monkeypatch):
         await until(lambda: client.service._models.get_nowait(tiny))
 
 
+def test_a_tokenizer_that_differs_is_a_degradation():
+    degradations = Degradations(Metrics())
+    backend = FakeBackend({MODEL: card()}, Script())
+    frontend = FrontendService(FrontendConfig(port=0), backend, degradations=degradations)
+    frontend._note_difference("model m: other ids")
+    assert degradations.reasons()["tokenizer_differs"] == "model m: other ids"
+
+
 async def test_stuck_text_work_is_a_degradation_until_it_ends():
     metrics = Metrics()
     degradations = Degradations(metrics)

@@ -10,7 +10,7 @@ import pytest
 from pdserve.errors import DeadlineExceeded, Draining, InvalidRequest, Overloaded
 from pdserve.text.chat.template_process import TemplateProcess
 from pdserve.text.chat.template_sandbox import TemplateLimits
-from pdserve.text.text_pool import TextPool, TextPoolStats
+from pdserve.text.text_pool import INLINE_FAST, TextPool, TextPoolStats
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from tests.text import builders
 
@@ -51,6 +51,17 @@ async def test_texts_are_encoded_the_same_either_way(pool):
     for text in ("short", "a rather long text, for this pool"):
         assert await pool.encode(tokenizer, text) == tokenizer.encode(text)
         assert await pool.encode_batch(tokenizer, [text, text]) == [tokenizer.encode(text)] * 2
+
+
+async def test_what_the_extension_encodes_may_be_longer_in_place(pool):
+    tokenizer = Tokenizer.from_bytes(builders.byte_level().to_str().encode())
+    if not tokenizer.choose_encoder().fast:
+        pytest.skip("the extension is not built")
+    await pool.encode(tokenizer, "a" * 10 * INLINE_FAST)
+    await pool.encode_batch(tokenizer, ["a" * 5 * INLINE_FAST] * 2)
+    assert pool.stats().handed_over == 0
+    await pool.encode(tokenizer, "a" * (10 * INLINE_FAST + 1))
+    assert pool.stats().handed_over == 1
 
 
 async def test_what_the_work_raises_comes_back(pool):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import tokenizers
 
-__all__ = ["TokenizationCache", "plan_cuts"]
+__all__ = ["WORTH", "WORTH_FAST", "TokenizationCache", "plan_cuts"]
 
 _SAFE: Final = {
     "BertPreTokenizer",
@@ -37,9 +37,11 @@ _SAFE: Final = {
 """Pre-tokenizers that look only at the segment they get."""
 _CHARS_PER_TOKEN: Final = 16
 """Most characters per cached token, on average; four are usual."""
-_WORTH: Final = 64
-"""Shortest segment, in characters, that is cached; a shorter one is encoded as fast as it is
-found."""
+WORTH: Final = 64
+"""Shortest segment, in characters, that is cached; `tokenizers` encodes a shorter one as fast as it
+is found."""
+WORTH_FAST: Final = 16 * 1024
+"""The same where the extension encodes (bench/results/encode_text.md)."""
 
 
 def plan_cuts(raw: tokenizers.Tokenizer) -> dict[str, int] | None:
@@ -69,10 +71,16 @@ class TokenizationCache:
     """LRU cache of the token ids of segments between special tokens."""
 
     def __init__(
-        self, cuts: dict[str, int], max_tokens: int = 512 * 1024, max_entries: int = 16 * 1024
+        self,
+        cuts: dict[str, int],
+        max_tokens: int = 512 * 1024,
+        max_entries: int = 16 * 1024,
+        shortest: int = WORTH,
     ) -> None:
         """A token takes 4 bytes; an entry takes 300 and its text, at most `_CHARS_PER_TOKEN`
         characters for each of `max_tokens` in all."""
+        self.shortest = shortest
+        """Fewest characters of a segment that is cached."""
         # Like the library, this takes the leftmost match, and of those the longest.
         longest_first = sorted(cuts, key=len, reverse=True)
         self._cut = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
@@ -107,7 +115,7 @@ class TokenizationCache:
         found: dict[str, TokenIds] = {}
         with self._lock:
             for piece in pieces[::2]:
-                known = self._known.get((salt, piece)) if len(piece) >= _WORTH else None
+                known = self._known.get((salt, piece)) if len(piece) >= self.shortest else None
                 if known is not None:
                     self._known.move_to_end((salt, piece))
                     found[piece] = known
@@ -129,7 +137,7 @@ class TokenizationCache:
             for piece in pieces:
                 ids = found[piece]
                 too_large = len(ids) > self._max_tokens or len(piece) > self._max_chars
-                if len(piece) < _WORTH or too_large or (salt, piece) in self._known:
+                if len(piece) < self.shortest or too_large or (salt, piece) in self._known:
                     continue
                 self._known[salt, piece] = ids
                 self._tokens += len(ids)

@@ -4,6 +4,8 @@ Wraps the `tokenizers` library and does the same as `transformers` with the same
 post-processor in tokenizer.json decides which first and last tokens are added. It opens no file,
 and knows neither chats nor requests. One object serves a model while its card is the same.
 
+`choose_encoder` lets the extension encode where it gives the same ids (`fast_encoder.py`).
+
 Threads: encoding and decoding change nothing, so any number of threads may use one object. `encode`
 and `encode_batch` release the interpreter lock while they work; `decode` does not.
 """
@@ -19,9 +21,15 @@ import tokenizers
 
 from pdserve.errors import ConfigError, InvalidRequest
 from pdserve.text.tokenization.detokenizer import Detokenizer, make_detokenizer
+from pdserve.text.tokenization.fast_encoder import choose_encoder
 from pdserve.text.tokenization.token_bound import chars_per_token, split_text
 from pdserve.text.tokenization.token_text_table import TokenTextTable, decoder_shape, is_panic
-from pdserve.text.tokenization.tokenization_cache import TokenizationCache, plan_cuts
+from pdserve.text.tokenization.tokenization_cache import (
+    WORTH,
+    WORTH_FAST,
+    TokenizationCache,
+    plan_cuts,
+)
 from pdserve.text.tokenization.tokenizer_config import TokenizerConfig, parse_tokenizer_config
 from pdserve.token_ids import TokenIds, token_ids
 
@@ -29,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from pdserve.messages.card import ModelCard
+    from pdserve.text.tokenization.fast_encoder import EncoderChoice, FastEncoder
 
 # Without it the library warns on standard error when a process forks after a parallel encode.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -62,9 +71,10 @@ class Tokenizer:
         self._pieces = pieces
         self._json = tokenizer_json
         self.config = config
-        cuts = plan_cuts(raw)
-        self.segments = None if cuts is None else TokenizationCache(cuts)
-        """Cache of segments of earlier texts; None if texts cannot be cut."""
+        self._fast: FastEncoder | None = None
+        self.segments: TokenizationCache | None = None
+        """Cache of segments of earlier texts; None if texts cannot be cut, and before
+        `choose_encoder`."""
 
     @classmethod
     def from_card(cls, card: ModelCard) -> Tokenizer:
@@ -99,7 +109,8 @@ class Tokenizer:
         raw.no_truncation()
         _add_tokens(raw, config)
         size = max(model_vocab_size, _highest_id(raw) + 1)
-        return cls(raw, TokenTextTable(raw, shape, size, _special_ids(raw)), config, tokenizer_json)
+        pieces = TokenTextTable(raw, shape, size, _special_ids(raw))
+        return cls(raw, pieces, config, tokenizer_json)
 
     # ---------------------------------------------------------------- properties
 
@@ -143,6 +154,24 @@ class Tokenizer:
 
     # ---------------------------------------------------------------- text to ids
 
+    def choose_encoder(self) -> EncoderChoice:
+        """Encode by the extension from now on, if it covers this tokenizer and gives the same ids.
+
+        Takes tenths of a second: run it off the event loop. Idempotent. Other threads may encode
+        meanwhile.
+        """
+        choice, self._fast = choose_encoder(self._json, self._raw)
+        cuts = plan_cuts(self._raw)
+        if cuts is not None:
+            shortest = WORTH if self._fast is None else WORTH_FAST
+            self.segments = TokenizationCache(cuts, shortest=shortest)
+        return choice
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether the extension encodes."""
+        return self._fast is not None
+
     def encode(self, text: str, add_special_tokens: bool = True, salt: str = "") -> TokenIds:
         """Return the token ids of `text`. Raises `InvalidRequest` for a lone surrogate.
 
@@ -152,8 +181,9 @@ class Tokenizer:
         `add_special_tokens` the tokenizer's first and last tokens are added; leave it off for the
         output of a chat template, which has them already.
         """
-        if self.segments is not None and not add_special_tokens:
-            return self.segments.encode(text, self._encode_pieces, salt)
+        segments = self.segments
+        if segments is not None and not add_special_tokens and len(text) >= segments.shortest:
+            return segments.encode(text, self._encode_pieces, salt)
         return self.encode_batch([text], add_special_tokens)[0]
 
     def _encode_pieces(self, texts: Sequence[str]) -> list[TokenIds]:
@@ -169,9 +199,22 @@ class Tokenizer:
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[TokenIds]:
         """Return the token ids of pairs of texts, joined as the tokenizer's post-processor says.
         Raises `InvalidRequest` for a lone surrogate."""
-        return self._encode_at_once(list(pairs), add_special_tokens=True)
+        return self._encode_slowly(list(pairs), add_special_tokens=True)
 
-    def _encode_at_once(
+    def _encode_at_once(self, texts: list[str], add_special_tokens: bool) -> list[TokenIds]:
+        fast = self._fast
+        if fast is None:
+            return self._encode_slowly(texts, add_special_tokens)
+        try:
+            found = [fast.encode(text, add_special_tokens) for text in texts]
+        except UnicodeEncodeError:
+            raise InvalidRequest("text must be valid Unicode") from None
+        return [
+            self._encode_slowly([text], add_special_tokens)[0] if ids is None else ids
+            for text, ids in zip(texts, found, strict=True)
+        ]
+
+    def _encode_slowly(
         self, texts: list[str] | list[tuple[str, str]], add_special_tokens: bool
     ) -> list[TokenIds]:
         try:

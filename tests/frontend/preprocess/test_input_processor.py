@@ -269,8 +269,9 @@ async def test_every_prompt_takes_the_wish_to_its_worker(pool):
     assert (plan.requests[0].cache_ttl, plan.requests[0].cache_scope) == (0.0, "")
 
 
-async def test_what_one_tenant_sent_is_tokenised_anew_for_another(pool):
+async def test_what_one_tenant_sent_is_tokenised_anew_for_another(pool, monkeypatch):
     """The time that it takes would tell that somebody had sent it."""
+    monkeypatch.setattr("pdserve.accel.NATIVE", False)
     served = PreparedModel.from_card(card())
     segments = served.tokenizer.segments
     assert segments is not None

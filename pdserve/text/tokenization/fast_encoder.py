@@ -1,0 +1,149 @@
+"""Encodes text by the extension, many times faster than `tokenizers`, where both give the same ids.
+
+`choose_encoder` says for which tokenizers: those that `byte_level_bpe.py` covers, and for which
+`find_difference` finds none over a fixed set of texts (`probe_texts.py`) and all added tokens. A
+text that has characters newer than the tables, or is not normalised, is left to `tokenizers`. This
+file knows no model card.
+
+Memory: an encoder has some tens of bytes for each merge and 4 MiB of remembered pieces; both are
+fixed. A call needs some tens of bytes for each byte of its text, and gives them back.
+Threads: any number may encode at once; the interpreter lock is released for long texts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+from unicodedata import is_normalized
+
+from pdserve import accel
+from pdserve.text.tokenization.byte_level_bpe import (
+    AddedTokenFlags,
+    Uncovered,
+    read_byte_level_bpe,
+)
+from pdserve.text.tokenization.probe_texts import PLAIN_TEXTS, texts_with
+from pdserve.text.tokenization.unicode_classes import character_classes, normalizable_classes
+from pdserve.token_ids import TokenIds, token_ids
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from pdserve.text.tokenization.byte_level_bpe import ByteLevelBpe
+
+__all__ = ["SLOW", "EncoderChoice", "FastEncoder", "choose_encoder", "find_difference"]
+
+_SHOWN: Final = 60
+"""Characters of a text that a log line shows."""
+_FRAMED: Final = ("a", "b", "1")
+"""Texts of one token each, which show what the post-processor puts around a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderChoice:
+    """Whether a tokenizer's texts are encoded by the extension, and why not."""
+
+    fast: bool
+    uncovered: str = ""
+    """What the extension does not cover; empty if it covers everything."""
+    difference: str = ""
+    """A text to which it gives other ids, or its error; empty if there is none."""
+
+
+SLOW: Final = EncoderChoice(fast=False)
+"""The choice of a tokenizer before `choose_encoder`."""
+
+
+class FastEncoder:
+    """Encodes texts for one tokenizer."""
+
+    def __init__(self, described: ByteLevelBpe, frame: tuple[list[int], list[int]]) -> None:
+        """`frame`: the special tokens before and after a text."""
+        normalized = described.normalized
+        self._raw = accel.native.BpeEncoder(
+            classes=normalizable_classes() if normalized else character_classes(),
+            patterns=[
+                (each.sets, each.steps, each.starts, each.alternatives, gaps)
+                for each, gaps in described.patterns
+            ],
+            merges=described.merges,
+            bytes=described.byte_ids,
+            added=described.added,
+            whole=described.whole,
+        )
+        self._normalized = normalized
+        self._frame = frame
+
+    def encode(self, text: str, add_special_tokens: bool) -> TokenIds | None:
+        """Return the ids of a text; None if it has to be left to `tokenizers`.
+
+        Errors: `UnicodeEncodeError` for a lone surrogate.
+        """
+        if self._normalized and not (text.isascii() or is_normalized("NFC", text)):
+            return None
+        packed = self._raw.encode(text)
+        if packed is None:
+            return None
+        before, after = self._frame if add_special_tokens else ((), ())
+        ids = token_ids(before)
+        ids.frombytes(packed)
+        ids.extend(after)
+        return ids
+
+
+def choose_encoder(
+    tokenizer_json: bytes, raw: tokenizers.Tokenizer
+) -> tuple[EncoderChoice, FastEncoder | None]:
+    """Return the fast encoder of a tokenizer if it has one, and the reason if it has none.
+
+    `raw` is the tokenizer that the file describes, with all added tokens. Takes some tenths of a
+    second for a vocabulary of a hundred thousand.
+    """
+    if not accel.NATIVE:
+        return EncoderChoice(fast=False, uncovered=f"anything: {accel.REASON}"), None
+    try:
+        described = read_byte_level_bpe(tokenizer_json, _added_tokens(raw))
+        fast = FastEncoder(described, _frame(raw))
+    except Uncovered as error:
+        return EncoderChoice(fast=False, uncovered=str(error)), None
+    difference = find_difference(raw, fast)
+    if difference:
+        return EncoderChoice(fast=False, difference=difference), None
+    return EncoderChoice(fast=True), fast
+
+
+def find_difference(raw: tokenizers.Tokenizer, fast: FastEncoder) -> str:
+    """The beginning of a text to which the two give different ids; empty if there is none."""
+    added = [token.content for token in raw.get_added_tokens_decoder().values()]
+    for texts, special in (((*PLAIN_TEXTS, *texts_with(added)), False), (PLAIN_TEXTS, True)):
+        expected = raw.encode_batch_fast([*texts], add_special_tokens=special)
+        for text, right in zip(texts, expected, strict=True):
+            found = fast.encode(text, special)
+            if found is not None and found.tolist() != right.ids:
+                return text[:_SHOWN] or "an empty text"
+    return ""
+
+
+def _added_tokens(raw: tokenizers.Tokenizer) -> list[AddedTokenFlags]:
+    return [
+        AddedTokenFlags(
+            token.content,
+            token_id,
+            lstrip=token.lstrip,
+            rstrip=token.rstrip,
+            single_word=token.single_word,
+            normalized=token.normalized,
+        )
+        for token_id, token in raw.get_added_tokens_decoder().items()
+    ]
+
+
+def _frame(raw: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+    """The special tokens before and after a text. Raises `Uncovered`."""
+    for text in _FRAMED:
+        plain = raw.encode(text, add_special_tokens=False).ids
+        whole = raw.encode(text, add_special_tokens=True).ids
+        if len(plain) == 1 and whole.count(plain[0]) == 1:
+            place = whole.index(plain[0])
+            return whole[:place], whole[place + 1 :]
+    raise Uncovered("what its post-processor adds")
