@@ -25,7 +25,7 @@ HEADING: Final = "## Other workloads, and loads up to twice the knee"
 
 def section(findings: WorkloadFindings) -> str:
     """The section, from its heading on."""
-    how = (bench.policy_grid.workloads.__doc__ or "").split("\n\n", 2)[2].strip().split("\n")
+    how = (bench.policy_grid.workloads.__doc__ or "").split("\n\n", 2)[2].strip("\n").split("\n")
     parts = [
         [HEADING, "", *how, "", *_facts(findings)],
         list(_verdict(findings)),
