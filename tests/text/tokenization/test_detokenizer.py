@@ -117,7 +117,7 @@ def test_output_continues_its_prompt(name, skip):
     def check(ids, prompt_text):
         prompt = made(name).encode(prompt_text + "a")
         stream = made(name).detokenizer(skip_special_tokens=skip, prompt=prompt)
-        together = whole(name, prompt + ids, skip)
+        together = whole(name, [*prompt, *ids], skip)
         assert whole(name, prompt, skip) + drain(stream, ids) == together
 
     check()
