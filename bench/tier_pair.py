@@ -19,20 +19,15 @@ from pdserve.engine_core.kv_transfer.checksums import checksum_of
 from pdserve.engine_core.kv_transfer.connector import (
     AttemptGranted,
     AttemptKey,
-    NodeMessage,
     PartArrived,
 )
 from pdserve.engine_core.kv_transfer.thread_connector import make_thread_connector
 from pdserve.ids import NodeId, NodeLife
 from pdserve.messages.engine import (
     EngineSpec,
-    InboundControl,
-    InboundControlReply,
     KvPullAnswer,
     KvPullOpened,
     KvPullServed,
-    OutboundControl,
-    OutboundControlReply,
     Rejected,
     ServeKvPull,
     SetNodeLife,
@@ -42,6 +37,7 @@ from pdserve.messages.engine import (
 )
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.messages.tiers import KvSource
+from pdserve.testing.transfer_support import CallCarrier
 from pdserve.token_ids import token_ids
 from pdserve.transfer.base import GrantSpec, KvPart
 from pdserve_engines.torch.executor import TorchExecutor
@@ -62,15 +58,19 @@ _LATE: Final = 60.0
 class End:
     """One worker: its core, and what its node does with the core's events."""
 
-    life: NodeLife
+    carrier: CallCarrier
     core: EngineCore
     model: str
     """Hash of what the model computes."""
     peer: End = field(init=False)
     outputs: list[tuple[float, StepOutput]] = field(default_factory=list)
     _calls: dict[int, int] = field(default_factory=dict)
-    """The peer's numbers of calls and questions, by those here."""
+    """The peer's numbers of questions, by those here."""
     _numbers: int = 0
+
+    @property
+    def life(self) -> NodeLife:
+        return self.carrier.life
 
     def touch(self) -> None:
         """Have all pages of the pool, each with bytes of its own."""
@@ -91,16 +91,6 @@ class End:
                 self.outputs.append((time.perf_counter(), event))
             case Rejected():
                 raise RuntimeError(event.message)
-            case OutboundControl():
-                number = self.peer._number(event.number)
-                self.peer.core.handle(
-                    InboundControl(number, *self.life, event.backend, event.control)
-                )
-            case InboundControlReply():
-                number = self._calls.pop(event.number)
-                self.peer.core.handle(
-                    OutboundControlReply(number, event.control, event.kind, event.message)
-                )
             case KvPullOpened():
                 number = self.peer._number(event.number)
                 self.peer.core.handle(
@@ -173,20 +163,23 @@ class Pair:
         )
         self.r, self.o = self._end("r", spec), self._end("o", spec)
         self.r.peer, self.o.peer = self.o, self.r
+        self.r.carrier.join(self.o.carrier)
         for end in (self.r, self.o):
             end.touch()
 
     def _end(self, name: str, spec: EngineSpec) -> End:
         assert spec.transfer is not None
-        mover = make_thread_connector(spec.transfer, self._woken.set)
+        carrier = CallCarrier(NodeLife(NodeId(name), 1))
+        mover = make_thread_connector(spec.transfer, self._woken.set, carrier.end.theirs)
         core = EngineCore(TorchExecutor(), SystemClock(), mover)
         model = core.load(spec, lambda progress: None).compat_hash
         core.handle(SetNodeLife(name, 1))
-        return End(NodeLife(NodeId(name), 1), core, model)
+        return End(carrier, core, model)
 
     def close(self) -> None:
         for end in (self.r, self.o):
             end.core.close()
+            end.carrier.end.close()
 
     def until(self, met: Callable[[], object]) -> None:
         """Step both cores."""
@@ -291,7 +284,7 @@ class Pair:
         return seconds
 
     def _heard(self, kind: type[Heard]) -> Heard:
-        """Wait for an event of R's connector; messages of both go to the nodes."""
+        """Wait for an event of R's connector."""
         late = time.monotonic() + _LATE
         while time.monotonic() < late:
             self._woken.wait(0.002)
@@ -300,9 +293,7 @@ class Pair:
             for end in (self.r, self.o):
                 assert end.core._puller is not None
                 for event in end.core._puller._mover.poll():
-                    if isinstance(event, NodeMessage):
-                        end.carry(event.event)
-                    elif isinstance(event, kind):
+                    if isinstance(event, kind):
                         found = event
             if found is not None:
                 return found

@@ -51,6 +51,7 @@ ASYNCIO = {
     "pdserve/engine/core_run.py": "deadlines of a core's start and stop",
     "pdserve/engine/process.py": "starts and watches a process of cores",
     "pdserve/engine/shared_process.py": "starts and watches one process for several cores",
+    "pdserve/engine_core/kv_transfer/control_socket.py": "the transports' end of a socket",
     "pdserve/engine_core/kv_transfer/loop_connector.py": "joins a core and asynchronous transports",
     "pdserve/engine_core/kv_transfer/control_rpc.py": "waits for peers' answers",
     "pdserve/engine_core/kv_transfer/peer_paths.py": "sets paths up under a deadline",

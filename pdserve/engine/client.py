@@ -107,6 +107,8 @@ if TYPE_CHECKING:
     from pdserve.ids import Epoch, NodeId, Seconds
     from pdserve.messages.engine import (
         Command,
+        ControlCommand,
+        ControlEvent,
         EngineCapabilities,
         EngineSpec,
         Event,
@@ -206,7 +208,7 @@ class CoreClient:
         self._prefills: dict[Handle, PrefillSink] = {}
         self._cancelled: dict[Handle, Seconds] = {}
         """Time of the abort of each submission whose blocks the core has not freed yet."""
-        self._transfer_control = TransferController(self._post)
+        self._transfer_control = TransferController(self._post, self._control)
         self._drops = KvDrops()
         self.kv_pulls = KvPullController(self._post)
         self._last_handle = 0
@@ -486,9 +488,13 @@ class CoreClient:
         if self._life is not None:
             self._life.post(command)
 
+    def _control(self, command: ControlCommand) -> None:
+        if self._life is not None:
+            self._life.control(command)
+
     # ------------------------------------------------------------------ events of the core
 
-    def _on_event(self, event: Event) -> None:
+    def _on_event(self, event: Event | ControlEvent) -> None:
         if type(event) is StepOutput:
             self._fan_out(event)
             return

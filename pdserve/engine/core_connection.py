@@ -1,13 +1,14 @@
-"""The node's end of a core's socket: decodes events, encodes commands, one write per loop tick.
+"""The node's end of a core's sockets: decodes events, encodes commands, one write per loop tick.
 
 An asyncio protocol without streams or tasks: each event is passed on synchronously within
-`data_received`. It knows neither submissions nor restarts; each `CoreRun` owns one.
+`data_received`. It knows neither submissions nor restarts; each `CoreRun` owns one to the thread
+that computes and one to the thread of the transports.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.ids import Bytes
-    from pdserve.messages.engine import Command
+    from pdserve.messages.engine import Command, ControlCommand
 
 __all__ = ["CoreConnection"]
 
@@ -28,10 +29,16 @@ _WRITE_HIGH_WATER: Bytes = 8 * 1024 * 1024
 
 
 class CoreConnection(asyncio.Protocol):
-    """Connection to one core. `lost` is done when it has ended; its result is the error if this
-    side closed it because of one, else None."""
+    """Connection to one thread of a core. `lost` is done when it has ended; its result is the error
+    if this side closed it because of one, else None."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_event: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_event: Callable[[Any], None],
+        reads: Any = Event,
+    ) -> None:
+        """`on_event` gets events of the union `reads`."""
         self.lost: asyncio.Future[ProtocolError | None] = loop.create_future()
         self.congested = False
         """True while more than `_WRITE_HIGH_WATER` bytes wait for the core to read them."""
@@ -41,14 +48,14 @@ class CoreConnection(asyncio.Protocol):
         self._on_event = on_event
         self._frames = FrameDecoder()
         self._encode = msgspec.msgpack.Encoder(enc_hook=packed_ids).encode
-        self._decode: Callable[[bytes], Event] = msgspec.msgpack.Decoder(Event).decode
+        self._decode: Callable[[bytes], Any] = msgspec.msgpack.Decoder(reads).decode
         self._unsent: list[bytes] = []
         self._transport: asyncio.Transport | None = None
         self._error: ProtocolError | None = None
 
     # ------------------------------------------------------------------ commands
 
-    def post(self, command: Command) -> None:
+    def post(self, command: Command | ControlCommand) -> None:
         """Send a command together with all others of this loop tick. It is dropped silently once
         the connection has ended, since `lost` reports that."""
         body = encode_frame(self._encode(command))
@@ -68,6 +75,11 @@ class CoreConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def fail(self, error: ProtocolError) -> None:
+        """Close the connection because of an error, which `lost` tells."""
+        self._error = error
+        self.close()
+
     # ------------------------------------------------------------------ asyncio's callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -79,8 +91,7 @@ class CoreConnection(asyncio.Protocol):
             for body in self._frames.feed(data):
                 self._on_event(self._decode(body))
         except (ProtocolError, msgspec.MsgspecError) as error:
-            self._error = ProtocolError(f"the engine core sent an unreadable message: {error}")
-            self.close()
+            self.fail(ProtocolError(f"the engine core sent an unreadable message: {error}"))
 
     def pause_writing(self) -> None:
         self.congested = True

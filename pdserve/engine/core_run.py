@@ -1,5 +1,7 @@
 """One run of a core: launch it, send `StartCore`, watch it, wait for its exit.
 
+`StartCore` takes along one end of a second socket, for the thread of the transports.
+
 Runs inside the client's supervisor task. It knows when a core is late (not ready in time, no
 progress although it has work) and what is known of its end. The client handles submissions, sinks
 and restarts.
@@ -9,14 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from pdserve.engine.core_connection import CoreConnection
 from pdserve.engine.watchdog import StallWatchdog
 from pdserve.errors import EngineDied, EngineStalled, PdserveError
-from pdserve.messages.engine import CoreFailed, CoreReady, StartCore, StopCore
+from pdserve.messages.engine import ControlEvent, CoreFailed, CoreReady, StartCore, StopCore
 from pdserve.messages.engine_errors import error_of
+from pdserve.wire.length_prefixed import encode_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +31,7 @@ if TYPE_CHECKING:
     from pdserve.clock import Clock
     from pdserve.engine.launcher import CoreLauncher
     from pdserve.ids import Seconds
-    from pdserve.messages.engine import Command, EngineSpec, Event
+    from pdserve.messages.engine import Command, ControlCommand, EngineSpec, Event
 
 __all__ = ["CoreRun", "CoreTimeouts"]
 
@@ -47,7 +54,7 @@ class CoreTimeouts:
 
 
 class CoreRun:
-    """The launcher and the connection of one core. Used once."""
+    """The launcher and the connections of one core. Used once."""
 
     def __init__(
         self,
@@ -55,7 +62,7 @@ class CoreRun:
         options: CoreTimeouts,
         clock: Clock,
         *,
-        on_event: Callable[[Event], None],
+        on_event: Callable[[Event | ControlEvent], None],
         on_lost: Callable[[EngineStalled | None], None],
         on_look: Callable[[], None] = lambda: None,
         most_rest: Seconds = float("inf"),
@@ -71,6 +78,7 @@ class CoreRun:
         self._on_look = on_look
         self._most_rest = most_rest
         self._connection: CoreConnection | None = None
+        self._control: CoreConnection | None = None
         self._ready = False
         self._doomed = False
         self._failure: PdserveError | None = None
@@ -93,23 +101,19 @@ class CoreRun:
         if self._doomed:
             # `kill` was called during the launch, when there was no process to kill.
             self._launcher.kill()
-        loop = asyncio.get_running_loop()
-        connection = CoreConnection(loop, self._receive)
         try:
-            await loop.create_unix_connection(lambda: connection, sock=sock)
+            connection, control = await self._connect(sock, spec)
         except BaseException:
-            sock.close()
             self._launcher.kill()
             raise
-        self._connection = connection
         try:
-            connection.post(StartCore(spec=spec))
             complaint = await self._watch(connection)
         except BaseException:
             self._launcher.kill()
             raise
         finally:
             connection.close()
+            control.close()
             if self._reaper is not None:
                 self._reaper.cancel()
         stalled = complaint if isinstance(complaint, EngineStalled) else None
@@ -119,6 +123,39 @@ class CoreRun:
             return stalled
         observed = f"the engine process {exit_text}" if complaint is None else complaint.message
         return self._verdict(observed)
+
+    async def _connect(
+        self, sock: socket.socket, spec: EngineSpec
+    ) -> tuple[CoreConnection, CoreConnection]:
+        """Send `StartCore` with the transports' end of their socket. Both connections are there
+        before the core's first event."""
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        connection = CoreConnection(loop, self._receive)
+        control = CoreConnection(loop, self._on_event, reads=ControlEvent)
+        control.lost.add_done_callback(self._control_lost)
+        frame = encode_frame(msgspec.msgpack.encode(StartCore(spec=spec)))
+        try:
+            with theirs:
+                await loop.create_unix_connection(lambda: control, sock=ours)
+                with suppress(OSError):  # of a core that is gone already, as `lost` will say
+                    socket.send_fds(sock, [frame], [theirs.fileno()])
+            connection.posted = 1
+            self._connection, self._control = connection, control
+            await loop.create_unix_connection(lambda: connection, sock=sock)
+        except BaseException:
+            control.close()
+            sock.close()
+            ours.close()
+            raise
+        return connection, control
+
+    def _control_lost(self, lost: asyncio.Future[Any]) -> None:
+        """Without control messages the core's transports are of no use; its own end of the socket
+        is closed in order only when the core ends."""
+        error = lost.result()
+        if error is not None and self._connection is not None:
+            self._connection.fail(error)
 
     def _verdict(self, observed: str) -> PdserveError:
         """The error of the core's end: the core's own error goes before what was observed from
@@ -216,6 +253,12 @@ class CoreRun:
             self._connection.post(command)
             if self._rest is not None and not self._rest.done():
                 self._rest.set_result(None)
+
+    def control(self, command: ControlCommand) -> None:
+        """Send a command to the core's transports, past the thread that computes. Dropped as by
+        `post`."""
+        if self._control is not None:
+            self._control.post(command)
 
     def ask_to_stop(self) -> None:
         """Ask for an orderly stop: the core frees everything, sends `CoreStopped` and exits."""

@@ -1,6 +1,9 @@
 """Passes control calls between a core's transports and their peers, on the node's side.
 
-The core has the transports, the node has the links. Calls and replies are matched by numbers, which
+The core has the transports, in a thread of their own, and the node has the links. They talk by a
+socket beside the core's, so the thread that computes is not on the way. A life of the node, and the
+end of a peer's, are told to both threads: the transports act on them, in one order with the calls,
+and the core drops what it fetches. Calls and replies are matched by numbers, which
 hold for one run of the core: a reply to a call of an earlier run is dropped. It posts commands and
 takes events; it knows neither sockets nor event loops. `CoreClient` owns one and says when a run of
 the core begins and ends.
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 
     from pdserve.engine.port import Answered, AskPeer, RemotePrefillSink
     from pdserve.ids import Epoch
-    from pdserve.messages.engine import Command
+    from pdserve.messages.engine import Command, ControlCommand, ControlEvent
 
 __all__ = ["MAX_CALLS", "TransferController", "deliver_remote_event"]
 
@@ -45,11 +48,14 @@ MAX_CALLS: Final = 1024
 class TransferController:
     """Matches the control calls of one core's transports with their replies."""
 
-    def __init__(self, post: Callable[[Command], None]) -> None:
-        """`post` sends a command to the running core; it is called between `begin` and `end`
-        only."""
+    def __init__(
+        self, post: Callable[[Command], None], control: Callable[[ControlCommand], None]
+    ) -> None:
+        """`post` sends a command to the running core, `control` one to its transports; they are
+        called between `begin` and `end` only."""
         self.paths: list[PathState] = []
         self._post = post
+        self._control = control
         self._ask: AskPeer | None = None
         self._attached: SetNodeLife | None = None
         self._life = 0
@@ -64,7 +70,7 @@ class TransferController:
         self._life += 1
         self._up = True
         if self._attached is not None:
-            self._post(self._attached)
+            self._tell_both(self._attached)
 
     def end(self, error: PdserveError) -> None:
         """The core sends no more events: every open call of a peer gets `error`. Idempotent."""
@@ -84,12 +90,16 @@ class TransferController:
         """Exchange KV as this (node, epoch) from now on, also after a restart of the core."""
         self._attached = SetNodeLife(node=node, epoch=epoch)
         if self._up:
-            self._post(self._attached)
+            self._tell_both(self._attached)
 
     def peer_gone(self, node: NodeId, epoch: Epoch, *, returns: bool = False) -> None:
         """Tell the core that (node, epoch) is dead, or its engine. `returns`: that starts again."""
         if self._up:
-            self._post(PeerGone(node=node, epoch=epoch, returns=returns))
+            self._tell_both(PeerGone(node=node, epoch=epoch, returns=returns))
+
+    def _tell_both(self, command: SetNodeLife | PeerGone) -> None:
+        self._control(command)
+        self._post(command)
 
     def call(self, node: NodeId, epoch: Epoch, ask: TransportCall, reply: Answered) -> None:
         """Pass a peer's control call to the core. `reply` is called once: with the answer,
@@ -103,7 +113,7 @@ class TransferController:
             return
         self._numbers += 1
         self._replies[self._numbers] = reply
-        self._post(
+        self._control(
             InboundControl(
                 number=self._numbers,
                 node=node,
@@ -115,7 +125,7 @@ class TransferController:
 
     # ------------------------------------------------------------------ from the core
 
-    def take(self, event: OutboundControl | InboundControlReply | PathStates) -> None:
+    def take(self, event: ControlEvent) -> None:
         """Handle an event of the core's transports."""
         match event:
             case OutboundControl():
@@ -133,7 +143,7 @@ class TransferController:
 
         def answered(answer: TransportReply | PdserveError) -> None:
             if life == self._life and self._up:
-                self._post(_answered(number, answer))
+                self._control(_answered(number, answer))
 
         if self._ask is None:
             answered(TransferRefused("this engine's node cannot call its peers"))

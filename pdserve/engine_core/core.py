@@ -27,7 +27,7 @@ from pdserve.engine_core.kit import STATS_INTERVAL, kv_transfer_unsupported
 from pdserve.engine_core.kv_fetch.fetches import KvFetches
 from pdserve.engine_core.kv_fetch.ports import refusal_of
 from pdserve.engine_core.kv_fetch.uses import DeviceUses
-from pdserve.engine_core.kv_transfer.connector import NodeMessage, PartDelivered
+from pdserve.engine_core.kv_transfer.connector import PartDelivered
 from pdserve.engine_core.kv_transfer.receiver import KvReceiver
 from pdserve.engine_core.kv_transfer.sender import KvSender
 from pdserve.engine_core.loras import check_loras
@@ -71,14 +71,11 @@ from pdserve.messages.engine import (
     EngineSpec,
     EngineStats,
     Event,
-    InboundControl,
-    InboundControlReply,
     KvEvents,
     KvPullAnswer,
     ListKvChains,
     LoadProgress,
     OpenAttemptBlocks,
-    OutboundControlReply,
     PeerGone,
     PrefillForPeer,
     PrefillLocally,
@@ -374,8 +371,11 @@ class EngineCore:
                 | PrefillLocally()
             ):
                 self._hand_over(command)
-            case SetNodeLife() | PeerGone() | InboundControl() | OutboundControlReply():
-                self._tell_mover(command)
+            case SetNodeLife():
+                if self._mover is not None and self._incoming is not None:
+                    self._mover.attach(NodeLife(NodeId(command.node), command.epoch))
+            case PeerGone():
+                self._peer_gone(command)
             case KvPullAnswer() | ServeKvPull() | StopKvPull() | AbsorbKv() | ListKvChains():
                 self._fetch(command)
             case _:
@@ -416,22 +416,13 @@ class EngineCore:
         except PdserveError as error:
             self._reject(command.handle, error)
 
-    def _tell_mover(
-        self, command: SetNodeLife | PeerGone | InboundControl | OutboundControlReply
-    ) -> None:
-        if self._mover is not None and self._incoming is not None:
-            if isinstance(command, SetNodeLife):
-                self._mover.attach(NodeLife(NodeId(command.node), command.epoch))
-            else:
-                self._mover.take(command)
-                if isinstance(command, PeerGone) and self._fetches is not None:
-                    self._fetches.peer_gone(command, self._clock.now())
-                    if self._onboarder is not None and not command.returns:
-                        self._onboarder.peer_gone(command.node, command.epoch)
-        elif isinstance(command, InboundControl):
-            error = TransferRefused("this engine neither sends KV nor receives any")
-            kind = type(error).__name__
-            self._events.append(InboundControlReply(command.number, None, kind, error.message))
+    def _peer_gone(self, command: PeerGone) -> None:
+        """End the fetches from and for a peer. The node has told the transports itself."""
+        if self._fetches is None:
+            return
+        self._fetches.peer_gone(command, self._clock.now())
+        if self._onboarder is not None and not command.returns:
+            self._onboarder.peer_gone(command.node, command.epoch)
 
     def _drop_kv(self, command: DropKv) -> None:
         lower, now = self._tiers, self._clock.now()
@@ -618,9 +609,6 @@ class EngineCore:
         assert self._outgoing is not None
         touched: set[int] = set()
         for event in events:
-            if isinstance(event, NodeMessage):
-                self._say(event.event)
-                continue
             self._changed = True
             if self._fetches is not None and self._fetches.owns(event):
                 self._fetches.moved(event, now)

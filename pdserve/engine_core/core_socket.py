@@ -19,7 +19,7 @@ from pdserve.messages.engine import Command, StepOutput
 from pdserve.wire.length_prefixed import FrameDecoder, encode_frames
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pdserve.ids import Bytes, Seconds
     from pdserve.messages.engine import Event
@@ -60,10 +60,24 @@ class CoreSocket:
 
     def receive(self) -> list[Command]:
         """Return all commands that have arrived. Raises `CoreSocketClosed`, `ProtocolError`."""
+        return self._receive(self._sock.recv)
+
+    def receive_first(self) -> tuple[list[Command], list[int]]:
+        """`receive`, and the descriptors that came with the commands, which the caller owns."""
+        fds: list[int] = []
+
+        def read(size: Bytes) -> bytes:
+            data, passed, _, _ = socket.recv_fds(self._sock, size, 1)
+            fds.extend(passed)
+            return data
+
+        return self._receive(read), fds
+
+    def _receive(self, read: Callable[[Bytes], bytes]) -> list[Command]:
         commands: list[Command] = []
         while True:
             try:
-                data = self._sock.recv(_READ)
+                data = read(_READ)
             except (BlockingIOError, InterruptedError):
                 return commands
             except OSError as error:

@@ -35,8 +35,6 @@ from pdserve.messages.engine import (
     DropKv,
     EngineCapabilities,
     EngineStats,
-    InboundControl,
-    InboundControlReply,
     KvDropped,
     KvEvents,
     ListKvChains,
@@ -568,10 +566,6 @@ class SelfSchedulingCore(ABC):
                 self.rekey(command.hash_secret)
             case SubmitRemote() | PrefillForPeer():
                 self._events.append(rejected_event(command.handle, _NO_KV))
-            case InboundControl():
-                self._events.append(
-                    InboundControlReply(command.number, None, type(_NO_KV).__name__, _NO_KV.message)
-                )
             case ServeKvPull() | AbsorbKv() | ListKvChains():
                 refusal = refusal_of(command)
                 self._events += [] if refusal is None else [refusal]

@@ -5,9 +5,8 @@ A process that inherits several sockets runs one core behind each, in one thread
 `WeightSharingGroup` lets them share weights. The process exits with the last core, or at once when
 one breaks down.
 
-Commands are handled between steps; those for the transports also between the layers of a long step
-(`kv_transfer.midstep_control`). An idle core sleeps until a command comes or a deadline passes. It
-ends by a `StopCore` command, by a failure (`CoreFailed`), or when the node closes the socket: a
+Commands are handled between steps. An idle core sleeps until a command comes or a deadline passes.
+It ends by a `StopCore` command, by a failure (`CoreFailed`), or when the node closes the socket: a
 core never outlives its node. If the node reads too slowly, no further step is computed until it has
 caught up; events are never dropped.
 
@@ -16,7 +15,9 @@ have begun (`flush_events`), the events are written by the next step, and the no
 that step computes. They wait only if the next step follows at once: without work, with a command or
 after a failure they are written before anything else happens.
 
-A core that transfers KV gets a `ThreadKvConnector`, whose events also end the sleep.
+A core that transfers KV gets a `ThreadKvConnector`, whose events also end the sleep. With
+`StartCore` comes the descriptor of a second socket, by which the node and the transports exchange
+control messages (`kv_transfer.control_socket`): no step delays them.
 
 It knows neither engines nor models. `CoreClient` is its only user.
 """
@@ -41,7 +42,6 @@ from pdserve.clock import SystemClock
 from pdserve.engine_core.core import EngineCore
 from pdserve.engine_core.core_socket import CoreSocket, CoreSocketClosed
 from pdserve.engine_core.engine_loader import load_core
-from pdserve.engine_core.kv_transfer.midstep_control import MidStepControl
 from pdserve.engine_core.kv_transfer.thread_connector import make_thread_connector
 from pdserve.engine_core.loras import check_loras
 from pdserve.engine_core.weight_sharing import WeightSharingGroup
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from pdserve.engine_core.kit import Core
     from pdserve.engine_core.kv_transfer.connector import KvConnector
     from pdserve.ids import Seconds
-    from pdserve.messages.engine import Command, EngineSpec, Event, LoadProgress
+    from pdserve.messages.engine import Command, EngineSpec, Event, LoadProgress, TransferSpec
 
 __all__ = ["CoreLoop", "main"]
 
@@ -111,7 +111,8 @@ class CoreLoop:
         self._flushed = False
         """Whether the core has called `flush_events` in its last step, and so will in the next."""
         self._core: Core | None = None
-        self._control: MidStepControl | None = None
+        self._control: socket.socket | None = None
+        """The transports' socket to the node; theirs as soon as they have started."""
 
     def run(self) -> int:
         """Run until the core ends; returns the exit status: 0 after an orderly stop or when the
@@ -129,6 +130,8 @@ class CoreLoop:
         finally:
             self._close()
             self._link.close()
+            if self._control is not None:
+                self._control.close()
 
     def _run(self) -> int:
         first, *commands = self._first_commands()
@@ -136,9 +139,8 @@ class CoreLoop:
         self._on_ready()
         page.heard(len(commands))
         while True:
-            early, passed = ([], 0) if self._control is None else self._control.take()
-            fresh = early + self._link.receive()
-            page.heard(len(fresh) + passed)
+            fresh = self._link.receive()
+            page.heard(len(fresh))
             commands += fresh
             if commands:
                 self._link.flush()
@@ -196,7 +198,7 @@ class CoreLoop:
             raise ProtocolError(f"{type(command).__name__} came before StartCore")
         with self._turn(self._say):
             transfer = command.spec.transfer
-            mover = None if transfer is None else make_thread_connector(transfer, self._link.nudge)
+            mover = None if transfer is None else self._make_connector(transfer)
             self._core = core = self._make_core(command.spec, self._clock, mover)
             try:
                 capabilities = core.load(command.spec, self._say)
@@ -207,9 +209,7 @@ class CoreLoop:
             except ImportError as error:
                 raise ConfigError(f"engine {command.spec.engine!r}: {error}") from error
         if isinstance(core, EngineCore):
-            core.tick = self._ticked
-        if mover is not None and (capabilities.transfers or capabilities.fetches):
-            self._control = MidStepControl(self._link, mover)
+            core.tick = self._page.tick
         if hasattr(core, "on_freed"):
             core.on_freed = self._note_freed
         if hasattr(core, "wake"):
@@ -222,11 +222,10 @@ class CoreLoop:
         self._link.send([CoreReady(capabilities=capabilities)])
         return core
 
-    def _ticked(self, layers: int) -> None:
-        """Report progress within a step, and pass control messages on."""
-        self._page.tick(layers)
-        if self._control is not None:
-            self._control.pass_on()
+    def _make_connector(self, spec: TransferSpec) -> KvConnector:
+        if self._control is None:
+            raise ProtocolError("StartCore came without the transports' socket")
+        return make_thread_connector(spec, self._link.nudge, self._control)
 
     def _note_freed(self, handle: int, phase: str) -> None:
         self._freed.append((handle, phase))
@@ -241,10 +240,14 @@ class CoreLoop:
         self._link.send([progress])
 
     def _first_commands(self) -> list[Command]:
-        """Wait for the first commands."""
-        while not (commands := self._link.receive()):
+        """Wait for the first commands, with which comes the transports' socket."""
+        while True:
+            commands, fds = self._link.receive_first()
+            if fds:
+                self._control = socket.socket(fileno=fds[0])
+            if commands:
+                return commands
             self._link.wait(None)
-        return commands
 
     def _say_last(self, *events: Event) -> None:
         """Send the last events and give the node up to `_LAST_WORDS` to read them."""

@@ -434,8 +434,6 @@ Command = (
     | PrefillLocally
     | PrefillForPeer
     | PeerGone
-    | InboundControl
-    | OutboundControlReply
     | KvPullAnswer
     | ServeKvPull
     | StopKvPull
@@ -443,6 +441,10 @@ Command = (
     | DropKv
     | ListKvChains
 )
+"""What the node tells the thread that computes."""
+
+ControlCommand = SetNodeLife | PeerGone | InboundControl | OutboundControlReply
+"""What the node tells the thread of the transports, by a socket of their own."""
 
 
 class LoadProgress(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -677,9 +679,6 @@ Event = (
     | AttemptLost
     | Prefilled
     | PrefillSent
-    | OutboundControl
-    | InboundControlReply
-    | PathStates
     | BlocksFreed
     | KvPullOpened
     | KvPullEnded
@@ -688,3 +687,7 @@ Event = (
     | KvDropped
     | KvChainsListed
 )
+"""What the thread that computes tells the node."""
+
+ControlEvent = OutboundControl | InboundControlReply | PathStates
+"""What the thread of the transports tells the node."""

@@ -37,7 +37,6 @@ from pdserve.messages.engine import (
     AttemptBlocksOpened,
     AttemptLost,
     EngineStats,
-    InboundControlReply,
     KvAbsorbed,
     KvChainsListed,
     KvDropped,
@@ -46,8 +45,6 @@ from pdserve.messages.engine import (
     KvPullOpened,
     KvPullServed,
     OpenAttemptBlocks,
-    OutboundControl,
-    PathStates,
     Prefilled,
     PrefillForPeer,
     PrefillLocally,
@@ -81,6 +78,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Epoch, NodeId, Seconds
     from pdserve.messages.engine import (
         Command,
+        ControlCommand,
         EngineCapabilities,
         EngineSpec,
         Event,
@@ -134,7 +132,7 @@ class VirtualTimeEngine:
         self._remotes: dict[Handle, RemotePrefillSink] = {}
         """Sinks of the submissions whose prompt is prefilled elsewhere."""
         self._prefills: dict[Handle, PrefillSink] = {}
-        self._transfer_control = TransferController(self._post)
+        self._transfer_control = TransferController(self._post, self._control)
         self._drops = KvDrops()
         self.kv_pulls = KvPullController(self._post)
         self._fabric = fabric
@@ -181,6 +179,7 @@ class VirtualTimeEngine:
             self._guard = MemoryGuard()
             self._mover = _InlineMover(
                 [_fake(self._fabric, self._guard)],
+                say=self._transfer_control.take,
                 nudge=self._arm,
                 draw=lambda: random.getrandbits(60),
             )
@@ -310,6 +309,11 @@ class VirtualTimeEngine:
         if self._core is not None:
             self._core.handle(command)
             self._arm()
+
+    def _control(self, command: ControlCommand) -> None:
+        """Tell the transports, past the core, as the socket beside a real core's does."""
+        if self._mover is not None and self._core is not None:
+            self._mover.take(command)
 
     # ------------------------------------------------------------------ remote prefill
 
@@ -455,8 +459,6 @@ class VirtualTimeEngine:
             self._reject(event)
         elif isinstance(event, KvEvents):
             self._tell_listeners(event.events)
-        elif isinstance(event, OutboundControl | InboundControlReply | PathStates):
-            self._transfer_control.take(event)
         elif isinstance(event, KvDropped):
             self._drops.take(event)
         elif isinstance(

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from random import Random
 
-    from pdserve.engine_core.kv_transfer.connector import AttemptKey, NodeMessage
+    from pdserve.engine_core.kv_transfer.connector import AttemptKey
     from pdserve.ids import NodeLife
     from pdserve.kv.block_pool import BlockPool
-    from pdserve.messages.engine import InboundControl, OutboundControlReply, PathState, PeerGone
+    from pdserve.messages.engine import PathState
     from pdserve.transfer.base import GrantSpec, KvPart, Region
     from pdserve.transfer.copy_plan import CopyRuns
 
@@ -128,19 +128,12 @@ class FakeMover:
     def attach(self, peer: NodeLife) -> None:
         """Nothing to do: nodes do not matter here."""
 
-    def take(self, command: PeerGone | InboundControl | OutboundControlReply) -> None:
-        """Nothing to do: there are no control calls."""
-
     def paths(self) -> list[PathState]:
         return []
 
     def poll(self) -> list[ConnectorEvent]:
         events, self._events = self._events, []
         return events
-
-    def says(self) -> list[NodeMessage]:
-        """Does nothing, since this mover has no messages for the node."""
-        return []
 
     def say(self, moved: ConnectorEvent) -> None:
         """Queue an event for the core."""

@@ -1,9 +1,15 @@
-"""Provides two connected nodes with poisoned, watched pools for tests of KV transfers."""
+"""Provides two connected nodes with poisoned, watched pools for tests of KV transfers.
+
+`ControlEnd` is the node's end of a KV connector's control socket, and `CallCarrier` carries the
+calls of one connector to another one, where there are no nodes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,19 +18,31 @@ import msgspec
 from pdserve.errors import LinkLost, TransferError
 from pdserve.ids import NodeId, NodeLife
 from pdserve.kv.storage import BlockMemory
+from pdserve.messages.engine import (
+    ControlEvent,
+    InboundControl,
+    InboundControlReply,
+    OutboundControl,
+    OutboundControlReply,
+    SetNodeLife,
+)
 from pdserve.messages.transfer import TransferControl
 from pdserve.testing.device_memory import DeviceMemory
 from pdserve.testing.kv_oracle import expected_block, expected_pool, pattern
 from pdserve.transfer.base import GrantSpec, KvPart, Region
+from pdserve.wire.length_prefixed import FrameDecoder, encode_frame
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
     from pdserve.ids import Bytes, Seconds
+    from pdserve.messages.engine import ControlCommand
     from pdserve.messages.transfer import RankKvLayout, TransferTicket
     from pdserve.transfer.base import CallPeer, KvPath, KvTransport
 
 __all__ = [
+    "CallCarrier",
+    "ControlEnd",
     "MakeMemory",
     "MakeTransport",
     "RecordingTransferSink",
@@ -237,3 +255,72 @@ def deliver(path: KvPath, ticket: TransferTicket, part: KvPart) -> Waiter:
     waiter = Waiter()
     path.deliver(ticket, part, waiter)
     return waiter
+
+
+class ControlEnd:
+    """One end of a socket pair. `theirs` is for the connector; close this after the connector."""
+
+    def __init__(self, on_event: Callable[[ControlEvent], None]) -> None:
+        """`on_event` is called in a thread."""
+        self._ours, self.theirs = socket.socketpair()
+        self._on_event = on_event
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._read, name="pdserve-control-end", daemon=True)
+        self._thread.start()
+
+    def post(self, command: ControlCommand) -> None:
+        """Send a command; callable from any thread. Dropped if the connector is closed."""
+        with self._lock, contextlib.suppress(OSError):
+            self._ours.sendall(encode_frame(msgspec.msgpack.encode(command)))
+
+    def _read(self) -> None:
+        frames, decoder = FrameDecoder(), msgspec.msgpack.Decoder(ControlEvent)
+        with contextlib.suppress(OSError):
+            while data := self._ours.recv(65536):
+                for body in frames.feed(data):
+                    self._on_event(decoder.decode(body))
+
+    def close(self) -> None:
+        """Close both ends of the socket and end the thread. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._ours.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._ours.close()
+        self.theirs.close()
+
+
+class CallCarrier:
+    """One worker's control calls, carried to and from its only peer."""
+
+    def __init__(self, life: NodeLife) -> None:
+        self.life = life
+        self.peer: CallCarrier = self
+        self.deaf = False
+        """Nothing that the peer asks arrives."""
+        self._numbers = 0
+        self._calls: dict[int, int] = {}
+        """Numbers of the peer's calls, by those here."""
+        self.end = ControlEnd(self._pass)
+
+    def join(self, peer: CallCarrier) -> None:
+        """Connect two workers, and tell their connectors whose they are."""
+        self.peer, peer.peer = peer, self
+        for each in (self, peer):
+            each.end.post(SetNodeLife(*each.life))
+
+    def _pass(self, event: ControlEvent) -> None:
+        match event:
+            case OutboundControl():
+                self.peer._ask(event)
+            case InboundControlReply():
+                number = self._calls.pop(event.number)
+                reply = OutboundControlReply(number, event.control, event.kind, event.message)
+                self.peer.end.post(reply)
+
+    def _ask(self, event: OutboundControl) -> None:
+        """The peer's only caller is its reading thread."""
+        if self.deaf:
+            return
+        self._numbers += 1
+        self._calls[self._numbers] = event.number
+        self.end.post(InboundControl(self._numbers, *self.peer.life, event.backend, event.control))

@@ -14,6 +14,7 @@ from pdserve.engine.core_run import CoreRun, CoreTimeouts
 from pdserve.errors import ConfigError, EngineDied, EngineStalled, PdserveError
 from pdserve.messages.engine import (
     Command,
+    ControlEvent,
     CoreFailed,
     CoreReady,
     EngineSpec,
@@ -88,7 +89,7 @@ class Stage:
 
     def __init__(self, options: CoreTimeouts, clock: Clock | None = None) -> None:
         self.launcher = PlayedCarrier()
-        self.events: list[Event] = []
+        self.events: list[Event | ControlEvent] = []
         self.lost: list[EngineStalled | None] = []
         self.life = CoreRun(
             self.launcher,

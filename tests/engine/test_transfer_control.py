@@ -31,7 +31,9 @@ class Controlled:
     def __init__(self) -> None:
         self.posted: list[object] = []
         self.asked: list[tuple] = []
-        self.control = TransferController(self.posted.append)
+        self.told: list[object] = []
+        """What the thread that computes is told."""
+        self.control = TransferController(self.told.append, self.posted.append)
         self.control.on_transfer(lambda *question: self.asked.append(question))
 
     def call(self) -> list[object]:
@@ -113,11 +115,22 @@ def test_every_core_is_attached_in_the_newest_name() -> None:
         PeerGone(node="p", epoch=3),
         SetNodeLife(node="d", epoch=2),
     ]
+    assert d.told == d.posted
+
+
+def test_calls_do_not_pass_the_thread_that_computes() -> None:
+    d = Controlled()
+    d.control.begin()
+    d.call()
+    d.control.take(QUESTION)
+    d.asked[0][4](LinkLost("nobody is there"))
+    assert len(d.posted) == 2
+    assert d.told == []
 
 
 def test_a_node_that_cannot_ask_says_so() -> None:
     posted: list[object] = []
-    control = TransferController(posted.append)
+    control = TransferController(posted.append, posted.append)
     control.begin()
     control.take(QUESTION)
     (answer,) = posted

@@ -16,17 +16,15 @@ import msgspec
 
 from pdserve.clock import ManualClock
 from pdserve.engine_core.kv_transfer.thread_connector import ThreadKvConnector
+from pdserve.ids import NodeId, NodeLife
 from pdserve.messages.engine import (
     EngineSpec,
-    InboundControl,
-    InboundControlReply,
-    OutboundControl,
-    OutboundControlReply,
     SetNodeLife,
     TransferSpec,
 )
 from pdserve.testing.fake_mover import FakeMover, FakeNet, FreeGuard
 from pdserve.testing.inline_engine import InlineEngine
+from pdserve.testing.transfer_support import CallCarrier
 from pdserve.transfer.base import Region
 from tests.support.disagg_pair import DisaggPair, PairedCore
 from tests.support.fake_cuda import FakeCuda
@@ -127,27 +125,18 @@ class TransportEnd(StagedEnd):
 
 
 class TransportPair(StagedPair):
-    """P and D over a real transport. The test carries its control messages, as nodes do."""
+    """P and D over a real transport."""
 
     moved: threading.Event
     """Set by the transports' threads."""
 
-    def step_d(self) -> list[Event]:
-        return self._carry("d", super().step_d())
+    carriers: list[CallCarrier]
+    """What carries the transports' control calls, as nodes do."""
 
-    def step_p(self) -> list[Event]:
-        return self._carry("p", super().step_p())
-
-    def _carry(self, name: str, events: list[Event]) -> list[Event]:
-        peer = self.p if name == "d" else self.d
-        for event in events:
-            if isinstance(event, OutboundControl):
-                number, control = event.number, event.control
-                peer.core.handle(InboundControl(number, name, 1, event.backend, control))
-            elif isinstance(event, InboundControlReply):
-                reply = OutboundControlReply(event.number, event.control, event.kind, event.message)
-                peer.core.handle(reply)
-        return events
+    def close(self) -> None:
+        super().close()
+        for carrier in self.carriers:
+            carrier.end.close()
 
     def until(self, met: Callable[[], bool]) -> None:
         """Take turns until it is so. Raises AssertionError if that takes too long."""
@@ -165,13 +154,16 @@ def make_transport_pair(
     """Create P and D, each with its back end and the driver of its device."""
     moved = threading.Event()
     ends = []
-    for name, backend, device in zip("pd", backends, devices, strict=True):
-        mover, clock = ThreadKvConnector([backend], moved.set), ManualClock()
+    carriers = [CallCarrier(NodeLife(NodeId(name), 1)) for name in "pd"]
+    for carrier, backend, device in zip(carriers, backends, devices, strict=True):
+        mover = ThreadKvConnector([backend], moved.set, carrier.end.theirs)
+        clock = ManualClock()
         core = ToyEngine(clock, device)
         core.use_connector(mover)
         engine = InlineEngine(core, SPEC)
-        core.handle(SetNodeLife(name, 1))
+        core.handle(SetNodeLife(*carrier.life))
         ends.append(TransportEnd(engine, mover, None, clock))  # type: ignore[arg-type]
     pair = TransportPair(FakeNet(), ends[0], ends[1])
-    pair.moved = moved
+    pair.moved, pair.carriers = moved, carriers
+    carriers[0].join(carriers[1])
     return pair

@@ -27,11 +27,8 @@ from typing import TYPE_CHECKING
 from pdserve.clock import SystemClock
 from pdserve.engine_core.core import EngineCore
 from pdserve.engine_core.kit import STATS_INTERVAL
-from pdserve.engine_core.kv_transfer.connector import NodeMessage
 from pdserve.engine_core.tiers.step_gate import StepGate
 from pdserve.messages.engine import (
-    InboundControl,
-    OutboundControlReply,
     PeerGone,
     PrefillForPeer,
     QueryStats,
@@ -94,7 +91,7 @@ class SimCore(EngineCore):
         now = self._clock.now()
         if self._flight is not None and self._flight.due <= now:
             self._land(self._flight)
-        if isinstance(command, SetNodeLife | PeerGone | InboundControl | OutboundControlReply):
+        if isinstance(command, SetNodeLife | PeerGone):
             super().handle(command)
             return
         if self._flight is None or isinstance(
@@ -156,12 +153,8 @@ class SimCore(EngineCore):
         return events
 
     def _hear(self, now: Seconds) -> None:
-        """Take the connector's events; during a flight only control messages pass at once."""
-        for event in self._poll():
-            if isinstance(event, NodeMessage):
-                self._say(event.event)
-            else:
-                self._later_moved.append(event)
+        """Keep the connector's events for the end of the flight, which they cut short."""
+        self._later_moved += self._poll()
         if self._flight is not None and self._later_moved:
             self._cut(self._flight, now)
 

@@ -1,12 +1,15 @@
 """Defines the KV connector: the port between an engine core and the KV transports.
 
     core's thread       calls `KvConnector`'s methods, which post and return
-    transports' loop    paths, grants, deliveries (`pdserve.transfer`)
+    transports' loop    paths, grants, deliveries (`pdserve.transfer`), and the node's control calls
     core's thread       calls `poll` for the events
 
 A core computes for long and a transport must answer at once, so they run in two threads, or, in
-simulated time, on one loop. The core owns the blocks: the connector reads a part's blocks until
-`PartDelivered`, and peers may write to an attempt's blocks until `AttemptFenced`.
+simulated time, on one loop. The node and the transports talk by a socket of their own
+(`control_socket`): no control call, path or fence waits for the core.
+
+The core owns the blocks: the connector reads a part's blocks until `PartDelivered`, and peers may
+write to an attempt's blocks until `AttemptFenced`.
 """
 
 from __future__ import annotations
@@ -19,13 +22,7 @@ if TYPE_CHECKING:
 
     from pdserve.errors import NotReady, TransferError
     from pdserve.ids import Bytes, NodeLife
-    from pdserve.messages.engine import (
-        Event,
-        InboundControl,
-        OutboundControlReply,
-        PathState,
-        PeerGone,
-    )
+    from pdserve.messages.engine import PathState
     from pdserve.messages.transfer import TransferTicket
     from pdserve.transfer.base import GrantSpec, KvPart, Region
 
@@ -36,7 +33,6 @@ __all__ = [
     "AttemptKey",
     "ConnectorEvent",
     "KvConnector",
-    "NodeMessage",
     "PartArrived",
     "PartDelivered",
 ]
@@ -96,17 +92,7 @@ class PartDelivered:
     error: TransferError | None
 
 
-@dataclass(frozen=True, slots=True)
-class NodeMessage:
-    """An event that the core passes to the node unchanged: `OutboundControl`,
-    `InboundControlReply` or `PathStates`."""
-
-    event: Event
-
-
-ConnectorEvent = (
-    AttemptGranted | PartArrived | AttemptBroken | AttemptFenced | PartDelivered | NodeMessage
-)
+ConnectorEvent = AttemptGranted | PartArrived | AttemptBroken | AttemptFenced | PartDelivered
 
 
 class KvConnector(Protocol):
@@ -121,7 +107,9 @@ class KvConnector(Protocol):
 
     def attach(self, peer: NodeLife) -> None:
         """Exchange KV as this (node, epoch) from now on. Paths of an earlier epoch end, and with
-        them its attempts (`AttemptBroken`, then `AttemptFenced` after their `revoke`)."""
+        them its attempts (`AttemptBroken`, then `AttemptFenced` after their `revoke`). The node
+        says it to the transports too: whichever comes first counts, so an attempt that follows in
+        the core's order is never too early, and an epoch that has passed is ignored."""
         ...
 
     def open(self, key: AttemptKey, peer: NodeLife, order: GrantSpec) -> None:
@@ -145,17 +133,8 @@ class KvConnector(Protocol):
         """Send no more parts for this ticket; parts under way still end with `PartDelivered`."""
         ...
 
-    def take(self, command: PeerGone | InboundControl | OutboundControlReply) -> None:
-        """Pass a command of the node to the transports."""
-        ...
-
     def poll(self) -> list[ConnectorEvent]:
         """Return all events since the last call, in order."""
-        ...
-
-    def says(self) -> list[NodeMessage]:
-        """Return the events for the node alone; `poll` returns the others. Allowed within a
-        step."""
         ...
 
     def paths(self) -> list[PathState]:

@@ -3,10 +3,11 @@
     open      a path, then a grant                       AttemptGranted │ AttemptBroken
     revoke    Grant.revoke, or else KvPath.close         AttemptFenced, within seconds
     deliver   KvPath.deliver                             PartDelivered
-    take      answers to peers; replies to own calls     NodeMessage(InboundControlReply); -
+    take      answers to peers; replies to own calls     say(InboundControlReply); -
 
-Every method is called on the loop and returns at once; `poll` returns the events, in order. It owns
-its tasks, paths and grants, which all end with it.
+Every method is called on the loop and returns at once; `poll` returns the events, in order. What
+concerns the node alone goes to `say` at once, and comes by `take`. It owns its tasks, paths and
+grants, which all end with it.
 
 Its queues are bounded: the core gets as many events as it has opened and delivered, and one for
 each part that arrives. At most `MAX_CALLS` calls of peers and `control_rpc.MAX_CONTROL_REQUESTS`
@@ -30,7 +31,6 @@ from pdserve.engine_core.kv_transfer.connector import (
     AttemptGranted,
     AttemptKey,
     ConnectorEvent,
-    NodeMessage,
     PartArrived,
     PartDelivered,
 )
@@ -53,6 +53,7 @@ from pdserve.messages.engine import (
     OutboundControlReply,
     PathStates,
     PeerGone,
+    SetNodeLife,
 )
 from pdserve.messages.engine_errors import kind_and_message
 from pdserve.runtime.tasks import Tasks
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
 
     from pdserve.engine_core.kv_transfer.path_stats import PathMeter
     from pdserve.ids import Bytes, Seconds
-    from pdserve.messages.engine import PathState
+    from pdserve.messages.engine import ControlCommand, ControlEvent, PathState
     from pdserve.messages.transfer import BackendOffers, TransferControl, TransferTicket
     from pdserve.transfer.backends import TransferBackend
     from pdserve.transfer.base import Grant, GrantSpec, KvPart, KvPath, Region
@@ -135,13 +136,15 @@ class LoopKvConnector:
         self,
         backends: Sequence[TransferBackend],
         *,
+        say: Callable[[ControlEvent], None],
         nudge: Callable[[], None] = lambda: None,
         on_broken: Callable[[EngineDied], None] | None = None,
         draw: Callable[[], int] = lambda: secrets.randbits(60),
     ) -> None:
-        """`nudge` is called, like `start`'s `wake`, whenever `poll` has events: `wake` marks that
-        in the core, `nudge` wakes the loop that steps the core. `on_broken` is called after a bug
-        in here, when nothing can be relied on any more; without it, `poll` raises that error.
+        """`say` sends an event to the node; called on the loop. `nudge` is called, like `start`'s
+        `wake`, whenever `poll` has events: `wake` marks that in the core, `nudge` wakes the loop
+        that steps the core. `on_broken` is called after a bug in here, when nothing can be relied
+        on any more; without it, `poll` raises that error.
         `draw` returns the random number by which peers tell this engine's run from the next."""
         self._backends = backends
         self._draw = draw
@@ -152,7 +155,8 @@ class LoopKvConnector:
         self._moved: deque[ConnectorEvent] = deque()
         self._loop = asyncio.get_running_loop()
         self._tasks = Tasks("the engine's transports", self._task_failed)
-        self._rpc = ControlRpc(lambda call: self.emit(NodeMessage(call)))
+        self._tell_node = say
+        self._rpc = ControlRpc(self._say)
         self._pool: _Pool | None = None
         self._peer_paths: PeerPaths | None = None
         self._turn: asyncio.Task[None] | None = None
@@ -183,10 +187,10 @@ class LoopKvConnector:
 
     def attach(self, peer: NodeLife) -> None:
         """Exchange KV as this (node, epoch) from now on. Paths and attempts of an earlier epoch
-        end."""
+        end. Ignores an epoch that has passed."""
         pool, old = self._pool, self._peer_paths
         assert pool is not None, "start comes first"
-        if (old is not None and old.key == peer) or self._ended is not None:
+        if self._ended is not None or (old is not None and not _later(peer, old.key)):
             return
         for attempt in list(self._attempts.values()):
             if attempt.state == "opening":
@@ -366,8 +370,8 @@ class LoopKvConnector:
 
     # ------------------------------------------------------------------ the node
 
-    def take(self, command: PeerGone | InboundControl | OutboundControlReply) -> None:
-        """Pass a command of the node to the transports."""
+    def take(self, command: ControlCommand) -> None:
+        """Take a command of the node in."""
         if self._ended is not None:
             return
         match command:
@@ -375,6 +379,8 @@ class LoopKvConnector:
                 self._rpc.answered(command)
             case InboundControl():
                 self._call(command)
+            case SetNodeLife():
+                self.attach(NodeLife(NodeId(command.node), command.epoch))
             case PeerGone():
                 self._peer_gone(NodeLife(NodeId(command.node), command.epoch))
 
@@ -414,7 +420,7 @@ class LoopKvConnector:
             )
         else:
             reply = InboundControlReply(number=call.number, control=answer)
-        self.emit(NodeMessage(reply))
+        self._say(reply)
 
     # ------------------------------------------------------------------ events
 
@@ -423,6 +429,10 @@ class LoopKvConnector:
         if self._ended is None:
             self._moved.append(moved)
             self._tell()
+
+    def _say(self, event: ControlEvent) -> None:
+        if self._ended is None:
+            self._tell_node(event)
 
     def _tell(self) -> None:
         self._wake()
@@ -437,15 +447,6 @@ class LoopKvConnector:
         while self._moved:
             moved.append(self._moved.popleft())
         return moved
-
-    def says(self) -> list[NodeMessage]:
-        """Return the events for the node alone; the others stay for `poll`. Only for the thread
-        that polls."""
-        if not self._moved:
-            return []
-        moved = [self._moved.popleft() for _ in range(len(self._moved))]
-        self._moved.extendleft(one for one in reversed(moved) if not isinstance(one, NodeMessage))
-        return [one for one in moved if isinstance(one, NodeMessage)]
 
     def paths(self) -> list[PathState]:
         """State of every path to a peer. May be called from any thread."""
@@ -467,7 +468,7 @@ class LoopKvConnector:
         states = self._peer_paths.states()
         if states != self._paths:
             self._paths = states
-            self.emit(NodeMessage(PathStates(states)))
+            self._say(PathStates(states))
         if states:
             self._look = self._loop.call_later(_LOOK, self._look_at_paths)
 
@@ -487,6 +488,11 @@ class _Done:
         if error is not None:
             self.peer_paths.lost(self.meter)
         self.mover.emit(PartDelivered(self.handle, self.part, size, error))
+
+
+def _later(peer: NodeLife, than: NodeLife) -> bool:
+    """Whether this is another node, or a later epoch of the same."""
+    return peer.node != than.node or peer.epoch > than.epoch
 
 
 def _lost(error: PdserveError, attempt: _Attempt) -> TransferError | NotReady:

@@ -50,8 +50,7 @@ __all__ = ["CONNECT_TIMEOUT", "NO_BACKEND", "READY_TIMEOUT", "PeerPaths"]
 _log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT: Final[Seconds] = 10.0
-"""Time to set up a path. Control messages may wait for a step at both ends, and there are three
-round trips."""
+"""Time to set up a path: three round trips between the nodes."""
 READY_TIMEOUT: Final[Seconds] = 3.0
 """Time for this engine's own transports to be ready. Less than a lease, so that the peer is not
 blamed for it."""

@@ -1,8 +1,9 @@
 """Runs a `LoopKvConnector` in a thread beside the core's: `ThreadKvConnector`.
 
 A core's step takes long, and here no call of a peer, no connection and no fence waits for it. Calls
-go in by `call_soon_threadsafe`; events come out by a deque that both threads may use. If the thread
-breaks down, the core's next `poll` raises, since its grants can no longer be relied on.
+go in by `call_soon_threadsafe`; events come out by a deque that both threads may use. The node's
+control calls come and go by a socket of this thread. If the thread breaks down, the core's next
+`poll` raises, since its grants can no longer be relied on.
 """
 
 from __future__ import annotations
@@ -13,22 +14,19 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
+from pdserve.engine_core.kv_transfer.control_socket import ControlSocket
 from pdserve.engine_core.kv_transfer.loop_connector import LoopKvConnector
 from pdserve.errors import EngineDied, EngineError
 from pdserve.transfer.backends import backend_offers, make_backends
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Sequence
 
-    from pdserve.engine_core.kv_transfer.connector import AttemptKey, ConnectorEvent, NodeMessage
+    from pdserve.engine_core.kv_transfer.connector import AttemptKey, ConnectorEvent
+    from pdserve.errors import ProtocolError
     from pdserve.ids import NodeLife, Seconds
-    from pdserve.messages.engine import (
-        InboundControl,
-        OutboundControlReply,
-        PathState,
-        PeerGone,
-        TransferSpec,
-    )
+    from pdserve.messages.engine import PathState, TransferSpec
     from pdserve.messages.transfer import BackendOffers, TransferTicket
     from pdserve.transfer.backends import TransferBackend
     from pdserve.transfer.base import GrantSpec, KvPart, Region
@@ -42,20 +40,30 @@ _CLOSE: Final[Seconds] = 15.0
 """Time to close all paths. This waits for a copy or a device, never for a peer."""
 
 
-def make_thread_connector(spec: TransferSpec, nudge: Callable[[], None]) -> ThreadKvConnector:
+def make_thread_connector(
+    spec: TransferSpec, nudge: Callable[[], None], control: socket.socket
+) -> ThreadKvConnector:
     """Make a connector with the back ends that `spec` allows. Raises `ConfigError` for an unknown
     one."""
-    return ThreadKvConnector(make_backends(spec), nudge)
+    return ThreadKvConnector(make_backends(spec), nudge, control)
 
 
 class ThreadKvConnector:
     """A `KvConnector` in a thread of its own. Used by one thread, the core's. After `close` all
     calls are ignored."""
 
-    def __init__(self, backends: Sequence[TransferBackend], nudge: Callable[[], None]) -> None:
-        """`nudge` wakes the loop that steps the core; called from the connector's thread."""
+    def __init__(
+        self,
+        backends: Sequence[TransferBackend],
+        nudge: Callable[[], None],
+        control: socket.socket,
+    ) -> None:
+        """`nudge` wakes the loop that steps the core; called from the connector's thread. `control`
+        is a connected stream socket, with the node at its other end; it stays the caller's until
+        `start`."""
         self._backends = backends
         self._nudge = nudge
+        self._control = control
         self._thread: threading.Thread | None = None
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -79,12 +87,18 @@ class ThreadKvConnector:
         self._loop = loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_loop_error)
         self._over = asyncio.Event()
-        mover = LoopKvConnector(self._backends, nudge=self._nudge, on_broken=self._break)
+        control = ControlSocket(self._control_broke)
+        mover = LoopKvConnector(
+            self._backends, say=control.say, nudge=self._nudge, on_broken=self._break
+        )
         mover.use(regions, offers, self._wake)
+        control.on_command = mover.take
         self._mover = mover
+        await loop.create_unix_connection(lambda: control, sock=self._control)
         self._started.set()
         await self._over.wait()
         await mover.closed()
+        control.close()
         self._mover = None
         loop.set_exception_handler(None)
 
@@ -93,6 +107,9 @@ class ThreadKvConnector:
         _log.error("in the transport thread: %s", context.get("message"), exc_info=error)
         if error is not None:
             self._break(EngineDied(f"the engine's transport thread broke down: {error!r}"))
+
+    def _control_broke(self, error: ProtocolError) -> None:
+        self._break(EngineDied(f"the transports' control socket broke: {error.message}"))
 
     def _break(self, error: EngineDied) -> None:
         if self._broken is None:
@@ -170,10 +187,6 @@ class ThreadKvConnector:
         """Send no more parts for this ticket."""
         self._call("withdraw", handle, peer, ticket)
 
-    def take(self, command: PeerGone | InboundControl | OutboundControlReply) -> None:
-        """Pass a command of the node to the transports."""
-        self._call("take", command)
-
     # ------------------------------------------------------------------ events
 
     def poll(self) -> list[ConnectorEvent]:
@@ -182,10 +195,6 @@ class ThreadKvConnector:
         if self._broken is not None:
             raise self._broken
         return [] if self._mover is None else self._mover.poll()
-
-    def says(self) -> list[NodeMessage]:
-        """Return the events for the node alone; the others stay for `poll`."""
-        return [] if self._mover is None else self._mover.says()
 
     def paths(self) -> list[PathState]:
         """State of every path to a peer."""

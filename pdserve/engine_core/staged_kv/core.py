@@ -14,19 +14,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.engine_core.kit import SelfSchedulingCore
-from pdserve.engine_core.kv_transfer.connector import NodeMessage
 from pdserve.engine_core.scheduler.scheduler_state import SchedulerLimits
 from pdserve.engine_core.staged_kv.port import HeldFrames
 from pdserve.engine_core.staged_kv.transfers import StagedTransfers
 from pdserve.errors import ConfigError, PdserveError
+from pdserve.ids import NodeId, NodeLife
 from pdserve.messages.engine import (
     AbortAttempt,
     Activate,
-    InboundControl,
     LoadProgress,
     OpenAttemptBlocks,
-    OutboundControlReply,
-    PeerGone,
     PrefillForPeer,
     PrefillLocally,
     SetNodeLife,
@@ -256,8 +253,8 @@ class StagedCore(SelfSchedulingCore):
             case OpenAttemptBlocks() | Activate() | AbortAttempt() | PrefillLocally():
                 self._changed = True
                 transfers.take(command, self.clock.now())
-            case SetNodeLife() | PeerGone() | InboundControl() | OutboundControlReply():
-                transfers.tell(command)
+            case SetNodeLife():
+                transfers.attach(NodeLife(NodeId(command.node), command.epoch))
             case _:
                 super().handle(command)
 
@@ -359,11 +356,9 @@ class StagedCore(SelfSchedulingCore):
         """Pass the connector's events to what they are about."""
         touched: set[int] = set()
         for event in events:
-            if isinstance(event, NodeMessage):
-                self._events.append(event.event)
-            elif self.fetches is not None and self.fetches.moved(event, now):
+            if self.fetches is not None and self.fetches.moved(event, now):
                 continue
-            elif self.transfers is not None:
+            if self.transfers is not None:
                 touched.add(self.transfers.moved(event, now))
         if touched:
             self._note_freed(touched)

@@ -15,14 +15,12 @@ from pdserve.engine_core.kv_transfer.connector import PartDelivered
 from pdserve.engine_core.kv_transfer.receiver import KvReceiver
 from pdserve.engine_core.staged_kv.admission import StagedAdmission
 from pdserve.engine_core.staged_kv.sender import StagedSender
-from pdserve.ids import NodeId, NodeLife
 from pdserve.messages.engine import (
     AbortAttempt,
     Activate,
     OpenAttemptBlocks,
     PrefillForPeer,
     PrefillLocally,
-    SetNodeLife,
     SubmitRemote,
 )
 
@@ -36,13 +34,10 @@ if TYPE_CHECKING:
     from pdserve.engine_core.staged_kv.pool import StagingPool
     from pdserve.engine_core.staged_kv.port import StagedEngine
     from pdserve.errors import PdserveError
-    from pdserve.ids import Seconds
+    from pdserve.ids import NodeLife, Seconds
     from pdserve.messages.engine import (
         EngineStats,
         Event,
-        InboundControl,
-        OutboundControlReply,
-        PeerGone,
     )
     from pdserve.messages.request import TokenDelta
     from pdserve.transfer.base import Region
@@ -106,12 +101,9 @@ class StagedTransfers:
             case PrefillLocally():
                 self.receiver.prefill_here(command.handle)
 
-    def tell(self, command: SetNodeLife | PeerGone | InboundControl | OutboundControlReply) -> None:
-        """Pass a command for the transports on."""
-        if isinstance(command, SetNodeLife):
-            self._mover.attach(NodeLife(NodeId(command.node), command.epoch))
-        else:
-            self._mover.take(command)
+    def attach(self, peer: NodeLife) -> None:
+        """Exchange KV as this (node, epoch) from now on."""
+        self._mover.attach(peer)
 
     # ------------------------------------------------------------------ a submission's end
 

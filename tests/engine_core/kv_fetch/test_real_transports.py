@@ -17,14 +17,10 @@ from pdserve.engine_core.kv_transfer.thread_connector import make_thread_connect
 from pdserve.ids import NodeId, NodeLife
 from pdserve.messages.engine import (
     AbsorbKv,
-    InboundControl,
-    InboundControlReply,
     KvAbsorbed,
     KvPullAnswer,
     KvPullOpened,
     KvPullServed,
-    OutboundControl,
-    OutboundControlReply,
     PeerGone,
     ServeKvPull,
     SetNodeLife,
@@ -32,6 +28,7 @@ from pdserve.messages.engine import (
 )
 from pdserve.testing.inline_engine import InlineEngine
 from pdserve.testing.scripted import ScriptedExecutor
+from pdserve.testing.transfer_support import CallCarrier
 from tests.engine_core.kv_fetch.pair import BLOCK, SECRET, SPEC, carried, question
 from tests.engine_core.kv_transfer.test_handoff import prompt_of, reference, request
 
@@ -47,15 +44,17 @@ SOON = 30.0
 class RealEnd:
     """One worker: its core and what its node knows."""
 
-    life: NodeLife
+    carrier: CallCarrier
     engine: InlineEngine
     peer: RealEnd = field(init=False)
     absorbed: list[KvAbsorbed] = field(default_factory=list)
     calls: dict[int, int] = field(default_factory=dict)
-    """Numbers of the peer's calls and questions, by those here."""
+    """Numbers of the peer's questions, by those here."""
     numbers: int = 0
-    deaf: bool = False
-    """Nothing that its peer asks arrives."""
+
+    @property
+    def life(self) -> NodeLife:
+        return self.carrier.life
 
     @property
     def core(self) -> EngineCore:
@@ -69,12 +68,6 @@ class RealEnd:
 
     def _pass(self, event: Event) -> None:
         match event:
-            case OutboundControl():
-                self.peer.ask(self, event)
-            case InboundControlReply():
-                number = self.calls.pop(event.number)
-                reply = OutboundControlReply(number, event.control, event.kind, event.message)
-                self.peer.core.handle(carried(reply, OutboundControlReply))
             case KvPullOpened():
                 self.peer.serve(self, event)
             case KvPullServed():
@@ -83,16 +76,8 @@ class RealEnd:
             case KvAbsorbed():
                 self.absorbed.append(event)
 
-    def ask(self, peer: RealEnd, event: OutboundControl) -> None:
-        if self.deaf:
-            return
-        self.numbers += 1
-        self.calls[self.numbers] = event.number
-        call = InboundControl(self.numbers, *peer.life, event.backend, event.control)
-        self.core.handle(carried(call, InboundControl))
-
     def serve(self, peer: RealEnd, event: KvPullOpened) -> None:
-        if self.deaf:
+        if self.carrier.deaf:
             return
         self.numbers += 1
         self.calls[self.numbers] = event.number
@@ -108,11 +93,13 @@ class RealPair:
         spec = msgspec.structs.replace(SPEC, transfer=TransferSpec(backends=(backend,)))
         self.r, self.o = (self._end(name, spec) for name in ("d", "p"))
         self.r.peer, self.o.peer = self.o, self.r
+        self.r.carrier.join(self.o.carrier)
 
     def _end(self, name: str, spec) -> RealEnd:
-        mover = make_thread_connector(spec.transfer, self._woken.set)
+        carrier = CallCarrier(NodeLife(NodeId(name), 1))
+        mover = make_thread_connector(spec.transfer, self._woken.set, carrier.end.theirs)
         core = EngineCore(ScriptedExecutor(), SystemClock(), mover)
-        end = RealEnd(NodeLife(NodeId(name), 1), InlineEngine(core, spec))
+        end = RealEnd(carrier, InlineEngine(core, spec))
         core.handle(SetNodeLife(*end.life))
         return end
 
@@ -148,6 +135,7 @@ class RealPair:
     def close(self) -> None:
         for end in (self.r, self.o):
             assert end.engine.close() == 0
+            end.carrier.end.close()
         assert self.idle()
 
 
@@ -179,8 +167,9 @@ def test_an_owner_that_is_silent_or_dead_costs_only_the_deadline(backend: str):
         prompt = prompt_of(37)
         both.o.engine.generate([request(prompt, max_tokens=1)])
         assert both.absorb(prompt[:16]).error == ""
-        both.o.deaf = True
+        both.o.carrier.deaf = True
         assert both.absorb(prompt[:36], timeout=0.2).error == "deadline"
+        both.r.carrier.end.post(PeerGone("p", 1))
         both.r.core.handle(PeerGone("p", 1))
         both.until(both.idle)
         assert both.r.core.pool.counts().cached == 4

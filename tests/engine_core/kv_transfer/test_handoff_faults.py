@@ -16,8 +16,6 @@ from pdserve.messages.engine import (
     AbortAttempt,
     Activate,
     AttemptLost,
-    InboundControl,
-    InboundControlReply,
     OpenAttemptBlocks,
     PeerGone,
     Prefilled,
@@ -30,7 +28,7 @@ from pdserve.messages.engine import (
     SubmitRemote,
     TransferSpec,
 )
-from pdserve.messages.transfer import PathReady, TransferTicket
+from pdserve.messages.transfer import TransferTicket
 from pdserve.testing.fake_mover import FakeMover, FakeNet
 from pdserve.testing.inline_engine import InlineEngine
 from pdserve.testing.scripted import ScriptedExecutor
@@ -463,15 +461,12 @@ def test_an_engine_that_moves_nothing_says_so():
         core.handle(OpenAttemptBlocks(1, 1, "p", 1))
         core.handle(SubmitRemote(1, request(prompt_of(3))))
         core.handle(PrefillForPeer(2, request(prompt_of(3)), ticket, "d", 1))
-        core.handle(InboundControl(9, "p", 1, "tcp", PathReady(1)))
         events = core.step()
         rejected = [event for event in events if isinstance(event, Rejected)]
         assert [(event.handle, event.kind) for event in rejected] == [
             (1, "TransferRefused"),
             (2, "TransferRefused"),
         ]
-        (reply,) = [event for event in events if isinstance(event, InboundControlReply)]
-        assert (reply.number, reply.control, reply.kind) == (9, None, "TransferRefused")
         assert not any(isinstance(event, Prefilled) for event in events)
 
 

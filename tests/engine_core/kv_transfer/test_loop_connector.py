@@ -12,7 +12,6 @@ from pdserve.engine_core.kv_transfer.connector import (
     AttemptFenced,
     AttemptGranted,
     AttemptKey,
-    NodeMessage,
     PartArrived,
 )
 from pdserve.engine_core.kv_transfer.loop_connector import LoopKvConnector
@@ -25,8 +24,8 @@ from pdserve.errors import (
     TransferRefused,
 )
 from pdserve.ids import NodeId, NodeLife
-from pdserve.messages.engine import InboundControlReply, PeerGone
-from pdserve.messages.transfer import PathHello, PathReady
+from pdserve.messages.engine import InboundControl, PeerGone, SetNodeLife
+from pdserve.messages.transfer import BackendProbe, PathHello, PathReady
 from pdserve.testing.fake_rdma import FakeFabric, FakeFaults
 from pdserve.testing.virtual_time import run
 from pdserve.transfer.backends import TransferBackend
@@ -56,7 +55,9 @@ class Two(World):
 
     def add(self, name: str, epoch: int, *backends: TransferBackend) -> End:
         end = self.end(name, epoch)
-        mover = end.mover = LoopKvConnector(backends or [fake(self.fabric)], nudge=end.nudge)
+        mover = end.mover = LoopKvConnector(
+            backends or [fake(self.fabric)], say=end.say, nudge=end.nudge
+        )
         assert mover.start(end.region, lambda: None) == tuple(b.name for b in mover._backends)
         mover.attach(end.key)
         return end
@@ -190,7 +191,7 @@ def test_a_peer_that_is_gone_takes_its_paths_with_it(seed: int) -> None:
             opening = AttemptKey(2, 1)
             two.silent.add(two.p.key)
             two.d.mover.open(opening, two.p.key, two.d.order(opening, [4]))
-            two.d.mover.take(PeerGone(node="p", epoch=2))
+            two.d.tell(PeerGone(node="p", epoch=2))
             await two.until(lambda: bool(two.d.of(AttemptBroken, KEY)), SOON)
             (lost,) = two.d.of(AttemptBroken, KEY)
             assert isinstance(lost.error, PathLost)
@@ -363,7 +364,7 @@ def test_what_cannot_be_is_said_by_name(seed: int) -> None:
             name="never", make=fake(FakeFabric(Random(0))).make, lacking=lambda r: "no"
         )
         async with Two(seed) as two:
-            lone = LoopKvConnector([never])
+            lone = LoopKvConnector([never], say=lambda event: None)
             with pytest.raises(ConfigError, match="never: no"):
                 lone.start(two.d.region, lambda: None)
             await lone.closed()
@@ -382,7 +383,7 @@ def test_what_cannot_be_is_said_by_name(seed: int) -> None:
             (state,) = other.paths
             assert state.down == "", "it is worth another trial"
             assert state.degraded
-            other.mover.take(PeerGone(node="p", epoch=2))
+            other.tell(PeerGone(node="p", epoch=2))
             await asyncio.sleep(1.0)
             assert other.paths == []
 
@@ -423,7 +424,7 @@ def test_three_failures_make_the_next_back_end_be_taken_and_the_better_tried_aga
         for name, epoch in (("d", 1), ("p", 2)):
             end = two.end(name, epoch)
             end.mover = LoopKvConnector(
-                [fake(fabric, "good"), fake(fabric, "plain")], nudge=end.nudge
+                [fake(fabric, "good"), fake(fabric, "plain")], say=end.say, nudge=end.nudge
             )
             end.mover.start(end.region, lambda: None)
             end.mover.attach(end.key)
@@ -499,7 +500,7 @@ def test_faults_leave_nothing_unanswered_and_nothing_behind(seed: int, round: in
                         two.d.moved[-1], AttemptGranted
                     ) else None
                 if random.random() < 0.1:
-                    two.d.mover.take(PeerGone(node="p", epoch=2))
+                    two.d.tell(PeerGone(node="p", epoch=2))
                 if random.random() < 0.1:
                     two.silent ^= {two.p.key}
                 await asyncio.sleep(random.random() * 0.3)
@@ -523,18 +524,35 @@ def test_faults_leave_nothing_unanswered_and_nothing_behind(seed: int, round: in
     run(main())
 
 
-def test_what_is_for_the_node_alone_can_be_taken_before_the_rest(seed: int) -> None:
+def test_an_epoch_that_has_passed_does_not_come_back(seed: int) -> None:
+    """The core and its transports are told of a life by two sockets, so in any order."""
+
     async def main() -> None:
         async with Two(seed) as two:
             mover = loop_mover(two.d)
-            reply = NodeMessage(
-                InboundControlReply(number=1, control=None, kind="Overloaded", message="full")
+            mover.take(SetNodeLife(node="d", epoch=3))
+            present = mover._peer_paths
+            assert present is not None
+            for late in (1, 3):
+                mover.attach(NodeLife(NodeId("d"), late))
+            assert mover._peer_paths is present
+            assert present.key == NodeLife(NodeId("d"), 3)
+
+    run(main())
+
+
+def test_what_is_for_the_node_alone_does_not_wake_the_core(seed: int) -> None:
+    async def main() -> None:
+        async with Two(seed) as two:
+            woken: list[object] = []
+            mover = loop_mover(two.d)
+            mover._wake = mover._nudge = lambda: woken.append(None)
+            two.d.tell(
+                InboundControl(number=1, node="p", epoch=2, backend="", control=BackendProbe(5))
             )
-            rest = [AttemptBroken(AttemptKey(1, n), NotReady("not yet")) for n in (1, 2)]
-            for moved in (rest[0], reply, rest[1]):
-                mover._moved.append(moved)
-            assert mover.says() == [reply]
-            assert mover.says() == []
-            assert mover.poll() == rest
+            two._asking[1] = (two.p, 1)
+            await two.until(lambda: 1 not in two._asking)
+            assert not woken
+            assert mover.poll() == []
 
     run(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from contextlib import asynccontextmanager
 from random import Random
@@ -46,9 +47,9 @@ class Two(World):
         spec = TransferSpec(backends=backends, verify="all")
         self.d, self.p = self.end("d", 1, 64), self.end("p", 2, 64)
         for end in (self.d, self.p):
-            end.mover = ThreadKvConnector(make_backends(spec), end.nudge)
-            assert end.mover.start(end.region, lambda: None) == backends
-            end.mover.attach(end.key)
+            mover = end.by_thread(make_backends(spec))
+            assert mover.start(end.region, lambda: None) == backends
+            mover.attach(end.key)
 
 
 @asynccontextmanager
@@ -113,7 +114,7 @@ async def test_a_peer_that_is_gone_ends_all_with_it(backend: str) -> None:
     async with two(backend) as world:
         key = AttemptKey(1, 1)
         await granted(world, world.d, world.p, key, [1])
-        world.d.mover.take(PeerGone(node="p", epoch=2))
+        world.d.tell(PeerGone(node="p", epoch=2))
         await world.until(lambda: bool(world.d.of(AttemptBroken, key)))
         await revoked(world, world.d, key, PATIENCE)
         world.p.fill({3: 3})
@@ -137,7 +138,7 @@ async def test_an_end_that_is_closed_hears_and_says_nothing() -> None:
     async with two("shm") as world:
         await asyncio.to_thread(world.p.mover.close)
         world.p.mover.open(AttemptKey(1, 1), world.d.key, world.p.order(AttemptKey(1, 1), [1]))
-        world.p.mover.take(PeerGone(node="d", epoch=1))
+        world.p.tell(PeerGone(node="d", epoch=1))
         assert world.p.mover.poll() == []
         assert world.p.of((AttemptBroken, PartArrived), AttemptKey(1, 1)) == []
         assert [m for m in world.p.moved if isinstance(m, PartDelivered)] == []
@@ -145,10 +146,13 @@ async def test_an_end_that_is_closed_hears_and_says_nothing() -> None:
 
 def test_an_impossible_wish_starts_no_thread() -> None:
     never = TransferBackend(name="never", make=None, lacking=lambda regions: "no such device")  # type: ignore[arg-type]
-    mover = ThreadKvConnector([never], lambda: None)
+    ours, theirs = socket.socketpair()
+    mover = ThreadKvConnector([never], lambda: None, theirs)
     with pytest.raises(ConfigError, match="never: no such device"):
         mover.start(None, lambda: None)  # type: ignore[arg-type]
     mover.close()
+    ours.close()
+    theirs.close()
 
 
 async def test_a_thread_that_breaks_down_is_heard_of(caplog) -> None:

@@ -15,14 +15,17 @@ from pdserve.engine_core.kv_transfer.connector import (
     AttemptKey,
     ConnectorEvent,
     KvConnector,
-    NodeMessage,
     PartArrived,
     PartDelivered,
 )
+from pdserve.engine_core.kv_transfer.loop_connector import LoopKvConnector
+from pdserve.engine_core.kv_transfer.thread_connector import ThreadKvConnector
 from pdserve.errors import LinkLost, PdserveError
 from pdserve.ids import NodeId, NodeLife
 from pdserve.kv.storage import BlockMemory
 from pdserve.messages.engine import (
+    ControlCommand,
+    ControlEvent,
     InboundControl,
     InboundControlReply,
     OutboundControl,
@@ -33,12 +36,13 @@ from pdserve.messages.engine import (
 from pdserve.messages.transfer import TransferControl
 from pdserve.testing.fake_rdma import FakeFabric, FakeTransport
 from pdserve.testing.kv_oracle import expected_block, layouts, pattern
+from pdserve.testing.transfer_support import ControlEnd
 from pdserve.transfer.backends import TransferBackend
 from pdserve.transfer.base import GrantSpec, KvPart, Region
 from tests.support.patience import PATIENCE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 (LAYOUT,) = layouts(4, 1)
 BLOCK = len(expected_block(LAYOUT, 0))
@@ -72,6 +76,8 @@ class End:
     asked: int = 0
     memory: BlockMemory = field(init=False)
     region: Region = field(init=False)
+    control: ControlEnd | None = None
+    """The node's end of the mover's socket; None: the mover is on this loop."""
 
     def __post_init__(self) -> None:
         self.memory = BlockMemory(self.blocks, (BLOCK,))
@@ -100,18 +106,36 @@ class End:
         self.world.loop.call_soon_threadsafe(self.pump)
 
     def pump(self) -> None:
-        """What a core and its node do with what a mover says."""
-        for moved in self.mover.poll():
-            if not isinstance(moved, NodeMessage):
-                self.moved.append(moved)
-            elif isinstance(moved.event, OutboundControl):
-                self.asked += 1
-                self.world.carry(self, moved.event)
-            elif isinstance(moved.event, InboundControlReply):
-                self.world.replied(self, moved.event)
-            elif isinstance(moved.event, PathStates):
-                self.paths = moved.event.paths
+        """What a core does with a mover's events."""
+        self.moved += self.mover.poll()
         self.world.changed.set()
+
+    def say(self, event: ControlEvent) -> None:
+        """What a node does with what a mover says, on the world's loop."""
+        match event:
+            case OutboundControl():
+                self.asked += 1
+                self.world.carry(self, event)
+            case InboundControlReply():
+                self.world.replied(self, event)
+            case PathStates():
+                self.paths = event.paths
+        self.world.changed.set()
+
+    def tell(self, command: ControlCommand) -> None:
+        """What a node tells a mover."""
+        if self.control is None:
+            assert isinstance(self.mover, LoopKvConnector)
+            self.mover.take(command)
+        else:
+            self.control.post(command)
+
+    def by_thread(self, backends: Sequence[TransferBackend]) -> ThreadKvConnector:
+        """Get a mover in a thread of its own, with the control socket that it has."""
+        call = self.world.loop.call_soon_threadsafe
+        self.control = ControlEnd(lambda event: void(call(self.say, event)))
+        self.mover = mover = ThreadKvConnector(backends, self.nudge, self.control.theirs)
+        return mover
 
     def of(self, kind, key: AttemptKey) -> list:
         return [m for m in self.moved if isinstance(m, kind) and m.key == key]
@@ -123,6 +147,8 @@ class End:
         return GrantSpec(f"r-{key.handle}", key.attempt, 0, 4 * len(blocks), blocks)
 
     def free(self) -> None:
+        if self.control is not None:
+            self.control.close()
         if self.region.view is not None:
             self.region.view.release()
         self.memory.close()
@@ -159,7 +185,7 @@ class World:
             answer = OutboundControlReply(
                 number=question.number, control=None, kind=kind, message=message
             )
-            asker.mover.take(answer)
+            asker.tell(answer)
             return
         if peer.key in self.silent:
             return
@@ -172,12 +198,12 @@ class World:
             backend=question.backend,
             control=passed(question.control),
         )
-        peer.mover.take(call)
+        peer.tell(call)
 
     def replied(self, peer: End, reply: InboundControlReply) -> None:
         asker, number = self._asking.pop(reply.number)
         control = None if reply.control is None else passed(reply.control)
-        asker.mover.take(
+        asker.tell(
             OutboundControlReply(
                 number=number, control=control, kind=reply.kind, message=reply.message
             )
@@ -188,6 +214,10 @@ class World:
             while not met():
                 self.changed.clear()
                 await self.changed.wait()
+
+
+def void(result: object) -> None:
+    """Drop a result."""
 
 
 def passed(control: TransferControl) -> TransferControl:

@@ -21,8 +21,6 @@ from pdserve.messages.engine import (
     AbortAttempt,
     Activate,
     AttemptLost,
-    InboundControl,
-    InboundControlReply,
     Prefilled,
     PrefillLocally,
     PrefillSent,
@@ -32,7 +30,6 @@ from pdserve.messages.engine import (
     TransferSpec,
 )
 from pdserve.messages.tiers import CachedSource
-from pdserve.messages.transfer import PathReady
 from pdserve.testing.fake_mover import FakeMover, FakeNet
 from pdserve.testing.inline_engine import InlineEngine
 from tests.engine_core.kv_transfer.test_handoff import prompt_of, request
@@ -653,8 +650,8 @@ def test_a_model_without_staging(optional: bool):
         return
     with InlineEngine(core, spec) as engine:
         assert engine.capabilities.transfers == ()
-        engine.core.handle(InboundControl(1, "p", 1, "fake", PathReady(1)))
-        assert isinstance(engine.core.step()[-1], InboundControlReply)
+        engine.core.handle(SetNodeLife("d", 1))
+        assert engine.core.step() == []
 
 
 def test_capabilities_name_the_back_ends():

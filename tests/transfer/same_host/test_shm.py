@@ -316,6 +316,7 @@ def test_memory_without_a_descriptor_is_no_memory_to_share() -> None:
 
 async def test_a_fence_does_not_wait_for_what_the_thread_has_not_begun(monkeypatch) -> None:
     """One thread copies for all peers: its backlog may be that of others."""
+    monkeypatch.setattr(ShmTransport, "inline", 0)
     begun, go = threading.Event(), threading.Event()
     copies: list[int] = []
 

@@ -18,10 +18,8 @@ from pdserve.engine_core.tiers.frames.frame_stager import FrameStager
 from pdserve.ids import NodeId, NodeLife
 from pdserve.messages.engine import (
     AbsorbKv,
-    InboundControl,
     KvPullAnswer,
     ListKvChains,
-    OutboundControlReply,
     PeerGone,
     ServeKvPull,
     SetNodeLife,
@@ -83,12 +81,9 @@ class FrameFetches:
             case SetNodeLife():
                 self._mover.attach(NodeLife(NodeId(command.node), command.epoch))
             case PeerGone():
-                self._mover.take(command)
                 if not command.returns:
                     self._pulls.peer_gone(command.node, command.epoch)
                 self._both.peer_gone(command, now)
-            case InboundControl() | OutboundControlReply():
-                self._mover.take(command)
             case _:
                 return False
         return True

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 
 from pdserve.clock import ManualClock
-from pdserve.engine_core.kv_transfer.connector import NodeMessage
 from pdserve.engine_core.staged_kv.pool import StagingPool
 from pdserve.engine_core.tiers.core_tiers import DeviceTiers, TierStorage
 from pdserve.engine_core.tiers.frames.frame_fetches import FrameFetches
@@ -153,10 +152,7 @@ class End:
     def step(self) -> list[Event]:
         now = self.clock.now()
         for event in self.mover.poll():
-            if isinstance(event, NodeMessage):
-                self.said.append(event.event)
-            else:
-                assert self.fetches.moved(event, now)
+            assert self.fetches.moved(event, now)
         self.fetches.advance(now, busy=False)
         self.tiers.take(now)
         self.check()
