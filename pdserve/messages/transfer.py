@@ -193,3 +193,6 @@ class TransferTicket(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     path: Size = 0
     """The source's number for the path of the grant: the fence is on that path alone. 0: the
     destination is of a release that does not say it."""
+    verify: Literal["", "off", "sample", "all"] = ""
+    """The destination's `--verify-kv`: the source sends checksums for the stricter of this and its
+    own. Empty: the destination is of a release that does not say it."""

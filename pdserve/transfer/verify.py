@@ -16,9 +16,9 @@ SAMPLE: Final = 16
 _STRICT: Final[tuple[Verify, ...]] = ("off", "sample", "all")
 
 
-def stricter(one: Verify, other: Verify) -> Verify:
-    """The setting that two ends with these settings use."""
-    return max(one, other, key=_STRICT.index)
+def stricter(one: Verify, other: Verify | Literal[""]) -> Verify:
+    """The setting that two ends with these settings use. The other end may not have said any."""
+    return max(one, other or "off", key=_STRICT.index)
 
 
 def sampled_range(verify: Verify, size: Bytes, turn: int) -> tuple[Bytes, Bytes]:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import pytest
+from msgspec.structs import replace
 
 from pdserve.engine.client import CoreClient, CoreClientOptions
 from pdserve.engine.launcher import ProcessLauncher
@@ -219,6 +220,20 @@ async def test_many_at_once(backend: str) -> None:
         for one, (remote, _) in zip(wanted, done, strict=True):
             assert remote.ledger.tokens[0] == reference_tokens(one)
         assert [path.backend for path in both.d.paths()] == [backend]
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+async def test_the_stricter_of_two_settings_is_used(backend: str) -> None:
+    """A decode worker that compares all got a sample only, and refused every prompt's KV."""
+    strict = spec(backend)
+    assert strict.transfer is not None
+    sampling = replace(strict.transfer, verify="sample")
+    async with pair(strict, replace(strict, transfer=sampling)) as both:
+        remote, prefilling = await both.hand_over(request())
+        assert remote.ledger.tokens[0] == reference_tokens(request())
+        assert remote.opened[1].verify == "all"
+        assert prefilling.handoff is not None
+        assert len(prefilling.handoff.checksums) == len(remote.opened[1].blocks)
 
 
 async def test_the_better_road_is_taken_and_the_reason_is_told() -> None:

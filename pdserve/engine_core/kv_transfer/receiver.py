@@ -14,6 +14,8 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from pdserve.engine_core.kv_transfer.checksums import checksum_of
 from pdserve.engine_core.kv_transfer.connector import (
     AttemptBroken,
@@ -61,8 +63,8 @@ class KvReceiver:
         verify: Literal["all", "sample", "off"],
         say: Callable[[Event], None],
     ) -> None:
-        """`say` sends an event to the node. The sender decides which blocks get checksums, unless
-        `verify` is "all": then a handoff without all checksums is refused."""
+        """`say` sends an event to the node. Tickets say `verify`, and the sender uses the stricter
+        of it and its own. With "all", a handoff without all checksums is refused."""
         self.opened = 0
         self.failed = 0
         self.received_blocks = 0
@@ -70,6 +72,7 @@ class KvReceiver:
         self._pool = pool
         self._mover = mover
         self._region = region
+        self._verify = verify
         self._wants_all = verify == "all" and region.view is not None
         self._say = say
         self._attempts: dict[int, FillAttempt] = {}
@@ -152,7 +155,8 @@ class KvReceiver:
         match moved:
             case AttemptGranted():
                 attempt.opened = True
-                self._say(AttemptBlocksOpened(key.handle, key.attempt, moved.ticket))
+                ticket = msgspec.structs.replace(moved.ticket, verify=self._verify)
+                self._say(AttemptBlocksOpened(key.handle, key.attempt, ticket))
             case AttemptBroken():
                 if isinstance(moved.error, NotReady):
                     self._hinder(attempt, moved.error)

@@ -24,6 +24,7 @@ from pdserve.messages.engine import Prefilled, PrefillSent
 from pdserve.messages.handoff import FirstToken, Handoff
 from pdserve.transfer.base import KvPart
 from pdserve.transfer.copy_plan import blocks_for, valid_tokens
+from pdserve.transfer.verify import stricter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -133,11 +134,18 @@ class KvSender:
             raise InvalidRequest("the given output is already complete: nothing is left to prefill")
         layers = self._region.layout.layers
         parts = PartPlanner(ticket.first_token, tokens, self._pool.block_size, layers)
-        places = checked_places(self._verify, ticket.transfer, ticket.attempt, len(ticket.blocks))
+        places = self._places(ticket)
         peer = NodeLife(NodeId(command.node), command.epoch)
         self._prefills[command.handle] = _Prefill(
             command.handle, peer, ticket, parts, tuple(request.live), places
         )
+
+    def _places(self, ticket: TransferTicket) -> frozenset[int]:
+        """The blocks that get a checksum, by the stricter setting of both ends."""
+        if self._region.view is None:
+            return frozenset()
+        verify = stricter(self._verify, ticket.verify)
+        return checked_places(verify, ticket.transfer, ticket.attempt, len(ticket.blocks))
 
     def _check(self, ticket: TransferTicket, tokens: int) -> None:
         size = self._pool.block_size

@@ -26,6 +26,7 @@ from pdserve.messages.engine import Prefilled, PrefillSent
 from pdserve.messages.handoff import FirstToken, Handoff
 from pdserve.transfer.base import KvPart
 from pdserve.transfer.copy_plan import blocks_for, valid_tokens
+from pdserve.transfer.verify import stricter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -156,11 +157,18 @@ class StagedSender:
             ticket,
             PartPlanner(ticket.first_token, tokens, self._pool.block_size, layers),
             len(request.live),
-            checked_places(self._verify, ticket.transfer, ticket.attempt, len(ticket.blocks)),
+            self._places(ticket),
             now + STAGING_TIMEOUT,
         )
         self._prefills[command.handle] = self._waiting[command.handle] = prefill
         self._tried = -1
+
+    def _places(self, ticket: TransferTicket) -> frozenset[int]:
+        """The blocks that get a checksum, by the stricter setting of both ends."""
+        if self._staging.region.view is None:
+            return frozenset()
+        verify = stricter(self._verify, ticket.verify)
+        return checked_places(verify, ticket.transfer, ticket.attempt, len(ticket.blocks))
 
     def _check(self, ticket: TransferTicket, tokens: int) -> None:
         size = self._pool.block_size

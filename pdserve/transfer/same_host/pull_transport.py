@@ -33,6 +33,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from pdserve.errors import TransferCorrupt, TransferWithdrawn
 from pdserve.messages.transfer import MAX_BLOCKS
@@ -52,15 +53,15 @@ from pdserve.transfer.same_host.unix_socket import (
     who_connects,
 )
 from pdserve.transfer.transport_base import TransportBase
-from pdserve.transfer.verify import SAMPLE, Verify
+from pdserve.transfer.verify import SAMPLE, Verify, stricter
 
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Iterable, Sequence
 
     from pdserve.ids import Bytes, Epoch, NodeId, NodeLife, Seconds
-    from pdserve.messages.transfer import PathHello, RegionCard
-    from pdserve.transfer.base import CallPeer, Region
+    from pdserve.messages.transfer import PathHello, RegionCard, TransferTicket
+    from pdserve.transfer.base import CallPeer, GrantSink, GrantSpec, Region
     from pdserve.transfer.block_mapping import RegionCopy
     from pdserve.transfer.grants import GrantEntry
     from pdserve.transfer.path_base import Delivery
@@ -192,6 +193,8 @@ class PullPath(PathBase):
         self._pieces: dict[DeliveryKey, list[_Fetch]] = {}
         self._unsent: deque[bytes] = deque()
         self._writing = False
+        self._told_verify = False
+        """Whether the log says that the peer wants more checksums than this node's setting."""
 
     # ------------------------------------------------------------------ what back ends bring
 
@@ -282,12 +285,28 @@ class PullPath(PathBase):
         self.out.check(share, ticket.blocks)
         entry, number = self.transport.table.open(ticket.attempt, share)
         self._entries[outgoing.key] = entry
-        places = self.transport.sampled(len(share.blocks), number)
+        verify = self._agreed(ticket)
+        places = self.transport.sampled(len(share.blocks), number, verify)
         if not places:
             self._announce(outgoing, entry, number, ())
             return
+        if outgoing.size <= self.transport.inline:
+            self._announce(outgoing, entry, number, self._sums(outgoing, places))
+            return
         summing = self.transport.run(partial(self._sums, outgoing, places))
         summing.add_done_callback(partial(self._summed, outgoing, entry, number))
+
+    def _agreed(self, ticket: TransferTicket) -> Verify:
+        """The stricter setting of both ends."""
+        ours = self.transport.verify
+        agreed = stricter(ours, ticket.verify)
+        if agreed != ours and not self._told_verify:
+            self._told_verify = True
+            _log.info(
+                "KV for %s over %s has checksums as --verify-kv=%s there wants, not %s as here",
+                *(self.peer, self.backend, agreed, ours),
+            )
+        return agreed
 
     def _sums(
         self, outgoing: Delivery, places: Sequence[tuple[int, int]]
@@ -358,6 +377,12 @@ class PullPath(PathBase):
 
     # ------------------------------------------------------------------ the destination
 
+    def grant(self, order: GrantSpec, sink: GrantSink) -> GrantEntry:
+        """Open a grant, whose ticket says how much is compared here."""
+        granted = super().grant(order, sink)
+        granted.ticket = replace(granted.ticket, verify=self.transport.verify)
+        return granted
+
     def _on_fetch(self, fetch: _Fetch) -> None:
         key = DeliveryKey(fetch.slot, fetch.generation, fetch.part)
         if fetch.more or key in self._pieces:
@@ -383,10 +408,22 @@ class PullPath(PathBase):
             )
             return
         job = PullJob(granted, fetch, share)
+        if self.into.size(share) <= self.transport.inline:
+            self._fetch_here(job)
+            return
         self._jobs.add(job)
         job.work = self.transport.submit(partial(self._fetch, job))
         job.future = asyncio.wrap_future(job.work)
         job.future.add_done_callback(partial(self._on_done, job))
+
+    def _fetch_here(self, job: PullJob) -> None:
+        """Copy a small part on the loop: changing threads takes longer."""
+        try:
+            reason, size = self._fetch(job)
+        except Exception as error:
+            # As in the thread: any error fails the part alone.
+            reason, size = repr(error), 0
+        self._conclude(job, reason, size)
 
     def _share(self, granted: GrantEntry, fetch: _Fetch) -> BlockMapping:
         ticket = granted.ticket
@@ -447,6 +484,10 @@ class PullPath(PathBase):
         if not future.cancelled():
             error = future.exception()
             reason, size = (f"{error!r}", 0) if error is not None else future.result()
+        self._conclude(job, reason, size)
+
+    def _conclude(self, job: PullJob, reason: str, size: Bytes) -> None:
+        """Report a part that was copied, or was not for this reason."""
         granted, fetch = job.granted, job.fetch
         if reason and granted.state == "open":
             transfer = granted.ticket.transfer
@@ -520,6 +561,8 @@ class PullTransport(TransportBase):
     path_type: ClassVar[type[PullPath]]
     threads = 1
     """Number of threads that copy parts."""
+    inline: Bytes = 0
+    """Parts of at most so many bytes are copied on the loop, which must not wait for a device."""
 
     def __init__(
         self,
@@ -565,12 +608,15 @@ class PullTransport(TransportBase):
             self._thread = ThreadPoolExecutor(self.threads, f"pdserve-{self.name}")
         return self._thread.submit(work)
 
-    def sampled(self, count: int, number: int) -> list[tuple[int, int]]:
+    def sampled(
+        self, count: int, number: int, verify: Verify | None = None
+    ) -> list[tuple[int, int]]:
         """The blocks whose content is compared: index of each group's first block, and the group's
-        size."""
-        if self.verify == "off" or not count:
+        size. `verify` defaults to this node's setting."""
+        verify = self.verify if verify is None else verify
+        if verify == "off" or not count:
             return []
-        if self.verify == "all":
+        if verify == "all":
             step = max(1, count // _SUMS)
             return [(place, min(step, count - place)) for place in range(0, count, step)]
         return [(place, 1) for place in range(number % min(SAMPLE, count), count, SAMPLE)]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from pdserve.errors import TransferCorrupt, TransferError
 from pdserve.testing.device_memory import DeviceMemory
@@ -134,14 +135,18 @@ async def test_a_changed_byte_is_found_by_its_checksum(monkeypatch) -> None:
         await grant.revoke(timeout=5)
 
 
-async def test_all_is_compared_or_refused_where_all_is_wanted() -> None:
+async def test_all_is_compared_where_one_end_wants_it() -> None:
     devices = Devices("sample")
     async with devices.world() as two:
         ours, theirs = await two.connect()
         theirs.transport.verify = "all"
         sink = RecordingTransferSink()
         grant = theirs.grant(order(range(8), 32), sink)
-        await deliver(ours, grant.ticket, WHOLE).wait()
+        assert await deliver(ours, grant.ticket, WHOLE).wait() is None
+        grant.finish()
+        theirs.transport.verify = "all"
+        grant = theirs.grant(order(range(8), 32), sink)
+        await deliver(ours, replace(grant.ticket, verify=""), WHOLE).wait()
         await sink.until(lambda s: bool(s.failed))
         assert "checksums of 1 blocks of 8, and --verify-kv=all" in sink.failed[0].message
         await grant.revoke(timeout=5)

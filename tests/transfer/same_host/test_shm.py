@@ -10,6 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 
 from pdserve.errors import (
     PathLost,
@@ -19,7 +20,13 @@ from pdserve.errors import (
     TransferWithdrawn,
 )
 from pdserve.testing.kv_oracle import layouts
-from pdserve.testing.transfer_support import RecordingTransferSink, deliver, order, transfer_pair
+from pdserve.testing.transfer_support import (
+    RecordingTransferSink,
+    TransferPair,
+    deliver,
+    order,
+    transfer_pair,
+)
 from pdserve.transfer.base import KvPart, Region
 from pdserve.transfer.copying import copy_runs
 from pdserve.transfer.same_host import pull_transport, shared_table, shm, unix_socket
@@ -30,7 +37,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import NodeLife
     from pdserve.net.transport.bounded_acceptor import BoundedAcceptor
-    from pdserve.transfer.base import CallPeer, KvTransport
+    from pdserve.transfer.base import CallPeer, KvPath, KvTransport
     from pdserve.transfer.same_host.pull_transport import Verify
 
 
@@ -139,6 +146,61 @@ async def test_all_is_every_block_once() -> None:
             groups = transport.sampled(count, 7)
             assert [n for at, many in groups for n in range(at, at + many)] == list(range(count))
             assert len(groups) < 130
+
+
+async def sampling_to_strict(two: TransferPair) -> tuple[KvPath, KvPath]:
+    """Only the destination compares all."""
+    ours, theirs = await two.connect()
+    assert isinstance(two.destination.transport, ShmTransport)
+    two.destination.transport.verify = "all"
+    two.source.fill({block: block for block in range(8)})
+    return ours, theirs
+
+
+async def test_a_destination_that_compares_all_gets_all_checksums(caplog) -> None:
+    async with world("sample") as two:
+        ours, theirs = await sampling_to_strict(two)
+        sink = RecordingTransferSink()
+        with caplog.at_level("INFO", logger="pdserve.transfer"):
+            for _ in range(2):
+                grant = theirs.grant(order(range(4), 16), sink)
+                assert await deliver(ours, grant.ticket, FOUR).wait() is None
+                grant.finish()
+        assert sink.parts == [0, 0]
+        assert caplog.text.count("as --verify-kv=all there wants, not sample as here") == 1
+
+
+async def test_a_sample_is_refused_by_name_if_the_source_does_not_know_better() -> None:
+    """It is of a release that does not read the setting in tickets."""
+    async with world("sample") as two:
+        ours, theirs = await sampling_to_strict(two)
+        sink = RecordingTransferSink()
+        grant = theirs.grant(order(range(4), 16), sink)
+        assert grant.ticket.verify == "all"
+        assert await deliver(ours, replace(grant.ticket, verify=""), FOUR).wait() is not None
+        assert "checksums of 1 blocks of 4, and --verify-kv=all" in sink.failed[0].message
+        await grant.revoke(timeout=5)
+
+
+@pytest.mark.parametrize("verify", ["all", "off"])
+async def test_small_parts_are_copied_on_the_loop(verify: Verify) -> None:
+    async with world(verify) as two:
+        ours, theirs = await two.connect()
+        transports = [node.transport for node in (two.source, two.destination)]
+        for transport in transports:
+            assert isinstance(transport, ShmTransport)
+            assert transport._thread is not None
+            transport._thread.shutdown()  # it takes no further work
+        two.source.fill({block: block for block in range(8)})
+        sink = RecordingTransferSink()
+        grant = theirs.grant(order(range(4), 16), sink)
+        assert await deliver(ours, grant.ticket, FOUR).wait() is None
+        assert sink.parts == [0]
+        assert two.destination.holds({block: block for block in range(4)}, range(3))
+        grant.finish()
+        for transport in transports:
+            assert isinstance(transport, ShmTransport)
+            transport._thread = None
 
 
 async def test_a_changed_byte_is_found_among_many_blocks(monkeypatch) -> None:
