@@ -22,7 +22,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-MOST = 5
+MOST = 4
 """Processes at a time: more gain little, and each takes the memory of a whole suite. Two for each
 core, since what starts servers mostly waits for them."""
 MOST_AGAIN = 3
