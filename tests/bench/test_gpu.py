@@ -149,6 +149,7 @@ def test_sequences_of_different_lengths_share_no_block(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the probe
 
 
+@pytest.mark.long(one_in=3)
 @pytest.mark.timeout(120)
 def test_a_dry_probe_answers_what_a_cpu_can_and_says_what_it_cannot(tmp_path: Path) -> None:
     probe.main(["--dry", "--device", "cpu", "--out", str(tmp_path)])

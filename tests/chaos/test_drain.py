@@ -53,6 +53,7 @@ def busy(workers: list[Node]) -> Node:
     return found[0]
 
 
+@pytest.mark.long(one_in=3)
 def test_a_drained_worker_hands_its_streams_over_and_ends(cluster: Cluster) -> None:
     _, workers, frontend = cluster.serving(workers=2, rate=20)
     wait_served(frontend)
@@ -105,6 +106,7 @@ def test_a_drained_worker_may_stay(cluster: Cluster) -> None:
     assert one.process.wait(PATIENCE) == exit_codes.OK
 
 
+@pytest.mark.long(one_in=3)
 def test_a_worker_that_cannot_hand_over_in_time_leaves_it_to_whoever_comes(
     cluster: Cluster,
 ) -> None:
@@ -124,6 +126,7 @@ def test_a_worker_that_cannot_hand_over_in_time_leaves_it_to_whoever_comes(
     assert stream.usage["pdserve"]["migrations"] == 1
 
 
+@pytest.mark.long(one_in=3)
 def test_a_drained_frontend_finishes_its_streams_and_takes_nothing_new(cluster: Cluster) -> None:
     _, _, frontend = cluster.serving(rate=40)
     wait_served(frontend)

@@ -60,6 +60,7 @@ class Load:
             number += 1
 
 
+@pytest.mark.long(one_in=3)
 @pytest.mark.timeout(240)
 def test_every_worker_and_router_is_restarted_and_no_request_fails(
     cluster: Cluster, tmp_path: Path

@@ -542,10 +542,11 @@ def test_quantiles_are_samples():
 
 @pytest.mark.alone
 @pytest.mark.slow
+@pytest.mark.long(one_in=4)
 @pytest.mark.timeout(900)
 def test_nothing_is_lost_in_a_short_storm():
     storm = run(Wishes(run_seed(), SECONDS, every=2.0))
     assert not storm.problems, report.failure(storm)
-    assert sum(storm.injected.values()) >= 15
+    assert sum(storm.injected.values()) >= 12
     assert storm.outcomes[checker.COMPLETED] >= 500
     assert storm.most_open >= 200

@@ -131,6 +131,7 @@ class Users:
         self.check()
 
 
+@pytest.mark.long(one_in=3)
 def test_a_cluster_is_upgraded_under_load(cluster, tiny_model):
     """Workers, router and frontends one by one; frontends of both releases ask all the time, so
     that each meets routers and workers of both. No request fails, none has a wrong token."""

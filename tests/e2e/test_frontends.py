@@ -223,6 +223,7 @@ def test_a_killed_first_process_takes_the_others_along(tiny_model, home):
         assert not alive
 
 
+@pytest.mark.long(one_in=3)
 def test_too_many_deaths_are_the_end_of_all(tiny_model, home):
     with pair(tiny_model, home) as server:
         for _ in range(6):
@@ -240,6 +241,7 @@ def test_a_port_of_somebody_elses_is_not_shared(server, tiny_model, home):
     assert any("choose another --port" in line for line in second.lines)
 
 
+@pytest.mark.long(one_in=3)
 def test_a_frontend_alone_shares_its_port_too(tiny_model, home):
     own = {"XDG_CONFIG_HOME": home}
     with Server(None, "--role", "router", "--listen", "127.0.0.1:0", **own) as router:
@@ -254,6 +256,7 @@ def test_a_frontend_alone_shares_its_port_too(tiny_model, home):
             assert server.metric(COMPLETED) == 1
 
 
+@pytest.mark.long(one_in=3)
 def test_each_process_may_have_a_router_of_its_own(tiny_model, home):
     with pair(tiny_model, home, "--with-router") as server:
         (sibling,) = siblings(server)

@@ -26,6 +26,7 @@ def ask(url: str, model: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long(one_in=3)
 def test_engines_serve_their_models_side_by_side_and_never_one_name(tmp_path: Path) -> None:
     with Cluster(tmp_path) as cluster:
         cluster.router()

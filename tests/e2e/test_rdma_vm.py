@@ -92,6 +92,7 @@ def passed(output: str) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.long(one_in=3)
 @pytest.mark.timeout(BUDGET + 180)
 def test_in_one_machine(machine: str) -> None:
     output = run(machine, "tests/rdma", f"--ignore={WORKERS}", hosts=1)

@@ -243,6 +243,7 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
     }
 
 
+@pytest.mark.long(one_in=3)
 def test_what_a_dead_worker_sealed_is_read_by_another(tmp_path):
     """Two workers on one directory; one dies and stays dead. Nothing told the router or the other
     one of its blocks: the other finds them in the files."""

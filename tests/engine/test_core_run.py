@@ -229,6 +229,7 @@ async def test_a_core_that_stands_still_at_work_is_killed():
     assert stage.launcher.kills >= 1
 
 
+@pytest.mark.long(one_in=3)
 async def test_it_is_known_to_have_stalled_before_it_has_ended():
     stage = await ready(IMPATIENT)
     stage.launcher.immortal = True
@@ -247,6 +248,7 @@ async def test_a_core_that_does_not_hear_its_commands_has_stalled():
     assert error.message.endswith("in its sleep")
 
 
+@pytest.mark.long(one_in=3)
 async def test_a_core_that_oversleeps_has_stalled():
     stage = await ready(IMPATIENT)
     stage.launcher.page.rest(0.0)
@@ -267,6 +269,7 @@ async def test_a_core_that_rests_or_ticks_is_left_in_peace():
     assert type(await stage.died()) is EngineDied
 
 
+@pytest.mark.long(one_in=3)
 async def test_time_in_which_nobody_looked_is_not_held_against_the_core():
     """Whoever was stopped and goes on again has not seen yet what the core has done meanwhile."""
     clock = ManualClock()

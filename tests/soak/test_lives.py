@@ -33,6 +33,7 @@ def test_requests_leave_nothing_behind(seed):
     assert left < MOST, where
 
 
+@pytest.mark.long(one_in=3)
 def test_what_is_left_behind_is_seen(seed, monkeypatch):
     """One dispatched request of each request."""
     kept = []
@@ -72,6 +73,7 @@ def test_no_request_leaves_an_entry_anywhere(settings, seed):
     assert kept_by_requests(settings, 24, seed) == []
 
 
+@pytest.mark.long(one_in=3)
 def test_an_entry_for_each_request_is_seen(seed, monkeypatch):
     usual, kept = ClusterClient.open, []
 

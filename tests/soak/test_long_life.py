@@ -75,10 +75,12 @@ def test_short_requests_leave_nothing_behind(cluster, tmp_path, seed, long):
     live("requests", cluster, tmp_path, seed, long=long)
 
 
+@pytest.mark.long(one_in=3)
 def test_members_that_come_and_go_leave_nothing_behind(cluster, tmp_path, seed, long):
     live("members", cluster, tmp_path, seed, long=long)
 
 
+@pytest.mark.long(one_in=3)
 def test_streams_that_stay_open_leave_nothing_behind(cluster, tmp_path, seed, long, monkeypatch):
     if not long:
         monkeypatch.setattr(scenes, "HELD", 2.0)

@@ -14,11 +14,15 @@ import pytest
 from pdserve.errors import Cancelled, Overloaded
 from pdserve.wire import events as ev
 from pdserve.wire.codec import encode
+from pdserve.wire.handshake import Versions
 from pdserve.wire.header import HEADER, HEADER_BYTES, FrameKind
 from pdserve.wire.protocol import Connection, ConnectionState, GoAwayCode
 from tests.wire.support import KEY, OTHER_KEY, acceptor, dialler, place_all, taken
 
 GOLDEN = Path(__file__).parent / "golden" / "v1.txt"
+
+PLAIN = Versions(features=0)
+"""What a node of the first release said."""
 
 BINARY = {"data-raw"}
 """Frames whose body is not msgpack alone."""
@@ -46,7 +50,7 @@ class Recorder:
 
 def session() -> list[tuple[str, str, bytes]]:
     """One of every frame, by the verbs of this version."""
-    d, a = dialler(), acceptor()
+    d, a = dialler(versions=PLAIN), acceptor(versions=PLAIN)
     recorder = Recorder(d, a)
     recorder.send("dialler", "hello")
     recorder.send("acceptor", "challenge")
@@ -89,7 +93,7 @@ def session() -> list[tuple[str, str, bytes]]:
     d.send_goaway(GoAwayCode.SHUTDOWN, "bye")
     recorder.send("dialler", "goaway")
     recorder.send("acceptor", "goaway-answer")
-    d, a = dialler((OTHER_KEY,)), acceptor((KEY,))
+    d, a = dialler((OTHER_KEY,), versions=PLAIN), acceptor((KEY,), versions=PLAIN)
     refused = Recorder(d, a)
     refused.send("dialler", "hello-other")
     refused.send("acceptor", "challenge-other")
@@ -113,7 +117,7 @@ def test_this_version_writes_the_recorded_bytes() -> None:
 
 def test_this_version_reads_the_recorded_bytes() -> None:
     """Both sides of the recording are replayed against fresh connections."""
-    d, a = dialler(), acceptor()
+    d, a = dialler(versions=PLAIN), acceptor(versions=PLAIN)
     kinds: list[str] = []
     for side, name, data in golden():
         if name == "hello-other":

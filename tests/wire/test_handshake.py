@@ -19,7 +19,7 @@ from pdserve.errors import (
 )
 from pdserve.wire import events as ev
 from pdserve.wire import handshake as hs
-from pdserve.wire.codec import encode
+from pdserve.wire.codec import PACKED_IDS, encode
 from pdserve.wire.handshake import (
     AcceptorHandshake,
     DialerHandshake,
@@ -61,7 +61,7 @@ def test_both_sides_prove_themselves_in_two_round_trips() -> None:
     assert (authenticated.claim.node, authenticated.claim.epoch) == ("d", 1000)
     assert (ready.claim.node, ready.claim.address) == ("a", "a:7000")
     assert ready.claim.session == b"s" * 16
-    assert authenticated.spoken == ready.spoken == hs.Negotiated(1, 0)
+    assert authenticated.spoken == ready.spoken == hs.Negotiated(1, PACKED_IDS)
 
 
 def test_the_dialler_proves_first() -> None:
@@ -71,7 +71,7 @@ def test_the_dialler_proves_first() -> None:
     assert a.receive_data(hello) == []
     answer = taken(a)
     assert answer[4] == FrameKind.CHALLENGE
-    assert msgpack.unpackb(answer[HEADER_BYTES:]) == [1, 0, NONCES[1]]
+    assert msgpack.unpackb(answer[HEADER_BYTES:]) == [1, PACKED_IDS, NONCES[1]]
 
 
 def test_features_are_what_both_understand() -> None:
@@ -196,7 +196,7 @@ def test_a_changed_claim_fails() -> None:
 
 
 def test_a_choice_that_was_not_offered_is_refused() -> None:
-    for challenge in (hs.Challenge(2, 0, NONCES[1]), hs.Challenge(1, 1, NONCES[1])):
+    for challenge in (hs.Challenge(2, 0, NONCES[1]), hs.Challenge(1, 2, NONCES[1])):
         d = dialler()
         taken(d)
         violated = only(

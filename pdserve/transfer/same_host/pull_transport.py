@@ -42,7 +42,12 @@ from pdserve.net.transport.bounded_acceptor import BoundedAcceptor
 from pdserve.transfer.block_mapping import BlockMapping
 from pdserve.transfer.copy_plan import PlanError
 from pdserve.transfer.path_base import MAX_DELIVERIES, DeliveryKey, PathBase
-from pdserve.transfer.same_host.shared_table import MAX_ENTRIES, SharedTable, mismatch_reason
+from pdserve.transfer.same_host.shared_table import (
+    GIVEN_UP,
+    MAX_ENTRIES,
+    SharedTable,
+    mismatch_reason,
+)
 from pdserve.transfer.same_host.unix_socket import (
     boot_id,
     check_user,
@@ -491,7 +496,8 @@ class PullPath(PathBase):
         granted, fetch = job.granted, job.fetch
         if reason and granted.state == "open":
             transfer = granted.ticket.transfer
-            self.spoiled(granted, self._error(TransferCorrupt, transfer, "fetch", reason))
+            kind = TransferWithdrawn if reason == GIVEN_UP else TransferCorrupt
+            self.spoiled(granted, self._error(kind, transfer, "fetch", reason))
         elif granted.state == "open":
             self.arrived(fetch.slot, fetch.generation, fetch.part, size)
         else:

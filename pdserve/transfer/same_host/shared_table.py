@@ -39,6 +39,7 @@ __all__ = [
     "mismatch_reason",
 ]
 
+GIVEN_UP: Final = "the source has given the blocks up"
 MAX_ENTRIES: Final = MAX_DELIVERIES
 _ENTRY: Final = struct.Struct("<QQQQ")
 """An entry: number (0: none), attempt, epoch, reserved."""
@@ -99,7 +100,7 @@ def mismatch_reason(
     all."""
     found = _ENTRY.unpack_from(table, entry * _ENTRY.size)[:3]
     if found != (*announced, epoch):
-        return "the source has given the blocks up" if not found[0] else "another delivery's entry"
+        return GIVEN_UP if not found[0] else "another delivery's entry"
     if not share.names:
         return ""
     expected = _headers(share, epoch)

@@ -213,12 +213,14 @@ def test_a_warning_before_the_time_is_over_ends_in_order(job):
     assert not job.dir.exists()
 
 
+@pytest.mark.long(one_in=3)
 def test_a_wrong_setting_ends_the_job_with_its_reason(slurm, program, tmp_path, tiny_model):
     job = Job(slurm, program, tmp_path, tiny_model / "nowhere")
     assert job.over() == "FAILED"
     assert "nowhere" in job.log()
 
 
+@pytest.mark.long(one_in=3)
 def test_threads_are_those_that_slurm_gives(slurm, program):
     done = slurm.run("srun", "--cpus-per-task=1", "--ntasks=1", str(program), "doctor")
     assert re.search(r"threads.* 1\b", done.stdout), done.stdout + done.stderr
@@ -309,6 +311,7 @@ def test_a_network_that_is_not_there_is_named(slurm, program, tmp_path, tiny_mod
     assert "interface lo has no address" in job.log()
 
 
+@pytest.mark.long(one_in=3)
 def test_workers_of_a_node_share_its_gpus(slurm, program, tmp_path, tiny_model):
     """Slurm here has no GPUs; the script reads them from the variable that Slurm would set."""
     several = {"WORKERS_PER_NODE": "2", "CUDA_VISIBLE_DEVICES": "0,1,4,5"}

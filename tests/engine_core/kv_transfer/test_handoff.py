@@ -218,7 +218,7 @@ def test_without_checksums_a_changed_byte_changes_the_answer():
     both.close()
 
 
-def test_who_wants_all_checked_takes_nothing_unchecked():
+def test_who_wants_all_checked_has_it_from_a_worker_that_checks_nothing():
     both = make_pair(ScriptedExecutor, SPEC, p={"transfer": UNCHECKED})
     both.net.faults = ["corrupt"]
     handle, ledger = both.submit(request(prompt_of(30)))
@@ -226,8 +226,8 @@ def test_who_wants_all_checked_takes_nothing_unchecked():
     both.open(handle)
     both.run()
     (lost,) = both.lost
-    assert lost.kind == "TransferRefused"
-    assert "checksums of 0 blocks of 8, and --verify-kv=all" in lost.message
+    assert lost.kind == "TransferCorrupt"
+    assert "the checksum of its block 0 differs" in lost.message
     assert not ledger.tokens[0]
     both.d.core.handle(PrefillLocally(handle))
     both.run()

@@ -97,7 +97,7 @@ def in_threads(tokenizer: Tokenizer, texts: dict[str, str], slow: dict[str, floa
 
 
 def main() -> None:
-    content = files("pdserve.bundled").joinpath("tokenizer.json").read_bytes()
+    content = files("pdserve").joinpath("bundled", "tokenizer.json").read_bytes()
     tokenizer = Tokenizer.from_bytes(content)
     assert tokenizer.choose_encoder().fast
     made = {name: text_of(one) for name, one in classes(Random(1)).items()}

@@ -62,7 +62,7 @@ def split(pattern: str) -> dict[str, Any]:
 
 
 SMALL = described(builders.byte_level())
-BUNDLED = json.loads(files("pdserve.bundled").joinpath("tokenizer.json").read_bytes())
+BUNDLED = json.loads(files("pdserve").joinpath("bundled", "tokenizer.json").read_bytes())
 """Has two thousand merges, so ids show where text was cut."""
 
 

@@ -276,12 +276,12 @@ async def test_choices_with_different_outputs_are_not_handed_over(site: DisaggCl
 
 @on_site()
 async def test_a_prompt_that_fits_no_message_stays_here(site: DisaggCluster) -> None:
-    long = replace(request(), prompt=[70_000] * 900_000)
+    long = replace(request(), prompt=[70_000] * 1_100_000)
     client = site.ask(long)
     await site.until(lambda: client.over)
     assert client.where == "local; node=d; reason=too_long"
     assert site.d.decode.numbers().local == {"too_long": 1}
-    small = site.ask(replace(request("s"), prompt=[7] * 900_000))
+    small = site.ask(replace(request("s"), prompt=[7] * 500_000))
     await site.until(lambda: small.over)
     assert small.where.startswith("remote")
     await site.quiet()
