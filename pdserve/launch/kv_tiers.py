@@ -56,7 +56,9 @@ _AUTO_SHARE_ON_HOST: Final = 0.4
 _AUTO_LEAST: Final[Bytes] = 64 << 20
 """Below this size a host tier is not worth its bookkeeping."""
 _FULL: Final = (codes.ENOSPC, codes.EDQUOT)
-_TRIES: Final = 10
+_PATIENCE: Final[Seconds] = 5.0
+"""How long a start waits for room that workers have whose processes may just be ending: the system
+frees their memory before their locks."""
 _MOMENT: Final[Seconds] = 0.1
 _GPU_FILES: Final = ("/dev/nvidiactl", "/dev/kfd")
 
@@ -71,6 +73,18 @@ class DiskRoom:
     """Bytes that KV in the directory takes already: an earlier run's is replaced."""
     promised: Bytes = 0
     """Bytes that other workers, which have their part of the directory now, may still write."""
+    in_use: Bytes = 0
+    """Bytes that the KV of those workers takes."""
+
+    @property
+    def most(self) -> Bytes:
+        """The largest tier that fits."""
+        return max(0, self.free + self.taken - self.promised)
+
+    @property
+    def alone(self) -> Bytes:
+        """The largest tier that would fit if no other worker ran."""
+        return self.free + self.taken + self.in_use
 
 
 class NewDirectory:
@@ -106,7 +120,7 @@ def plan_tiers(
     if config.disk_kv is not None:
         new = NewDirectory(config.disk_kv)
         try:
-            disk = measure_disk(config.disk_kv, owner) if disk is None else disk
+            disk = _measure_patiently(config.disk_kv) if disk is None else disk
             _check_disk(config.disk_kv, disk)
         except ConfigError:
             new.discard()
@@ -156,9 +170,19 @@ def tier_trouble(tiers: Iterable[TierStats]) -> str:
     return "; ".join(f"{TIERS[one.tier]}: {one.trouble}" for one in tiers if one.trouble)
 
 
-def measure_disk(disk: DiskKv, owner: str = "") -> DiskRoom:
+def _measure_patiently(disk: DiskKv) -> DiskRoom:
+    """As `measure_disk`, again and again while the tier would fit without other workers."""
+    until = time.monotonic() + _PATIENCE
+    room = measure_disk(disk)
+    while room.most < disk.size <= room.alone and time.monotonic() < until:
+        time.sleep(_MOMENT)
+        room = measure_disk(disk)
+    return room
+
+
+def measure_disk(disk: DiskKv) -> DiskRoom:
     """Makes the directory if only its last part is missing, writes a file there, and reads what
-    is free. `owner` names the worker that asks.
+    is free.
 
     Errors: `ConfigError` if the directory cannot be used.
     """
@@ -171,7 +195,7 @@ def measure_disk(disk: DiskKv, owner: str = "") -> DiskRoom:
         free = _free(path)
     except OSError as error:
         raise ConfigError(_unwritable(path, error)) from None
-    return _room(path, free, owner)
+    return _room(path, free)
 
 
 def _free(path: Path) -> Bytes:
@@ -208,33 +232,23 @@ def _unwritable(path: Path, error: OSError) -> str:
     )
 
 
-def _room(path: Path, free: Bytes, owner: str) -> DiskRoom:
+def _room(path: Path, free: Bytes) -> DiskRoom:
     """What workers' KV below this directory takes on the disk and may still take; other files
     stay."""
-    taken = promised = 0
+    taken = promised = in_use = 0
     for folder in subdirectories(path):
         used, of = disk_usage(folder), read_description(folder)
-        if of is not None and _is_in_use(folder, patient=of.owner == owner):
+        if of is not None and is_locked(folder):
             promised += max(0, of.capacity - used)
+            in_use += used
         else:
             taken += used
-    return DiskRoom(free, taken, promised)
-
-
-def _is_in_use(folder: Path, *, patient: bool) -> bool:
-    """Whether a worker has this subdirectory. `patient`: it has the name of the one that asks,
-    whose last process may just be ending."""
-    for _ in range(_TRIES if patient else 0):
-        if not is_locked(folder):
-            return False
-        time.sleep(_MOMENT)
-    return is_locked(folder)
+    return DiskRoom(free, taken, promised, in_use)
 
 
 def _check_disk(disk: DiskKv, room: DiskRoom) -> None:
-    most = max(0, room.free + room.taken - room.promised)
-    if disk.size > most:
-        mib = most >> 20
+    if disk.size > room.most:
+        mib = room.most >> 20
         taken = f" and the {approximate_size(room.taken)} that KV takes already" * bool(room.taken)
         promised = ""
         if room.promised:

@@ -7,6 +7,7 @@ import errno
 import os
 import stat
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -137,24 +138,63 @@ def taken_by(root: Path, owner: str, capacity: int, used: int) -> OwnDirectory:
     return found
 
 
-def test_what_another_worker_may_still_write_is_not_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_another_worker_may_still_write_is_not_free(tmp_path: Path) -> None:
     """Also if both have the name of their machine."""
-    monkeypatch.setattr(kv_tiers, "_MOMENT", 0.0)
     mib = 1 << 20
     other = taken_by(tmp_path, "w", 8 * mib, 2 * mib)
-    room = measure_disk(DiskKv(str(tmp_path), mib), "w")
-    assert room.taken == 0
+    room = measure_disk(DiskKv(str(tmp_path), mib))
+    assert (room.taken, room.in_use >= 2 * mib) == (0, True)
     assert 5 * mib < room.promised <= 6 * mib
     disk, room = DiskKv(str(tmp_path), 5 * mib), dataclasses.replace(room, free=10 * mib)
     with pytest.raises(ConfigError, match=r"less the 6\.0 MiB that other workers with this dir"):
         plan_tiers(WorkerConfig(disk_kv=disk), "w", MEMORY, room)
     assert plan_tiers(WorkerConfig(disk_kv=DiskKv(str(tmp_path), 4 * mib)), "w", MEMORY, room)
     other.unlock()
-    room = measure_disk(DiskKv(str(tmp_path), mib), "w")
+    room = measure_disk(DiskKv(str(tmp_path), mib))
     assert room.promised == 0
     assert room.taken >= 2 * mib
+
+
+@pytest.mark.parametrize("owner", ["w-prefill", "w-decode"])
+def test_a_start_waits_for_the_workers_of_a_process_that_is_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: str
+) -> None:
+    """After kill -9 the system frees their memory before their locks. They need not have the name
+    of the one that starts."""
+    mib = 1 << 20
+    last = taken_by(tmp_path, "w-decode", 8 * mib, 2 * mib)
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 20:
+            last.unlock()
+
+    monkeypatch.setattr(kv_tiers, "_free", lambda path: 10 * mib)
+    monkeypatch.setattr(time, "sleep", sleep)
+    config = WorkerConfig(disk_kv=DiskKv(str(tmp_path), 11 * mib))
+    assert plan_tiers(config, owner, MEMORY)
+    assert len(waits) == 20
+
+
+@pytest.mark.parametrize(("mib", "waits"), [(3, False), (9, True), (30, False)])
+def test_a_start_waits_only_for_what_would_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mib: int, waits: bool
+) -> None:
+    """What fits begins at once, and what would not fit in any case is refused at once."""
+    other = taken_by(tmp_path, "w", 8 << 20, 2 << 20)
+    slept: list[float] = []
+    monkeypatch.setattr(kv_tiers, "_free", lambda path: 10 << 20)
+    monkeypatch.setattr(time, "monotonic", lambda: sum(slept))
+    monkeypatch.setattr(time, "sleep", slept.append)
+    config = WorkerConfig(disk_kv=DiskKv(str(tmp_path), mib << 20))
+    if mib == 3:
+        assert plan_tiers(config, "w", MEMORY)
+    else:
+        with pytest.raises(ConfigError, match="may still write"):
+            plan_tiers(config, "w", MEMORY)
+    assert bool(slept) is waits
+    other.unlock()
 
 
 def test_a_disk_that_others_fill_has_no_size_that_fits() -> None:
