@@ -11,6 +11,8 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from pdserve.errors import (
     DeadlineExceeded,
     LinkError,
@@ -43,8 +45,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pdserve.engine.port import Handle
-    from pdserve.ids import Seconds
+    from pdserve.ids import NodeId, Seconds
     from pdserve.messages.handoff import AttemptOpened, ClaimOutcome, Handoff
+    from pdserve.messages.request import GenerateRequest
     from pdserve.net.timers import Timer
     from pdserve.runtime.peers.peer_ref import PeerRef
     from pdserve.worker.disagg.ports import PrefillClaim
@@ -250,8 +253,9 @@ class PrefillJob:
         if self._owner.has_lost(self.claim, opened.request):
             self.on_error(TransferRefused("its KV is no longer cached here"))
             return
+        request = _without_source(opened.request, self._owner.node.id)
         try:
-            self._handle = self._owner.engine.prefill(opened.request, opened.ticket, *decode, self)
+            self._handle = self._owner.engine.prefill(request, opened.ticket, *decode, self)
         except PdserveError as error:
             self.on_error(error)
 
@@ -324,3 +328,10 @@ _PERFORM: Final[dict[PrefillAction, Callable[[PrefillJob], None]]] = {
     Do.END_FAILED: lambda self: self._end("failed"),
     Do.END_CANCELLED: lambda self: self._end("cancelled"),
 }
+
+
+def _without_source(request: GenerateRequest, node: NodeId) -> GenerateRequest:
+    """The request without `node` as a source of KV. A router names sources for the decode worker,
+    and a worker that would ask itself would not use what it has."""
+    others = tuple(source for source in request.kv_sources if source.node != node)
+    return request if others == request.kv_sources else replace(request, kv_sources=others)

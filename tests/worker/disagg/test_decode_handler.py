@@ -14,7 +14,7 @@ from pdserve.messages.engine import PathState
 from pdserve.messages.handoff import LEASE_SECONDS, AttemptOpened
 from pdserve.messages.lora import LoraSummary
 from pdserve.messages.node import ModelSummary, NodeCard, summarize_card
-from pdserve.messages.tiers import CachedSource
+from pdserve.messages.tiers import CachedSource, KvSource
 from pdserve.net.link import PeerLink
 from pdserve.net.link_call import LinkCall
 from pdserve.runtime.rpc_methods import NOTIFY
@@ -91,6 +91,18 @@ async def test_a_remote_prefill_says_what_it_found_in_caches(site: DisaggCluster
     for started in client.started:
         assert (started.prefill_cached, started.prefill_sources) == (64, sources)
         assert (started.cached_tokens, started.sources) == (0, ())
+
+
+@on_site()
+async def test_a_prefill_worker_is_no_source_of_its_own(site: DisaggCluster) -> None:
+    """The router has named sources for the decode worker."""
+    named = (KvSource("p1", 1, 9), KvSource("p2", 1, 5))
+    client = await in_state(site, "fill", kv_sources=named)
+    (prompt,) = site.p.engine.prompts.values()
+    assert prompt.request.kv_sources == named[1:]
+    site.cancel(client)
+    await site.until(lambda: client.cancelled)
+    await site.quiet()
 
 
 @on_site()
