@@ -583,6 +583,7 @@ class VllmCore(StagedCore):
         """Count what was loaded from frames."""
         if self._frame_holds is not None:
             self._frame_holds.loaded(sources)
+        self._counts.note_frames(sum(source.tokens for source in sources))
 
     @property
     def _frame_holds(self) -> FrameHolds | None:

@@ -86,6 +86,11 @@ class StepCounts:
         """Count a choice that has its first token."""
         self._cached += choice.cached - choice.loaded
 
+    def note_frames(self, tokens: int) -> None:
+        """Count prompt tokens that came from frames together with what another worker has sent:
+        to vLLM all of them are that worker's."""
+        self._cached += tokens
+
     def fields(self) -> dict[str, Any]:
         """Fields of `EngineStats`."""
         return {

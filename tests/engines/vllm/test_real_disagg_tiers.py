@@ -209,6 +209,8 @@ def test_the_decode_worker_loads_what_its_host_has(opened: Any, on_device: int) 
     assert after.computed_tokens - before.computed_tokens == len(ledger.tokens[0])
     assert after.received_blocks - before.received_blocks == 1
     assert started(ledger).cached_tokens == 4 * BLOCK
+    assert after.cached_tokens - before.cached_tokens == 4 * BLOCK
+    assert after.received_tokens - before.received_tokens == LENGTH - 4 * BLOCK
     assert started(ledger).sources == (CachedSource("host", (4 - on_device) * BLOCK),)
     hits = after.tiers[0].hit_tokens - before.tiers[0].hit_tokens
     assert hits >= (4 - on_device) * BLOCK
