@@ -271,6 +271,7 @@ class StagedAdmission:
         try:
             self._engine.load_staged(handle, replace(request, sampling=sampling), blocks)
         except PdserveError as error:
+            del self._origins[handle]  # nothing was loaded
             self.let_go(handle, 0)
             self._reject(handle, error)
         return []

@@ -256,6 +256,24 @@ def test_a_frame_that_cannot_be_read_is_computed():
     both.close()
 
 
+@HOST
+def test_what_the_engine_refuses_does_not_count_as_loaded(monkeypatch):
+    both = with_frames()
+    handle, ledger, _ = prefilled(both)
+
+    def refuse(*_: object) -> None:
+        raise Overloaded("the toy has enough", retry_after=1.0)
+
+    monkeypatch.setattr(both.d.core, "load_staged", refuse)
+    both.activate(both.handoffs[handle])
+    both.run()
+    assert isinstance(ledger.error, Overloaded)
+    assert both.d.core.frame_hits == []
+    assert both.d.stats.received_tokens == 0
+    assert not both.d.core.frame_holds.total()
+    both.close()
+
+
 def test_choices_share_what_was_loaded():
     both = make_staged_pair()
     wanted = request(prompt_of(LENGTH), n=3, temperature=1.0, seed=5, max_tokens=6)
