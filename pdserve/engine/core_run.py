@@ -196,7 +196,7 @@ class CoreRun:
         wait = min(self._options.load_timeout / 4, self._stall.interval)
         waits_for: set[asyncio.Future[Any]] = {connection.lost}
         if self._ready and page is not None:
-            wait = min(self._stall.pause(page.look(), now), self._most_rest)
+            wait = min(self._stall.pause(page.look(), connection.posted, now), self._most_rest)
             if wait > self._stall.interval:
                 self._rest = asyncio.get_running_loop().create_future()
                 waits_for.add(self._rest)

@@ -46,9 +46,10 @@ class StallWatchdog:
             return _MAX_INTERVAL
         return min(_MAX_INTERVAL, self._timeout / _LOOKS_PER_TIMEOUT)
 
-    def pause(self, seen: HeartbeatReading, now: Seconds) -> Seconds:
-        """Seconds until the next check after this one, unless a command is posted before."""
-        if self._owes:
+    def pause(self, seen: HeartbeatReading, posted: int, now: Seconds) -> Seconds:
+        """Seconds until the next check after this one, unless a command is posted before. `posted`
+        as in `look`: this check itself may have posted one."""
+        if self._owes or seen.heard < posted:
             return until_next(now, self.interval)
         return max(self.interval, min(seen.due - now, until_next(now, _REST)))
 

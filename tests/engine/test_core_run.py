@@ -29,7 +29,7 @@ from pdserve.wire.length_prefixed import FrameDecoder, encode_frame
 from tests.engine_core.test_main import CAPABILITIES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from pdserve.clock import Clock
 
@@ -91,12 +91,14 @@ class Stage:
         self.launcher = PlayedCarrier()
         self.events: list[Event | ControlEvent] = []
         self.lost: list[EngineStalled | None] = []
+        self.on_look: Callable[[], None] = lambda: None
         self.life = CoreRun(
             self.launcher,
             options,
             clock or SystemClock(),
             on_event=self.events.append,
             on_lost=self.lost.append,
+            on_look=lambda: self.on_look(),
         )
         self.run = asyncio.ensure_future(self.life.run(SPEC))
 
@@ -246,6 +248,27 @@ async def test_a_core_that_does_not_hear_its_commands_has_stalled():
     error = await stage.died()
     assert type(error) is EngineStalled
     assert error.message.endswith("in its sleep")
+
+
+async def test_a_core_that_gets_a_command_at_a_check_does_not_rest():
+    """A canary is posted there. At the clock's zero the next check of a resting core is ten seconds
+    ahead."""
+    stage = await ready(IMPATIENT, ManualClock())
+    posted: list[bool] = []
+
+    def post_once() -> None:
+        if not posted:
+            posted.append(True)
+            stage.life.post(QueryStats())
+
+    stage.on_look = post_once
+    stage.life.post(QueryStats())  # ends the present rest
+    stage.launcher.page.heard(1)
+    stage.launcher.page.rest(None)
+    await until(lambda: bool(posted))
+    await until(lambda: stage.life._stall._owes, 3.0)
+    stage.launcher.end()
+    await stage.died()
 
 
 @pytest.mark.long(one_in=3)

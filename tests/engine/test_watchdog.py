@@ -78,7 +78,8 @@ def test_without_a_timeout_it_only_measures():
 def test_a_core_without_work_is_looked_at_seldom_and_one_with_work_often():
     watch = StallWatchdog(10.0, 0.0)
     watch.look(at(1, due=FAR), 0, 0.25)
-    assert watch.pause(at(1, due=FAR), 0.25) == 9.75
-    assert watch.pause(at(1, due=3.25), 0.25) == 3.0
+    assert watch.pause(at(1, due=FAR), 0, 0.25) == 9.75
+    assert watch.pause(at(1, due=3.25), 0, 0.25) == 3.0
+    assert watch.pause(at(1, due=FAR), 1, 0.25) <= watch.interval
     watch.look(at(1, due=FAR), 1, 0.25)
-    assert watch.pause(at(1, due=FAR), 0.25) <= watch.interval
+    assert watch.pause(at(1, due=FAR), 0, 0.25) <= watch.interval
