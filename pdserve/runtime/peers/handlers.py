@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from pdserve.errors import Overloaded, PdserveError
+from pdserve.errors import Overloaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -89,7 +89,7 @@ def answers_later(
         async def work(message: Q, call: IncomingCall) -> None:
             try:
                 call.reply(await handler(message, call))
-            except PdserveError as error:
+            except Exception as error:  # a bug, too: the caller waits
                 call.fail(error)
 
         def on_call(call: IncomingCall) -> None:

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.errors import DeadlineExceeded, NoMethod, NoWorker, Overloaded, ProtocolError
+from pdserve.errors import (
+    DeadlineExceeded,
+    NoMethod,
+    NoWorker,
+    Overloaded,
+    PdserveError,
+    ProtocolError,
+)
 from pdserve.ids import NodeId
 from pdserve.runtime.peers.handlers import accepts, answers, answers_later, hears
 from pdserve.wire.codec import Notice
@@ -53,6 +60,8 @@ class Desk:
             raise
         if message.payload == b"fail":
             raise NoWorker("there is none")
+        if message.payload == b"bug":
+            raise ValueError("a bug")
         return message
 
     @hears(NOTE)
@@ -94,6 +103,17 @@ async def test_a_task_answers_with_its_result_or_error() -> None:
         assert (await a.ref(B).ask(HANG, Echo(b"x"), timeout=3.0)).payload == b"x"
         with pytest.raises(NoWorker, match="there is none"):
             await a.ref(B).ask(HANG, Echo(b"fail"), timeout=3.0)
+
+
+@virtually
+async def test_a_bug_in_a_task_is_answered_at_once_too() -> None:
+    async with desk() as (a, at_b):
+        at_b.go_on.set()
+        begun = a.now()
+        with pytest.raises(PdserveError) as error:
+            await a.ref(B).ask(HANG, Echo(b"bug"), timeout=30.0)
+        assert not isinstance(error.value, DeadlineExceeded)
+        assert a.now() < begun + 1.0
 
 
 @virtually
