@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from pdserve.errors import NoMethod, PdserveError
+from pdserve.errors import NoMethod, Overloaded, PdserveError
 from pdserve.messages.trace import TraceReply
 from pdserve.runtime.peers.handlers import answers_later
 from pdserve.runtime.peers.peer_ref import ask_all
@@ -33,7 +33,10 @@ _PATIENCE: Final[Seconds] = 1.0
 _MARGIN: Final[Seconds] = 0.25
 """Part of the request's deadline that is kept for the way back."""
 _CALLERS: Final = 16
-"""Most queries that are under way at a time; one more is refused."""
+"""Most queries for everywhere that are under way at a time; one more is refused."""
+_AT_ONCE: Final = 1024
+"""Most queries of all kinds. One for this node alone takes a turn of the event loop, and must not
+be refused because others wait for other frontends, which ask back."""
 _SUMMARIES: Final = 1000
 """Most summaries that all frontends together return: they must fit one message."""
 
@@ -45,14 +48,21 @@ class TraceService:
         """`own` answers from this node's memory, quickly; None: it is no frontend."""
         self._node = node
         self._own = own
+        self._callers = 0
         node.host(self)
 
-    @answers_later(TRACES, at_once=_CALLERS)
+    @answers_later(TRACES, at_once=_AT_ONCE)
     async def _asked(self, query: TraceQuery, call: IncomingCall) -> TraceReply:
         if not query.everywhere:
             return TraceReply() if self._own is None else self._own(query)
+        if self._callers >= _CALLERS:
+            raise Overloaded("too many trace queries at once", retry_after=1.0)
         patience = min(_PATIENCE, call.deadline - self._node.now() - _MARGIN)
-        return await self.view(query, patience=max(0.0, patience))
+        self._callers += 1
+        try:
+            return await self.view(query, patience=max(0.0, patience))
+        finally:
+            self._callers -= 1
 
     async def view(self, query: TraceQuery, *, patience: Seconds) -> TraceReply:
         """Ask all frontends and join their replies. Cancellation: ends the calls."""

@@ -159,10 +159,21 @@ async def test_askers_are_bounded() -> None:
         s.nodes.nodes["f1"].host(silent(TRACES))
         waiting = [asyncio.create_task(s.ask()) for _ in range(traces._CALLERS)]
         await asyncio.sleep(0.1)
-        with pytest.raises(Overloaded, match="too many requests at once: traces"):
+        with pytest.raises(Overloaded, match="too many trace queries at once"):
             await s.ask()
         await asyncio.gather(*waiting)
         assert (await s.ask()).silent, "places are free again"
+
+
+@virtually
+async def test_own_traces_are_told_however_many_wait_for_others() -> None:
+    async with scene("f1", "f2", asked="f1") as s:
+        s.nodes.nodes["f2"].host(silent(TRACES))
+        waiting = [asyncio.create_task(s.ask()) for _ in range(traces._CALLERS)]
+        await asyncio.sleep(0.1)
+        replies = await asyncio.gather(*(s.ask(TraceQuery()) for _ in range(3 * traces._CALLERS)))
+        assert all(reply.summaries for reply in replies)
+        await asyncio.gather(*waiting)
 
 
 @virtually
