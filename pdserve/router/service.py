@@ -155,7 +155,7 @@ class RouterService:
         topics.subscribe_state(PREFILL_TOPIC, _decode_queues, self._on_queues, self._on_queues_gone)
         topics.subscribe_log(SEQUENCES, self._follow_sequences)
         topics.subscribe_log(BOOKINGS, self._follow_bookings)
-        topics.subscribe_log(KV, self.core.index.target)
+        self._kv = topics.subscribe_log(KV, self.core.index.target)
         self._swept: Seconds = float("-inf")
         self._sweeps_paced = PacedTimer(node.timers, config.sweep_interval, self._sweep)
         self._sweeps_paced.start()
@@ -394,6 +394,7 @@ class RouterService:
         life = NodeLife(member.node, member.epoch)
         if isinstance(event, MemberGone):
             self.core.gone(now, life)
+            self._sweeps_paced.wake()
             self._judge_index()
         elif member.role == "router":
             self.core.bookings.peer_up(life)
@@ -497,6 +498,8 @@ class RouterService:
         """Drop what has expired. Returns True while there is work."""
         now = self._swept = self._node.now()
         self.core.sweep(now)
+        if self.core.index.full:  # with room again, the missing blocks are asked for
+            self._kv.recheck()
         self._note_degraded()
         self._stir()
         return bool(self.core.held) or self._busy(now) or self.core.bookings.peers_work

@@ -568,6 +568,28 @@ async def test_a_prefill_worker_gets_no_requests_but_its_blocks_are_known() -> N
         await w.nodes.until(lambda: backend.members.workers("tiny") == (NodeId("d"),))
 
 
+@virtually
+async def test_blocks_that_a_full_index_refused_are_known_soon_after_there_is_room() -> None:
+    """The log of the worker that has them rests."""
+    async with world() as w:
+        router = await w.router("r", index_max_blocks=2)
+        index = router.service.core.index
+        for name in ("a", "b"):
+            worker = await w.worker(name)
+            hashes = [name.encode() * 16, name.upper().encode() * 16]
+            worker.service.engine.say(BlockStored(hashes, b"y" * 16))
+        await w.nodes.until(lambda: len(router.workers()) == 2 and index.full)
+        (left,) = [name for name in ("a", "b") if index.known_blocks(NodeId(name)) < 2]
+        await asyncio.sleep(40.0)
+        gone = w.workers.pop("b" if left == "a" else "a")
+        await w.nodes.crash(gone.node.id)
+        await w.nodes.until(lambda: router.node.registry.get(gone.node.id) is None)
+        begun = router.node.now()
+        await w.nodes.until(lambda: index.known_blocks(NodeId(left)) == 2)
+        assert router.node.now() < begun + 3.0
+        assert not index.full
+
+
 # ------------------------------------------------------------------------ several routers
 
 

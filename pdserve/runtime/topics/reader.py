@@ -43,6 +43,7 @@ _PATIENCE: Final = 2
 """Watermarks without an answer to `Resume` before it is repeated; doubles up to `_MOST`: one or two
 may have been under way."""
 _MOST: Final = 16
+_NO_MARK: Final = (-1, 0)
 
 
 class LogTarget(Protocol):
@@ -94,6 +95,7 @@ class LogReader:
         self._chunks = 0
         self._unanswered = 0
         self._patience = _PATIENCE
+        self._mark = _NO_MARK
 
     @property
     def live(self) -> bool:
@@ -123,7 +125,16 @@ class LogReader:
         self.epoch = None
         self.next = 0
         self._trusted = False
+        self._mark = _NO_MARK
         self.stage = Stage.WAITING
+
+    def recheck(self) -> bytes | None:
+        """Compare the state with the last watermark once more, since those are rare while the log
+        rests; returns the message to send to the publisher, if any."""
+        head, digest = self._mark
+        if self.live and head == self.next and digest != self.target.digest():
+            return self._diverged()
+        return None
 
     # ------------------------------------------------------------------ hearing
 
@@ -211,11 +222,13 @@ class LogReader:
         self.next = self._coming
         self.snapshots += 1
         self.stage = Stage.LIVE
+        self._mark = (self.next, said.digest)
         return None if self.target.digest() == said.digest else self._diverged()
 
     def _watermark(self, said: Watermark) -> bytes | None:
         if self.stage is Stage.LOADING or said.epoch != self.epoch or said.head > self.next:
             return self._gap()
+        self._mark = (said.head, said.digest)
         if said.head == self.next and said.digest != self.target.digest():
             return self._diverged()
         return None

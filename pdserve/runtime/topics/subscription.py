@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from pdserve.errors import Cancelled, DialFailed, Draining, LinkLost, ProtocolError
@@ -78,6 +79,11 @@ class Following(Protocol):
         """Handle a message; returns the answer to send, if any."""
         ...
 
+    def recheck(self) -> bytes | None:
+        """Compare what is held with what the publisher said last; returns the message to send, if
+        any."""
+        ...
+
     def lost(self) -> None:
         """The stream has ended; another may follow."""
         ...
@@ -132,6 +138,9 @@ class StateFollower(Generic[T]):
         self._values += 1
         self._on_value(self.member, value)
 
+    def recheck(self) -> None:
+        """Nothing to do: there is only the last value."""
+
     def lost(self) -> None:
         """The last value stays valid."""
 
@@ -168,6 +177,9 @@ class LogFollower:
 
     def hear(self, body: Buffer) -> bytes | None:
         return self.reader.hear(body)
+
+    def recheck(self) -> bytes | None:
+        return self.reader.recheck()
 
     def lost(self) -> None:
         self.reader.lost()
@@ -213,6 +225,12 @@ class Subscription(Generic[F]):
         """How this node follows `node`; None: it does not."""
         followed = self._followed.get(node)
         return None if followed is None else followed.following
+
+    def recheck(self) -> None:
+        """Find states that differ from what their publishers said last. Call it if a target may
+        want a snapshot while its log rests."""
+        for followed in tuple(self._followed.values()):
+            followed.recheck()
 
     def _on_member(self, event: MemberEvent) -> None:
         member = event.member
@@ -316,6 +334,18 @@ class _FollowedStream(MessageSink, Generic[F]):
         else:
             delay = self._redial.lost(now)
         self._timer = self._subscription.timers.call_later(delay, self.connect)
+
+    def recheck(self) -> None:
+        """See `Subscription.recheck`."""
+        stream = self._stream
+        question = None if stream is None else self.following.recheck()
+        if stream is None or question is None:
+            return
+        with suppress(LinkLost):  # `on_end` follows
+            if not stream.try_send(question):
+                error = ProtocolError("the publisher granted no credit for a question")
+                self._later(error)
+                stream.abort(error)
 
     def cut(self) -> None:
         """End the stream, or the attempt to open one."""

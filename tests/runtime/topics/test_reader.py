@@ -115,6 +115,23 @@ def test_other_gaps(message: object) -> None:
     assert reader.gaps == 1
 
 
+def test_a_state_is_compared_again_with_what_was_said_last() -> None:
+    reader, target = loaded(2)
+    assert reader.recheck() is None
+    target.state.append(b"a whim")
+    answer = reader.recheck()
+    assert answer is not None
+    assert decode_resume(answer) == Resume(2, None)
+    assert reader.recheck() is None, "it waits for the snapshot"
+    reader, target = loaded(2)
+    say(reader, EventBatch(EPOCH, 10, [b"a"]))
+    assert reader.recheck() is None, "the publisher has not said how its state is by now"
+    say(reader, Watermark(EPOCH, 11, 3))
+    assert reader.recheck() is None
+    target.state.pop()
+    assert reader.recheck() is not None
+
+
 def test_the_end_of_a_watermark() -> None:
     reader, _ = loaded(2)
     assert say(reader, Watermark(EPOCH, 10, 2), Watermark(EPOCH, 9, 77)) == []

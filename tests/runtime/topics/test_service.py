@@ -220,6 +220,27 @@ async def test_a_view_that_went_wrong_is_found_and_mended() -> None:
 
 
 @virtually
+async def test_a_view_that_went_wrong_while_the_log_rests_is_found_by_a_recheck() -> None:
+    async with world() as w:
+        a, b = await w.add("a"), await w.add("b")
+        source, follower = b.topics.publish_set("set"), Follower(a)
+        source.put(b"true")
+        w.introduce()
+        await w.until(lambda: follower.level(B, source) and bool(source.items))
+        await asyncio.sleep(40.0)
+        follower.subscription.recheck()
+        follower.views[B].apply(encode(Delta(False, {b"false": b""})))
+        await asyncio.sleep(2.0)
+        assert not follower.level(B, source)
+        follower.subscription.recheck()
+        follower.subscription.recheck()
+        await w.until(lambda: follower.level(B, source), timeout=1.0)
+        follower.subscription.recheck()
+        counters = follower.subscription.stats()
+        assert (counters["divergences"], counters["snapshots"]) == (1, 2)
+
+
+@virtually
 async def test_a_restart_drops_all_of_the_old_life() -> None:
     async with world() as w:
         a, b = await w.add("a"), await w.add("b")
