@@ -125,7 +125,7 @@ class BpeEncoder {
   static Merges merges_of(const nb::bytes& merges, const std::vector<Id>& bytes) {
     require(merges.size() % (3 * sizeof(Id)) == 0, "merges must be whole, three ids each");
     std::vector<Id> ids(merges.size() / sizeof(Id));
-    std::memcpy(ids.data(), merges.c_str(), merges.size());
+    if (!ids.empty()) std::memcpy(ids.data(), merges.c_str(), merges.size());
     return {ids.data(), ids.size() / 3, bytes_of(bytes)};
   }
 

@@ -118,9 +118,8 @@ void Merges::apply_long(std::string_view piece, Ids& ids) const {
 
 PieceCache::PieceCache() : entries_(kCacheEntries) {}
 
-PieceCache::Entry* PieceCache::look(std::string_view piece, bool& found) {
+PieceCache::Entry* PieceCache::look(std::string_view piece, Key& key, bool& found) {
   if (piece.size() > kCachedBytes) return nullptr;
-  std::array<std::uint64_t, 4> key{};
   std::memcpy(key.data(), piece.data(), piece.size());
   reinterpret_cast<unsigned char*>(key.data())[kCachedBytes] =
       static_cast<unsigned char>(piece.size());
@@ -129,7 +128,6 @@ PieceCache::Entry* PieceCache::look(std::string_view piece, bool& found) {
   std::uint64_t differs = 0;  // four words are compared sooner than memcmp is called
   for (std::size_t i = 0; i < key.size(); ++i) differs |= entry.key[i] ^ key[i];
   found = differs == 0;
-  if (!found) entry = {key, 0, {}};
   return &entry;
 }
 
@@ -200,18 +198,17 @@ std::size_t Encoder::added_at(std::string_view text, std::size_t at, Id& id) con
 void Encoder::encode_piece(std::string_view piece, PieceCache* cache, Ids& scratch,
                            Ids& out) const {
   bool found = false;
-  PieceCache::Entry* const entry = cache ? cache->look(piece, found) : nullptr;
+  PieceCache::Key key{};
+  PieceCache::Entry* const entry = cache ? cache->look(piece, key, found) : nullptr;
   if (found) {
     out.insert(out.end(), entry->ids.begin(), entry->ids.begin() + entry->count);
     return;
   }
   merge(piece, scratch);
   out.insert(out.end(), scratch.begin(), scratch.end());
-  if (!entry) return;
-  if (scratch.size() > entry->ids.size()) {
-    entry->key = {};  // no piece has length 0
-    return;
-  }
+  if (!entry || scratch.size() > entry->ids.size()) return;
+  // Nothing fails from here on: a key without its ids would be found later.
+  entry->key = key;
   entry->count = static_cast<std::uint32_t>(scratch.size());
   std::copy(scratch.begin(), scratch.end(), entry->ids.begin());
 }

@@ -25,6 +25,12 @@ _GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 """What the step `ByteLevel` splits at, unless told otherwise."""
 
 
+_LONGEST: Final = 1024
+"""Most characters of an added token: each place of a text may be compared with it."""
+_MOST_STEPS: Final = 32
+"""Most expressions that cut text; the extension applies each within the one before it."""
+
+
 class Uncovered(Exception):
     """A tokenizer has a part that the extension does not know; the message names it."""
 
@@ -127,6 +133,8 @@ def _patterns(pre_tokenizer: Mapping[str, Any] | None) -> list[tuple[SplitProgra
         raise Uncovered("text that is not turned into bytes")
     if last.get("add_prefix_space", True):
         raise Uncovered("a blank before each text")
+    if len(splits) >= _MOST_STEPS:
+        raise Uncovered(f"{len(splits)} steps before the last one")
     found = [_pattern(step) for step in splits]
     if last.get("use_regex", True):
         found.append((_GPT2, True))
@@ -193,6 +201,8 @@ def _refuse_tokens(tokens: Sequence[AddedTokenFlags], *, normalized: bool) -> No
             raise Uncovered("an added token that takes blanks")
         if token.normalized and normalized:
             raise Uncovered("an added token in normalised text")
+        if len(token.content) > _LONGEST:
+            raise Uncovered(f"an added token of {len(token.content)} characters")
     late = {token.content for token in tokens if token.normalized}
     early = {token.content for token in tokens if not token.normalized}
     if _may_overlap(late, early):
@@ -204,25 +214,25 @@ def _may_overlap(some: set[str], others: set[str]) -> bool:
     if not some or not others:
         return False
     return (
-        not _inner(some).isdisjoint(others)
-        or not _inner(others).isdisjoint(some)
-        or not _ends(some).isdisjoint(_begins(others))
-        or not _begins(some).isdisjoint(_ends(others))
+        _has_inside(some, others)
+        or _has_inside(others, some)
+        or _ends_as_begins(some, others)
+        or _ends_as_begins(others, some)
     )
 
 
-def _inner(words: set[str]) -> set[str]:
-    return {
-        word[begin:end]
+def _has_inside(words: set[str], parts: set[str]) -> bool:
+    """Whether one of `words` contains one of `parts`."""
+    lengths = sorted(set(map(len, parts)))
+    return any(
+        word[begin : begin + length] in parts
         for word in words
-        for begin in range(len(word))
-        for end in range(begin + 1, len(word) + 1)
-    }
+        for length in lengths
+        for begin in range(len(word) - length + 1)
+    )
 
 
-def _begins(words: set[str]) -> set[str]:
-    return {word[:end] for word in words for end in range(1, len(word) + 1)}
-
-
-def _ends(words: set[str]) -> set[str]:
-    return {word[begin:] for word in words for begin in range(len(word))}
+def _ends_as_begins(words: set[str], others: set[str]) -> bool:
+    """Whether one of `words` ends with what one of `others` begins with."""
+    begins = {word[:end] for word in others for end in range(1, len(word) + 1)}
+    return any(word[begin:] in begins for word in words for begin in range(len(word)))

@@ -12,6 +12,7 @@ Threads: any number may encode at once; the interpreter lock is released for lon
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 from unicodedata import is_normalized
@@ -23,6 +24,7 @@ from pdserve.text.tokenization.byte_level_bpe import (
     read_byte_level_bpe,
 )
 from pdserve.text.tokenization.probe_texts import PLAIN_TEXTS, texts_with
+from pdserve.text.tokenization.token_text_table import is_panic
 from pdserve.text.tokenization.unicode_classes import character_classes, normalizable_classes
 from pdserve.token_ids import TokenIds, token_ids
 
@@ -37,6 +39,14 @@ _SHOWN: Final = 60
 """Characters of a text that a log line shows."""
 _FRAMED: Final = ("a", "b", "1")
 """Texts of one token each, which show what the post-processor puts around a text."""
+
+_PART: Final = 16 * 1024
+"""Characters of a text that are looked at at once."""
+_APART: Final = re.compile(
+    "[\0-\u02ff\u0400-\u0482\u048a-\u052f\u3041-\u3096\u30a1-\u30fa\u3400-\u9fff\uac00-\ud7a3]"
+)
+"""Some characters that begin anew when text is normalised: Latin, Cyrillic, Japanese, Chinese, and
+Korean ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +89,7 @@ class FastEncoder:
 
         Errors: `UnicodeEncodeError` for a lone surrogate.
         """
-        if self._normalized and not (text.isascii() or is_normalized("NFC", text)):
+        if self._normalized and not (text.isascii() or _is_surely_nfc(text)):
             return None
         packed = self._raw.encode(text)
         if packed is None:
@@ -97,16 +107,22 @@ def choose_encoder(
     """Return the fast encoder of a tokenizer if it has one, and the reason if it has none.
 
     `raw` is the tokenizer that the file describes, with all added tokens. Takes some tenths of a
-    second for a vocabulary of a hundred thousand.
+    second for a vocabulary of a hundred thousand. No file makes it fail: `tokenizers` may encode
+    some texts where it fails at those that are tried here.
     """
     if not accel.NATIVE:
         return EncoderChoice(fast=False, uncovered=f"anything: {accel.REASON}"), None
     try:
         described = read_byte_level_bpe(tokenizer_json, _added_tokens(raw))
         fast = FastEncoder(described, _frame(raw))
+        difference = find_difference(raw, fast)
     except Uncovered as error:
         return EncoderChoice(fast=False, uncovered=str(error)), None
-    difference = find_difference(raw, fast)
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        reason = f"what fails with {type(error).__name__}: {error}"
+        return EncoderChoice(fast=False, uncovered=reason), None
     if difference:
         return EncoderChoice(fast=False, difference=difference), None
     return EncoderChoice(fast=True), fast
@@ -122,6 +138,26 @@ def find_difference(raw: tokenizers.Tokenizer, fast: FastEncoder) -> str:
             if found is not None and found.tolist() != right.ids:
                 return text[:_SHOWN] or "an empty text"
     return ""
+
+
+def _is_surely_nfc(text: str) -> bool:
+    """Whether a text is in form NFC; False also if that would take long to find out.
+
+    The interpreter lock is held for one part of the text at a time. A part ends where a character
+    follows that is never joined to the one before it, nor changes place with it.
+    """
+    begin = 0
+    while begin < len(text):
+        end = begin + _PART
+        if end < len(text):
+            apart = _APART.search(text, end, end + _PART)
+            if apart is None:
+                return False
+            end = apart.start()
+        if not is_normalized("NFC", text[begin:end]):
+            return False
+        begin = end
+    return True
 
 
 def _added_tokens(raw: tokenizers.Tokenizer) -> list[AddedTokenFlags]:

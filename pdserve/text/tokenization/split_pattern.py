@@ -29,6 +29,12 @@ _FOLDS: Final = {"s": "sS\u017f", "k": "kK\u212a"}
 _JOINED: Final = ("ss", "st", "ff", "fi", "fl")
 """Letters that together are equal to a single one when case is ignored."""
 _MOST_ALTERNATIVES: Final = 32
+_MOST_STEPS: Final = 1024
+"""Most steps of a program: the matcher's stack grows with each, and usual ones have some fifty."""
+_DIGITS: Final = 20
+"""Most digits of a count, both numbers together."""
+_DEEPEST: Final = 32
+"""Most groups within one another."""
 SET, FORK, JUMP, NOT_AHEAD, DONE = range(5)
 """Steps of a program: take characters of a set; try one place, then the other; go on elsewhere;
 fail if a character of a set follows; match."""
@@ -114,6 +120,8 @@ def compile_pattern(pattern: str) -> SplitProgram:
         alternatives.append(len(emitter.steps))
         emitter.sequence(sequence)
         emitter.steps.append((DONE, 0, 0, 0))
+    if len(emitter.steps) > _MOST_STEPS:
+        raise UncoveredPattern(f"more than {_MOST_STEPS} steps")
     firsts = [_first(sequence) for sequence in choice.sequences]
     starts = [
         sum(1 << place for place, first in enumerate(firsts) if first >> code & 1)
@@ -187,6 +195,7 @@ class _Parser:
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
         self._at = 0
+        self._depth = 0
 
     def whole(self) -> _Choice:
         choice = self._alternatives(fold=False)
@@ -236,8 +245,12 @@ class _Parser:
     def _group(self, *, fold: bool) -> _Choice:
         if self._takes("?"):
             raise UncoveredPattern("a special group")
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise UncoveredPattern(f"more than {_DEEPEST} groups within one another")
         inner = self._alternatives(fold=fold)
         self._close()
+        self._depth -= 1
         if self._takes("?"):
             inner = _Choice((*inner.sequences, ()))
         if self._pattern[self._at : self._at + 1] in ("*", "+", "{", "?"):
@@ -262,7 +275,8 @@ class _Parser:
             return 1, 1
         end = self._pattern.find("}", self._at)
         low, comma, high = self._pattern[self._at : max(end, self._at)].partition(",")
-        if not low.isascii() or not low.isdigit() or (high and not high.isdigit()):
+        given = low + high
+        if not low or not given.isascii() or not given.isdigit() or len(given) > _DIGITS:
             raise UncoveredPattern("a count of another form")
         self._at = end + 1
         least = int(low)

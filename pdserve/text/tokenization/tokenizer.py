@@ -49,6 +49,8 @@ _SLICE_CHARS: Final = 1 << 18
 """Characters encoded at once when tokens are only counted."""
 _SLICE_SLACK: Final = 64
 """Upper bound of the tokens that a cut may add."""
+_MOST_IDS: Final = 1 << 24
+"""Bound of a tokenizer's ids: its tables have an entry for each. Vocabularies have 2**18."""
 _CONVERT = (
     "the model has no tokenizer.json; convert its tokenizer once with "
     "`python -c 'from transformers import AutoTokenizer as T; "
@@ -108,7 +110,10 @@ class Tokenizer:
         raw.no_padding()
         raw.no_truncation()
         _add_tokens(raw, config)
-        size = max(model_vocab_size, _highest_id(raw) + 1)
+        highest = _highest_id(raw)
+        if highest >= _MOST_IDS:
+            raise ConfigError(f"tokenizer.json cannot be used: it has a token of id {highest}")
+        size = max(model_vocab_size, highest + 1)
         pieces = TokenTextTable(raw, shape, size, _special_ids(raw))
         return cls(raw, pieces, config, tokenizer_json)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from array import array
 from typing import Any
 
@@ -72,6 +73,7 @@ def test_whole_pieces_are_the_vocabulary_in_bytes():
         ({"pre_tokenizer": sequence(SPLIT | {"invert": True}, BYTES)}, "another kind"),
         ({"pre_tokenizer": sequence(SPLIT | {"pattern": {"String": " "}}, BYTES)}, "Split"),
         ({"pre_tokenizer": sequence({"type": "Metaspace"}, BYTES)}, "Metaspace"),
+        ({"pre_tokenizer": sequence(*[SPLIT] * 40, BYTES)}, "40 steps"),
         (
             {"pre_tokenizer": sequence(SPLIT | {"pattern": {"Regex": r"\w"}}, BYTES)},
             "an expression",
@@ -101,6 +103,23 @@ def test_added_tokens_that_overlap_are_refused(late):
     tokens = AddedTokenFlags("<s>", 1), AddedTokenFlags(late, 2, normalized=True)
     with pytest.raises(Uncovered, match="overlap"):
         read(*tokens)
+
+
+def test_a_very_long_added_token_is_refused():
+    with pytest.raises(Uncovered, match="5000 characters"):
+        read(AddedTokenFlags("a" * 5000, 1))
+
+
+def test_many_added_tokens_are_compared_in_little_memory():
+    tokens = [AddedTokenFlags(f"<{place:0500}>", place) for place in range(300)]
+    late = [AddedTokenFlags(f"[{place:0500}]", place, normalized=True) for place in range(300, 600)]
+    tracemalloc.start()
+    try:
+        read(*tokens, *late)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 128 << 20
 
 
 def test_a_file_of_another_form_is_refused():

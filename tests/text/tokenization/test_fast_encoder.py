@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from typing import Any
+from unicodedata import combining, normalize
 
 import pytest
 from hypothesis import given, seed, settings
@@ -333,6 +334,89 @@ def test_probe_texts_find_no_difference_and_are_short(pairs):
     assert sum(map(len, PLAIN_TEXTS)) < 10_000
     for raw, fast in pairs.values():
         assert not find_difference(raw, fast)
+
+
+FULL = """
+import itertools, resource, sys
+from importlib.resources import files
+from pdserve.text.tokenization.tokenizer import Tokenizer
+
+tokenizer = Tokenizer.from_bytes(files("pdserve.bundled").joinpath("tokenizer.json").read_bytes())
+words = ["".join(letters) for letters in itertools.product(" ", *["bcdfghjklmnpqrstvwxz"] * 4)]
+right = tokenizer.encode_batch(words, False)
+assert tokenizer.choose_encoder().fast
+grown, size, room = [], 0, 0
+for word, ids in zip(words, right):
+    if room - size < len(ids):  # the ids are copied to more memory here
+        room = size + max(size, len(ids))
+        grown.append((word, ids))
+    size += len(ids)
+text = "".join(words)
+with open("/proc/self/status") as file:
+    space = int(next(line for line in file if line.startswith("VmSize")).split()[1]) << 10
+_, most = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (space + (1 << 20), most))
+try:
+    tokenizer._fast.encode(text, False)
+    sys.exit("the memory was enough")
+except MemoryError:
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+wrong = [word for word, ids in grown if tokenizer.encode(word, False) != ids]
+sys.exit(f"wrong: {wrong}" if wrong else 0)
+"""
+
+
+def test_a_piece_that_memory_was_too_short_for_is_not_remembered():
+    done = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_tokenizer_that_fails_at_the_texts_tried_is_left_to_the_library():
+    """Its post-processor names a token that it does not describe."""
+    file = json.loads(COVERED["llama3"])
+    template = [{"SpecialToken": {"id": "<lost>", "type_id": 0}}]
+    template.append({"Sequence": {"id": "A", "type_id": 0}})
+    file["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": template,
+        "pair": template,
+        "special_tokens": {},
+    }
+    ours = Tokenizer.from_bytes(json.dumps(file).encode())
+    choice = ours.choose_encoder()
+    assert not choice.fast
+    assert "PanicException" in choice.uncovered
+    assert ours.encode("the fox", False)
+    with pytest.raises(InvalidRequest):
+        ours.encode("the fox")
+
+
+@pytest.mark.parametrize(
+    ("text", "fast"),
+    [
+        ("é" * 50_000, True),
+        ("你好" * 50_000 + "e\u0301", False),
+        ("你好" * 50_000 + "q\u0301" * 50, True),
+        ("q" + "\u0301" * 50_000, False),  # no place to part it
+        ("q\u0301" * 50_000, True),
+        ("\u1100" + "가" * 50_000, True),
+    ],
+)
+def test_long_texts_are_looked_at_in_parts(pairs, text, fast):
+    raw, encoder = pairs["nfc"]
+    ids = encoder.encode(text, False)
+    assert (ids is not None) == fast
+    assert ids is None or ids == expected(raw, text)
+
+
+def test_parts_of_a_text_begin_where_nothing_is_joined():
+    """No character that is joined to the one before it, or changes place with it."""
+    last = {normalize("NFD", chr(point))[1:2] for point in range(0x110000)}
+    for point in range(0x110000):
+        letter = chr(point)
+        if fast_encoder._APART.match(letter):
+            assert not combining(letter)
+            assert letter not in last
 
 
 @pytest.mark.alone

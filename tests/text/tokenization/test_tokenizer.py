@@ -280,3 +280,11 @@ def test_a_long_text_is_counted_in_slices_and_no_further_than_needed(at_once, mo
     assert sum(at_once) < 4000
     assert max(at_once) <= 1000
     assert 0.6 * count < tokenizer.count_up_to(text, 10**9) <= count
+
+
+def test_an_enormous_id_is_refused():
+    file = json.loads(builders.byte_level().to_str())
+    file["model"]["vocab"]["far away"] = 2**32 - 1
+    file["added_tokens"] = []
+    with pytest.raises(ConfigError, match="4294967295"):
+        Tokenizer.from_bytes(json.dumps(file).encode())

@@ -49,14 +49,15 @@ class Merges {
 class PieceCache {
  public:
   PieceCache();
-  // The entry for `piece`, or nullptr if a piece of this length is not remembered. `found` says
-  // whether the entry has it; if not, the caller may fill it.
+  using Key = std::array<std::uint64_t, 4>;  // a piece, and its length in the last byte
   struct alignas(64) Entry {
-    std::array<std::uint64_t, 4> key;  // the piece, and its length in the last byte
+    Key key;
     std::uint32_t count;
     std::array<Id, 7> ids;
   };
-  Entry* look(std::string_view piece, bool& found);
+  // The entry for `piece`, or nullptr if a piece of this length is not remembered. `found` says
+  // whether the entry has it; if not, the caller may replace it, with `key`, which comes empty.
+  Entry* look(std::string_view piece, Key& key, bool& found);
 
  private:
   std::vector<Entry> entries_;
