@@ -295,11 +295,23 @@ class PullPath(PathBase):
         if not places:
             self._announce(outgoing, entry, number, ())
             return
-        if outgoing.size <= self.transport.inline:
-            self._announce(outgoing, entry, number, self._sums(outgoing, places))
+        if 0 < outgoing.size <= self.transport.inline:
+            self._sum_here(outgoing, entry, number, places)
             return
         summing = self.transport.run(partial(self._sums, outgoing, places))
         summing.add_done_callback(partial(self._summed, outgoing, entry, number))
+
+    def _sum_here(
+        self, outgoing: Delivery, entry: int, number: int, places: Sequence[tuple[int, int]]
+    ) -> None:
+        """Sum a small part on the loop: changing threads takes longer."""
+        try:
+            sums = self._sums(outgoing, places)
+        except Exception as error:
+            # As in the thread: any error ends the path alone.
+            self.fail("verify", f"checksums: {error!r}")
+        else:
+            self._announce(outgoing, entry, number, sums)
 
     def _agreed(self, ticket: TransferTicket) -> Verify:
         """The stricter setting of both ends."""
@@ -413,7 +425,7 @@ class PullPath(PathBase):
             )
             return
         job = PullJob(granted, fetch, share)
-        if self.into.size(share) <= self.transport.inline:
+        if 0 < self.into.size(share) <= self.transport.inline:
             self._fetch_here(job)
             return
         self._jobs.add(job)

@@ -203,6 +203,21 @@ async def test_small_parts_are_copied_on_the_loop(verify: Verify) -> None:
             transport._thread = None
 
 
+async def test_a_small_part_that_cannot_be_summed_ends_the_path_alone(monkeypatch) -> None:
+    async with world() as two:
+        ours, theirs = await two.connect()
+
+        def fail(*arguments: object, **named: object) -> int:
+            raise ValueError("released")
+
+        monkeypatch.setattr(two.source.transport, "sum_of", fail)
+        grant = theirs.grant(order(range(4), 16), RecordingTransferSink())
+        error = await deliver(ours, grant.ticket, FOUR).wait()
+        assert isinstance(error, PathLost)
+        assert "released" in error.message
+        await grant.revoke(timeout=5)
+
+
 async def test_a_changed_byte_is_found_among_many_blocks(monkeypatch) -> None:
     (one,) = layouts(1, 1, layers=1, tokens=1, dim=1, itemsize=1)
     async with transfer_pair(making("all"), (one,), (one,), blocks=300) as two:
