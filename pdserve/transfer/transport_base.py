@@ -202,6 +202,11 @@ class TransportBase:
         self._paths[number] = path
         path.tell = partial(self._tell_soon, path)
 
+    def number_from(self, first: int) -> None:
+        """Number the paths from here on. A ticket names a path: numbers must not come again in
+        another life of the node, nor in another run of its engine."""
+        self._numbers = first
+
     def _next(self) -> int:
         self._numbers += 1
         return self._numbers

@@ -5,7 +5,8 @@
 
 Within one epoch the engine may restart, and its transports then reuse the same slot numbers. So
 each run of the engine draws a random number, puts it into its tickets and sends it to peers with
-`BackendProbe`. Nothing is sent under a ticket of an earlier run.
+`BackendProbe`. Nothing is sent under a ticket of an earlier run. Its transports number their paths
+from there, so that no path of a later run has the number that an old ticket names.
 
 `LoopKvConnector` makes one for each (node, epoch) that it is attached to.
 """
@@ -55,6 +56,9 @@ READY_TIMEOUT: Final[Seconds] = 3.0
 """Time for this engine's own transports to be ready. Less than a lease, so that the peer is not
 blamed for it."""
 
+_LIVES: Final = 1 << 40
+_PATHS: Final = 20
+"""Bits for the paths of one run of the engine; path numbers have 63."""
 NO_BACKEND: Final = "none"
 """Back end reported for a peer to which there is no path."""
 
@@ -123,6 +127,10 @@ class PeerPaths:
             try:
                 transport = backend.make(self.key, self._regions, self._rpc.of(name))
                 self._transports[name] = transport
+                number_from: Callable[[int], None] | None
+                number_from = getattr(transport, "number_from", None)
+                if number_from is not None:
+                    number_from(self.life % _LIVES << _PATHS)
                 # The expected rates are read now, before requests need them.
                 self._rates[name] = backend.expected()
                 opening: Callable[[], Coroutine[Any, Any, None]] | None

@@ -252,6 +252,43 @@ def test_a_ticket_ends_with_the_engine_that_gave_it(seed: int) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("epoch", [2, 5])
+def test_a_ticket_ends_with_the_engine_or_the_life_that_was_to_fill_it(
+    seed: int, epoch: int
+) -> None:
+    """The path that the ticket names has ended, and the first path of what came after it must not
+    write to blocks that are somebody else's by then."""
+
+    async def main() -> None:
+        async with Two(seed) as two:
+            old = (await granted(two, two.d, two.p, KEY, [1])).ticket
+            if epoch == two.p.key.epoch:
+                await loop_mover(two.p).closed()
+                two.p.free()
+                two.p = two.add("p", epoch)
+            else:
+                del two.ends[two.p.key]
+                two.p.key = NodeLife(two.p.key.node, epoch)
+                two.ends[two.p.key] = two.p
+                two.p.tell(SetNodeLife(*two.p.key))
+            two.d.tell(PeerGone(node="p", epoch=2, returns=True))
+            await two.until(lambda: bool(two.d.of(AttemptBroken, KEY)), SOON)
+            await revoked(two, two.d, KEY, SOON)
+            key = AttemptKey(2, 1)
+            new = (await granted(two, two.d, two.p, key, [2])).ticket
+            two.p.fill({1: 1, 2: 2})
+            two.p.mover.deliver(1, two.d.key, old, part(0, [1]))
+            await two.until(lambda: bool(two.p.deliveries(1)))
+            (refused,) = two.p.deliveries(1)
+            assert isinstance(refused.error, PathLost)
+            two.p.mover.deliver(2, two.d.key, new, part(0, [2]))
+            await two.until(lambda: bool(two.d.of(PartArrived, key)), SOON)
+            two.d.mover.finish(key)
+            assert two.d.holds({2: 2})
+
+    run(main())
+
+
 def test_parts_come_by_the_path_of_their_ticket(seed: int) -> None:
     """Both ends connect at once, and there are two paths; a fence stops one of them."""
 
