@@ -625,7 +625,7 @@ class CoreClient:
         if self._life is not None and self._spec.hash_secret != self._secret:
             self._life.post(SetHashSecret(hash_secret=self._spec.hash_secret))
         if event.capabilities.transfers or event.capabilities.fetches:
-            self._transfer_control.begin()
+            self._transfer_control.begin(transports=event.transports)
             self.kv_pulls.begin()
         self._set_state(EngineState.READY, "ready")
         if self._restarts.total:

@@ -37,13 +37,17 @@ class CoreConnection(asyncio.Protocol):
         loop: asyncio.AbstractEventLoop,
         on_event: Callable[[Any], None],
         reads: Any = Event,
+        *,
+        first: bytes | None = None,
     ) -> None:
-        """`on_event` gets events of the union `reads`."""
+        """`on_event` gets events of the union `reads`. `first`: the rest of a command that was
+        begun on the socket before."""
         self.lost: asyncio.Future[ProtocolError | None] = loop.create_future()
         self.congested = False
         """True while more than `_WRITE_HIGH_WATER` bytes wait for the core to read them."""
-        self.posted = 0
+        self.posted = 0 if first is None else 1
         """Number of commands posted so far."""
+        self._first = first
         self._loop = loop
         self._on_event = on_event
         self._frames = FrameDecoder()
@@ -85,6 +89,9 @@ class CoreConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_WRITE_HIGH_WATER)
+        if self._first:
+            self._transport.write(self._first)
+            self._first = None
 
     def data_received(self, data: bytes) -> None:
         try:

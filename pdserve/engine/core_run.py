@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
     from pdserve.clock import Clock
     from pdserve.engine.launcher import CoreLauncher
+    from pdserve.errors import ProtocolError
     from pdserve.ids import Seconds
     from pdserve.messages.engine import Command, ControlCommand, EngineSpec, Event
 
@@ -79,11 +79,15 @@ class CoreRun:
         self._most_rest = most_rest
         self._connection: CoreConnection | None = None
         self._control: CoreConnection | None = None
+        self._has_transports = False
+        """The core is ready and has transports of its own."""
+        self._over = False
+        """This side ends the connections."""
         self._ready = False
         self._doomed = False
         self._failure: PdserveError | None = None
         self._reaper: asyncio.TimerHandle | None = None
-        """Kills a core that said `CoreFailed` but does not end."""
+        """Kills a core that said `CoreFailed` or closed its control socket, but does not end."""
         self._launched: Seconds = clock.now()
         self._stall = StallWatchdog(options.stall_timeout, self._launched)
         self._rest: asyncio.Future[None] | None = None
@@ -103,6 +107,10 @@ class CoreRun:
             self._launcher.kill()
         try:
             connection, control = await self._connect(sock, spec)
+        except OSError as error:
+            self._launcher.kill()
+            await self._exit()
+            return EngineDied(f"the engine process cannot be told what to load: {error}")
         except BaseException:
             self._launcher.kill()
             raise
@@ -112,6 +120,7 @@ class CoreRun:
             self._launcher.kill()
             raise
         finally:
+            self._over = True
             connection.close()
             control.close()
             if self._reaper is not None:
@@ -128,34 +137,44 @@ class CoreRun:
         self, sock: socket.socket, spec: EngineSpec
     ) -> tuple[CoreConnection, CoreConnection]:
         """Send `StartCore` with the transports' end of their socket. Both connections are there
-        before the core's first event."""
+        before the core's first event. Raises `OSError`."""
         loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair()
-        connection = CoreConnection(loop, self._receive)
         control = CoreConnection(loop, self._on_event, reads=ControlEvent)
         control.lost.add_done_callback(self._control_lost)
         frame = encode_frame(msgspec.msgpack.encode(StartCore(spec=spec)))
+        ours: socket.socket | None = None
         try:
+            ours, theirs = socket.socketpair()
             with theirs:
-                await loop.create_unix_connection(lambda: control, sock=ours)
-                with suppress(OSError):  # of a core that is gone already, as `lost` will say
-                    socket.send_fds(sock, [frame], [theirs.fileno()])
-            connection.posted = 1
+                rest = _send_with(theirs, sock, frame)
+            await loop.create_unix_connection(lambda: control, sock=ours)
+            connection = CoreConnection(loop, self._receive, first=rest)
             self._connection, self._control = connection, control
             await loop.create_unix_connection(lambda: connection, sock=sock)
         except BaseException:
+            self._over = True
             control.close()
             sock.close()
-            ours.close()
+            if ours is not None:
+                ours.close()
             raise
         return connection, control
 
-    def _control_lost(self, lost: asyncio.Future[Any]) -> None:
-        """Without control messages the core's transports are of no use; its own end of the socket
-        is closed in order only when the core ends."""
+    def _control_lost(self, lost: asyncio.Future[ProtocolError | None]) -> None:
+        """Without control messages the core's transports are of no use. The core closes its end
+        only when it ends, and then has as long for that as after `CoreFailed`."""
+        if self._over or self._connection is None or self._connection.lost.done():
+            return
         error = lost.result()
-        if error is not None and self._connection is not None:
+        if error is not None:
             self._connection.fail(error)
+        elif self._has_transports:
+            self._reap()
+
+    def _reap(self) -> None:
+        if self._reaper is None:
+            loop = asyncio.get_running_loop()
+            self._reaper = loop.call_later(self._options.stop_timeout, self._launcher.kill)
 
     def _verdict(self, observed: str) -> PdserveError:
         """The error of the core's end: the core's own error goes before what was observed from
@@ -169,11 +188,10 @@ class CoreRun:
 
     def _receive(self, event: Event) -> None:
         if type(event) is CoreReady:
-            self._ready = True
+            self._ready, self._has_transports = True, event.transports
         elif type(event) is CoreFailed:
             self._failure = error_of(event)
-            loop = asyncio.get_running_loop()
-            self._reaper = loop.call_later(self._options.stop_timeout, self._launcher.kill)
+            self._reap()
         self._on_event(event)
 
     # ------------------------------------------------------------------ watching
@@ -268,3 +286,15 @@ class CoreRun:
         """Kill the core with SIGKILL: it ignores SIGTERM, which is the node's to handle."""
         self._doomed = True
         self._launcher.kill()
+
+
+def _send_with(passed: socket.socket, sock: socket.socket, frame: bytes) -> bytes:
+    """Send as much of a frame as the socket takes at once, with a descriptor; returns the rest. The
+    core may not read yet, and the loop must not wait for it. Raises `OSError`."""
+    sock.setblocking(False)
+    try:
+        sent = socket.send_fds(sock, [frame], [passed.fileno()])
+    except (BrokenPipeError, ConnectionResetError):
+        # The core is gone already, as `lost` will say.
+        return b""
+    return frame[sent:]

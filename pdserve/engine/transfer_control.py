@@ -60,15 +60,19 @@ class TransferController:
         self._attached: SetNodeLife | None = None
         self._life = 0
         self._up = False
+        self._transports = False
+        """Whether the core's own transports hear what they are told."""
         self._replies: dict[int, Answered] = {}
         self._numbers = 0
 
     # ------------------------------------------------------------------ lives of the core
 
-    def begin(self) -> None:
-        """A core that has transports is ready."""
+    def begin(self, *, transports: bool = True) -> None:
+        """A core that can exchange KV is ready. `transports`: by transports of its own, else its
+        library does."""
         self._life += 1
         self._up = True
+        self._transports = transports
         if self._attached is not None:
             self._tell_both(self._attached)
 
@@ -98,15 +102,19 @@ class TransferController:
             self._tell_both(PeerGone(node=node, epoch=epoch, returns=returns))
 
     def _tell_both(self, command: SetNodeLife | PeerGone) -> None:
-        self._control(command)
+        if self._transports:
+            self._control(command)
         self._post(command)
 
     def call(self, node: NodeId, epoch: Epoch, ask: TransportCall, reply: Answered) -> None:
         """Pass a peer's control call to the core. `reply` is called once: with the answer,
-        `NotReady` without a core that can move KV, `Overloaded` beyond `MAX_CALLS`, or the error
-        given to `end`."""
+        `NotReady` without a core that can move KV, `TransferRefused` by one without transports of
+        its own, `Overloaded` beyond `MAX_CALLS`, or the error given to `end`."""
         if not self._up:
             reply(NotReady("no engine that can move KV is ready here", retry_after=1.0))
+            return
+        if not self._transports:
+            reply(TransferRefused("this engine's KV takes other ways than transports of this node"))
             return
         if len(self._replies) >= MAX_CALLS:
             reply(Overloaded(f"{MAX_CALLS} calls to the transports wait", retry_after=1.0))

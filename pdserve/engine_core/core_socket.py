@@ -7,6 +7,7 @@ no event is dropped, and the buffer holds at most `HIGH_WATER` plus the events o
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 from contextlib import suppress
@@ -63,15 +64,23 @@ class CoreSocket:
         return self._receive(self._sock.recv)
 
     def receive_first(self) -> tuple[list[Command], list[int]]:
-        """`receive`, and the descriptors that came with the commands, which the caller owns."""
+        """`receive`, and the descriptors that came with the commands, which the caller owns. No
+        process that this one starts inherits them."""
         fds: list[int] = []
 
         def read(size: Bytes) -> bytes:
             data, passed, _, _ = socket.recv_fds(self._sock, size, 1)
+            for fd in passed:
+                os.set_inheritable(fd, False)
             fds.extend(passed)
             return data
 
-        return self._receive(read), fds
+        try:
+            return self._receive(read), fds
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
 
     def _receive(self, read: Callable[[Bytes], bytes]) -> list[Command]:
         commands: list[Command] = []

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from pdserve.clock import Clock
     from pdserve.engine_core.kit import Core
     from pdserve.engine_core.kv_transfer.connector import KvConnector
+    from pdserve.engine_core.kv_transfer.thread_connector import ThreadKvConnector
     from pdserve.ids import Seconds
     from pdserve.messages.engine import Command, EngineSpec, Event, LoadProgress, TransferSpec
 
@@ -113,6 +114,7 @@ class CoreLoop:
         self._core: Core | None = None
         self._control: socket.socket | None = None
         """The transports' socket to the node; theirs as soon as they have started."""
+        self._transports: ThreadKvConnector | None = None
 
     def run(self) -> int:
         """Run until the core ends; returns the exit status: 0 after an orderly stop or when the
@@ -130,7 +132,8 @@ class CoreLoop:
         finally:
             self._close()
             self._link.close()
-            if self._control is not None:
+            # Transports that could not be ended still read it.
+            if self._control is not None and not self._have_transports:
                 self._control.close()
 
     def _run(self) -> int:
@@ -219,13 +222,19 @@ class CoreLoop:
         if hasattr(core, "flush_events"):
             core.flush_events = self._flush_within
         self._page.heard(1)
-        self._link.send([CoreReady(capabilities=capabilities)])
+        self._link.send([CoreReady(capabilities, transports=self._have_transports)])
         return core
 
     def _make_connector(self, spec: TransferSpec) -> KvConnector:
         if self._control is None:
             raise ProtocolError("StartCore came without the transports' socket")
-        return make_thread_connector(spec, self._link.nudge, self._control)
+        made = make_thread_connector(spec, self._link.nudge, self._control)
+        self._transports = made
+        return made
+
+    @property
+    def _have_transports(self) -> bool:
+        return self._transports is not None and self._transports.running
 
     def _note_freed(self, handle: int, phase: str) -> None:
         self._freed.append((handle, phase))

@@ -456,6 +456,9 @@ class LoadProgress(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 class CoreReady(msgspec.Struct, frozen=True, array_like=True, tag=2):
     capabilities: EngineCapabilities
+    transports: bool = True
+    """Whether the core's own transports read control commands. An engine whose library moves KV has
+    none."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=3):

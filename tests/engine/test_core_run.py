@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,8 @@ class PlayedCarrier:
         self.kills = 0
         self.immortal = False
         self.refuse: OSError | None = None
+        self.transports: list[socket.socket] = []
+        """The transports' end of their socket, once it has come."""
         self._ended = asyncio.Event()
         self._frames = FrameDecoder()
 
@@ -68,6 +71,7 @@ class PlayedCarrier:
 
     def end(self) -> None:
         self._ended.set()
+        self.hang_up_transports()
         if self.core is not None:
             self.core.close()
 
@@ -76,18 +80,29 @@ class PlayedCarrier:
         self.core.sendall(encode_frame(msgspec.msgpack.encode(event)))
 
     async def hear(self) -> Command:
-        """The next command; the test sends one at a time."""
+        """The next command; the test sends one at a time. Keeps the descriptor that comes along."""
         while True:
             assert self.core is not None
-            data = await asyncio.get_running_loop().sock_recv(self.core, 65536)
+            try:
+                data, fds, _, _ = socket.recv_fds(self.core, 65536, 1)
+            except BlockingIOError:
+                await asyncio.sleep(0.001)
+                continue
+            self.transports += [socket.socket(fileno=fd) for fd in fds]
             for body in self._frames.feed(data):
                 return msgspec.msgpack.decode(body, type=Command)
+
+    def hang_up_transports(self) -> None:
+        for sock in self.transports:
+            sock.close()
 
 
 class Stage:
     """A life under way with its played core."""
 
-    def __init__(self, options: CoreTimeouts, clock: Clock | None = None) -> None:
+    def __init__(
+        self, options: CoreTimeouts, clock: Clock | None = None, spec: EngineSpec = SPEC
+    ) -> None:
         self.launcher = PlayedCarrier()
         self.events: list[Event | ControlEvent] = []
         self.lost: list[EngineStalled | None] = []
@@ -100,7 +115,7 @@ class Stage:
             on_lost=self.lost.append,
             on_look=lambda: self.on_look(),
         )
-        self.run = asyncio.ensure_future(self.life.run(SPEC))
+        self.run = asyncio.ensure_future(self.life.run(spec))
 
     async def died(self) -> PdserveError:
         async with asyncio.timeout(10):
@@ -327,3 +342,55 @@ async def test_a_core_that_loads_may_take_its_time():
     error = await stage.died()
     assert type(error) is EngineDied
     assert "not ready within 0.5 s" in error.message
+
+
+async def test_a_core_that_reads_late_does_not_stop_the_loop():
+    large = EngineSpec(engine="played", model="", options={"list": "x" * 2_000_000})
+    stage = Stage(QUICK, spec=large)
+    for _ in range(10):
+        await asyncio.sleep(0.01)
+    assert await stage.launcher.hear() == StartCore(spec=large)
+    stage.life.post(QueryStats())
+    assert await stage.launcher.hear() == QueryStats()
+    stage.launcher.end()
+    await stage.died()
+
+
+async def test_a_core_that_cannot_be_told_has_died(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*arguments: object) -> int:
+        raise OSError(errno.ETOOMANYREFS, "too many references")
+
+    monkeypatch.setattr(socket, "send_fds", refuse)
+    stage = Stage(QUICK)
+    assert "too many references" in (await stage.died()).message
+    assert stage.launcher.kills == 1
+    assert stage.launcher.core is not None
+
+
+async def test_a_core_whose_transports_hang_up_is_killed_unless_it_ends():
+    stage = await ready(QUICK)
+    stage.launcher.hang_up_transports()
+    assert type(await stage.died()) is EngineDied
+    assert stage.launcher.kills >= 1
+
+
+async def test_garbage_from_the_transports_is_named_as_the_reason():
+    stage = await ready(QUICK)
+    (theirs,) = stage.launcher.transports
+    theirs.sendall(encode_frame(b"\xc1"))
+    assert "sent an unreadable message" in (await stage.died()).message
+
+
+async def test_a_core_without_transports_may_drop_their_socket():
+    stage = Stage(QUICK)
+    await asyncio.sleep(0)
+    await stage.launcher.hear()
+    stage.launcher.page.heard(1)
+    stage.launcher.page.rest(None)
+    stage.launcher.say(CoreReady(capabilities=CAPABILITIES, transports=False))
+    await until(lambda: bool(stage.events))
+    stage.launcher.hang_up_transports()
+    await asyncio.wait({stage.run}, timeout=0.3)
+    assert not stage.run.done()
+    stage.launcher.end()
+    await stage.died()

@@ -145,3 +145,14 @@ def test_paths_are_those_of_the_present_core() -> None:
     assert [path.backend for path in d.control.paths] == ["shm"]
     d.control.end(EngineDied("gone"))
     assert d.control.paths == []
+
+
+def test_an_engine_whose_library_moves_kv_has_no_transports_to_tell() -> None:
+    d = Controlled()
+    d.control.begin(transports=False)
+    d.control.attach(NodeId("d"), 1)
+    d.control.peer_gone(PEER, 3)
+    assert d.posted == []
+    assert d.told == [SetNodeLife(node="d", epoch=1), PeerGone(node="p", epoch=3)]
+    assert isinstance(d.call()[0], TransferRefused)
+    assert d.posted == []

@@ -158,3 +158,28 @@ def test_descriptors_beyond_the_limit_of_select_work_too(ends, monkeypatch):
     sock.sendall(encode_frame(msgspec.msgpack.encode(QueryStats())))
     link.wait(None)
     assert link.receive() == [QueryStats()]
+
+
+def test_descriptors_come_with_the_first_commands_and_are_not_inherited(ends):
+    sock, link = ends
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        socket.send_fds(
+            sock, [encode_frame(msgspec.msgpack.encode(QueryStats()))], [theirs.fileno()]
+        )
+        commands, (fd,) = link.receive_first()
+        assert commands == [QueryStats()]
+        with socket.socket(fileno=fd) as passed:
+            assert not passed.get_inheritable()
+
+
+def test_descriptors_that_come_with_garbage_are_closed(ends):
+    sock, link = ends
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            socket.send_fds(sock, [encode_frame(b"\xc1")], [theirs.fileno()])
+        with pytest.raises(ProtocolError):
+            link.receive_first()
+        ours.settimeout(5)
+        assert ours.recv(1) == b"", "nobody holds the other end"

@@ -439,3 +439,11 @@ def test_anything_before_start_is_a_protocol_error(host):
     parent.post(QueryStats())
     assert parent.read_until(CoreFailed)[-1].kind == "ProtocolError"
     assert parent.end() == 1
+
+
+def test_a_core_without_transports_says_so(host):
+    parent = host()
+    parent.post(StartCore(spec=SPEC))
+    assert parent.read_until(CoreReady)[-1].transports is False
+    parent.post(StopCore())
+    assert parent.end() == 0

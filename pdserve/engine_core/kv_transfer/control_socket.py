@@ -8,6 +8,7 @@ nor paths; `ThreadKvConnector` owns one.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -23,12 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = ["ControlSocket"]
 
+_log = logging.getLogger(__name__)
+
 
 class ControlSocket(asyncio.Protocol):
     """An asyncio protocol; each command is handled within `data_received`."""
 
-    def __init__(self, on_broken: Callable[[ProtocolError], None]) -> None:
-        """`on_broken` is called, once, if the node sends what cannot be read."""
+    def __init__(self, on_broken: Callable[[str], None]) -> None:
+        """`on_broken` is called with the reason, once, if the node sends what cannot be read or
+        handled."""
         self.on_command: Callable[[ControlCommand], None] = lambda command: None
         self._on_broken = on_broken
         self._frames = FrameDecoder()
@@ -56,11 +60,19 @@ class ControlSocket(asyncio.Protocol):
         try:
             commands = [self._decode(body) for body in self._frames.feed(data)]
         except (ProtocolError, msgspec.MsgspecError) as error:
-            self.close()
-            self._on_broken(ProtocolError(f"a control command cannot be read: {error}"))
+            self._break(f"a control command cannot be read: {error}")
             return
-        for command in commands:
-            self.on_command(command)
+        try:
+            for command in commands:
+                self.on_command(command)
+        except Exception as error:
+            # asyncio would close the socket, and not report every kind of error.
+            _log.exception("a control command cannot be handled")
+            self._break(f"a control command cannot be handled: {error!r}")
+
+    def _break(self, reason: str) -> None:
+        self.close()
+        self._on_broken(reason)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdserve.engine_core.kv_transfer.connector import AttemptKey, ConnectorEvent
-    from pdserve.errors import ProtocolError
     from pdserve.ids import NodeLife, Seconds
     from pdserve.messages.engine import PathState, TransferSpec
     from pdserve.messages.transfer import BackendOffers, TransferTicket
@@ -108,8 +107,8 @@ class ThreadKvConnector:
         if error is not None:
             self._break(EngineDied(f"the engine's transport thread broke down: {error!r}"))
 
-    def _control_broke(self, error: ProtocolError) -> None:
-        self._break(EngineDied(f"the transports' control socket broke: {error.message}"))
+    def _control_broke(self, reason: str) -> None:
+        self._break(EngineDied(f"the transports' control socket broke: {reason}"))
 
     def _break(self, error: EngineDied) -> None:
         if self._broken is None:
@@ -118,6 +117,11 @@ class ThreadKvConnector:
             self._nudge()
 
     # ------------------------------------------------------------------ life
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread was started and not closed."""
+        return self._thread is not None
 
     def start(self, region: Region, wake: Callable[[], None]) -> tuple[str, ...]:
         """Start the thread with the allocated pool; returns the usable back ends. Raises

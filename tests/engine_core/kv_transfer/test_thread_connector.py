@@ -181,3 +181,23 @@ async def test_an_end_that_does_not_come_is_not_kept_quiet(monkeypatch) -> None:
             mover.close()
         held.set()
         monkeypatch.setattr(thread_connector, "_CLOSE", PATIENCE)
+
+
+async def test_a_command_that_cannot_be_handled_is_heard_of(caplog, monkeypatch) -> None:
+    """asyncio closes the socket of a protocol that raises, and does not report every error."""
+    async with two("shm") as world:
+        woken = threading.Event()
+        mover = world.p.mover
+        assert isinstance(mover, ThreadKvConnector)
+        assert mover._mover is not None
+        mover._wake = woken.set
+        world.p.pump = lambda: None  # type: ignore[method-assign]
+
+        def fail(peer: object) -> None:
+            raise OSError("no more descriptors")
+
+        monkeypatch.setattr(mover._mover, "_peer_gone", fail)
+        world.p.tell(PeerGone(node="d", epoch=1))
+        assert await asyncio.to_thread(woken.wait, PATIENCE)
+        with pytest.raises(EngineDied, match="no more descriptors"):
+            mover.poll()
