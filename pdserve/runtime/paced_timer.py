@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["IDLE", "PacedTimer"]
 
 IDLE: Final[Seconds] = 10.0
-"""Interval without work: it only has to find what nobody has reported."""
+"""Interval between two calls while there is no work. `wake` ends it early."""
 _LINGER: Final[Seconds] = 2.0
 """Time without work after which calls become seldom: load often comes in bursts."""
 _EARLY: Final[Seconds] = TICK / 2

@@ -336,7 +336,7 @@ class _FollowedStream(MessageSink, Generic[F]):
         self._timer = self._subscription.timers.call_later(delay, self.connect)
 
     def recheck(self) -> None:
-        """See `Subscription.recheck`."""
+        """Ask the publisher for a snapshot if the state differs from its last watermark."""
         stream = self._stream
         question = None if stream is None else self.following.recheck()
         if stream is None or question is None:

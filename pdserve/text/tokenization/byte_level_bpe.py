@@ -210,7 +210,7 @@ def _refuse_tokens(tokens: Sequence[AddedTokenFlags], *, normalized: bool) -> No
 
 
 def _may_overlap(some: set[str], others: set[str]) -> bool:
-    """Whether a text can have one of `some` and one of `others` in places that overlap."""
+    """Returns True if one of `some` and one of `others` can share characters of a text."""
     if not some or not others:
         return False
     return (

@@ -51,7 +51,7 @@ Korean ones."""
 
 @dataclass(frozen=True, slots=True)
 class EncoderChoice:
-    """Whether a tokenizer's texts are encoded by the extension, and why not."""
+    """Says if the extension encodes the texts of a tokenizer, and if not, the reason."""
 
     fast: bool
     uncovered: str = ""
@@ -141,7 +141,7 @@ def find_difference(raw: tokenizers.Tokenizer, fast: FastEncoder) -> str:
 
 
 def _is_surely_nfc(text: str) -> bool:
-    """Whether a text is in form NFC; False also if that would take long to find out.
+    """Returns True if a text is in form NFC. Returns False also where the check would take long.
 
     The interpreter lock is held for one part of the text at a time. A part ends where a character
     follows that is never joined to the one before it, nor changes place with it.
