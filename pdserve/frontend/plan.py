@@ -6,7 +6,6 @@ Records only. `frontend/preprocess/input_processor.py` makes them,
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from pdserve.frontend.model_registry import PreparedModel
 from pdserve.frontend.output.api_adapter import ApiAdapter
 from pdserve.frontend.output.embedding_format import EmbeddingFormat
 from pdserve.frontend.output.score_format import ScoreFormat
+from pdserve.ids import new_random
 from pdserve.messages.request import GenerateRequest
 from pdserve.protocols.completion_requests import Tool
 from pdserve.protocols.completion_responses import Usage
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def new_call_id() -> str:
     """A new id for a tool call, in OpenAI's form."""
-    return f"call_{secrets.token_hex(12)}"
+    return f"call_{new_random().hex()}"
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -51,6 +51,8 @@ class Prompt(msgspec.Struct, frozen=True):
     @property
     def size(self) -> int:
         """Tokens of the prompt, with those that its images are known to take."""
+        if not self.image_tokens:
+            return len(self.tokens)
         return len(self.tokens) + sum(each - 1 for each in self.image_tokens if each)
 
 
@@ -125,7 +127,7 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def prompt_tokens(self) -> int:
         """Number of tokens of all prompts."""
-        return sum(prompt.size for prompt in self.prompts)
+        return sum([prompt.size for prompt in self.prompts])
 
     @property
     def repeats(self) -> Bytes:
