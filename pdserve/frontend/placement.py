@@ -139,6 +139,8 @@ def cached_by_source(courses: Sequence[PromptStats]) -> dict[str, int]:
 
 
 def _by_source(cached: int, sources: Sequence[CachedSource]) -> dict[str, int]:
+    if not sources:
+        return {"device": cached} if cached else {}
     found = dict.fromkeys(("device", *_SOURCES), 0)
     for one in sources:
         found[one.source] = found.get(one.source, 0) + one.tokens
@@ -149,6 +151,8 @@ def _by_source(cached: int, sources: Sequence[CachedSource]) -> dict[str, int]:
 def _cached_line(courses: Sequence[PromptStats]) -> str | None:
     """Cached tokens by source, and those of the workers that prefilled; None: all of them were on
     devices, as far as is known."""
+    if not any([course.sources or course.prefill_sources for course in courses]):
+        return None
     if cached_tokens(courses) is None:
         return None
     here = [one for course in courses for one in course.sources]

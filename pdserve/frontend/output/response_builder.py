@@ -218,6 +218,7 @@ class ResponseBuilder(ABC):
         self.choices: list[ChoiceSink] = []
         self.sinks = [self._sink(index, prompt) for index, prompt in enumerate(plan.prompts)]
         self._prompts_left = len(self.sinks)
+        self._told: Served | None = None
 
     def begin(self, now: Seconds) -> None:
         """Called with the first token of any choice."""
@@ -306,9 +307,15 @@ class ResponseBuilder(ABC):
 
     def served(self) -> Served | None:
         """How the request was served, as far as known; None: no worker has it."""
+        if self._told is not None:
+            return self._told
         first = self.first_token
         ttft = None if first is None else first - self.arrival
-        return served_summary([sink.course for sink in self.sinks], ttft)
+        told = served_summary([sink.course for sink in self.sinks], ttft)
+        if self.finished.done():
+            # Usage, headers and log tell the same of a finished answer.
+            self._told = told
+        return told
 
     def _sink(self, prompt_index: int, prompt: Prompt) -> PromptSink:
         first = prompt_index * self.plan.n

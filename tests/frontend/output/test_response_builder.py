@@ -99,6 +99,30 @@ async def test_cached_tokens_are_summed_over_prompts_once_known():
     assert got.usage().prompt_tokens == 4
 
 
+async def test_usage_and_headers_tell_the_same_of_a_finished_answer():
+    got = answer()
+    got.sinks[0].on_placed(
+        Placement(
+            worker=NodeId("a"),
+            router=NodeId("r"),
+            policy="ttft",
+            attempts=1,
+            overlap_tokens=32,
+            predicted_ttft=0.5,
+            held=0.0,
+        )
+    )
+    before = got.served()
+    assert before is not None
+    assert before.cached_tokens is None
+    got.sinks[0].on_delta(delta(reason="stop", cached_tokens=2))
+    told = got.usage(last=True).pdserve
+    assert isinstance(told, Served)
+    assert told.cached_tokens == 2
+    assert told is got.served()
+    assert b"x-pdserve-cached-tokens: 2\r\n" in got.served_lines()
+
+
 @pytest.mark.parametrize("early", [False, True])
 async def test_a_choice_that_a_stop_string_ended_is_not_wanted_any_more(early):
     """Early: its tokens came before it was known by what to say so."""
