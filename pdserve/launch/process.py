@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import functools
+import gc
 import importlib
 import io
 import logging
@@ -60,6 +61,9 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ECHO: Seconds = 0.3
 """A signal this many seconds after the first one is a repetition: `timeout`, and shells that
 forward signals, deliver it twice, to the process and to its group."""
+_COLLECT_AFTER = (10_000, 20, 20)
+"""Thresholds of the garbage collector: containers made and not freed, then runs of the generation
+before. Python's own thresholds cost a frontend 6 % of its time."""
 _CONSEQUENCES: Seconds = 3.0
 """Seconds after one engine's failure in which others can report theirs."""
 _SIBLING = (
@@ -92,6 +96,13 @@ def serve(config: Config) -> int:
         _log.error("%s", error.message)
         _log.debug("the failed start in detail", exc_info=error)
         return _status_of(error)
+
+
+def _settle_collector() -> None:
+    """Exempts what the start has made from garbage collection, and has the collector run less
+    often: hardly anything that a request makes is part of a cycle."""
+    gc.freeze()
+    gc.set_threshold(*_COLLECT_AFTER)
 
 
 def _report_crashes() -> None:
@@ -218,6 +229,7 @@ class ServerProcess:
                 await self._probes.start()
                 _log.info("probes at http://%s", join(self._probes_host, self._probes.port))
             await self._unless_stopped(self._start())
+            _settle_collector()
             status = await self._exit
             drain_timeout = self._config.frontend.drain_timeout
             return status

@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import importlib
 import os
 import resource
@@ -39,6 +40,19 @@ def test_without_uvloop_plain_asyncio_serves_and_says_so(monkeypatch):
     degradations = Degradations(Metrics())
     assert process._loop_factory(degradations) is asyncio.new_event_loop
     assert "No module named 'uvloop'" in degradations.reasons()["no_uvloop"]
+
+
+def test_after_the_start_the_collector_leaves_alone_what_the_start_made():
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    kept = [["made by the start"]]
+    try:
+        process._settle_collector()
+        assert gc.get_freeze_count() > frozen
+        assert not any(each is kept for each in gc.get_objects())
+        assert gc.get_threshold() > before
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 @pytest.fixture
