@@ -106,7 +106,7 @@ class ActiveRequests:
         `DeadlineExceeded`; those of `work`. Cancellation: the client has disconnected.
         """
         arrival = self._time()
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._loop)
         # aiohttp runs every handler in a task.
         assert task is not None
         active = ActiveRequest(call=call, arrival=arrival, task=task)

@@ -202,6 +202,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompt, with those that its images are expected to take."""
+        if not self.image_tokens:
+            return len(self.prompt)
         return len(self.prompt) + sum(each - 1 for each in self.image_tokens if each)
 
     @property
@@ -210,16 +212,16 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
         worker that lacks one would ignore the field and answer wrongly."""
         sampling, thinking = self.sampling, self.sampling.thinking
         lists = sampling.allowed_token_ids, sampling.bad_words, sampling.logprob_token_ids
-        wanted = {
-            "grammar": bool(sampling.grammar),
-            "thinking": thinking is not None and thinking.budget is not None,
-            "bans": any(lists),
-            "embeddings": bool(self.pooling) and not self.classify,
-            "classify": self.classify,
-            "lora": bool(self.lora),
-            "images": bool(self.images),
-        }
-        return tuple(name for name, needed in wanted.items() if needed)
+        wanted = (
+            ("grammar", sampling.grammar),
+            ("thinking", thinking is not None and thinking.budget is not None),
+            ("bans", any(lists)),
+            ("embeddings", self.pooling and not self.classify),
+            ("classify", self.classify),
+            ("lora", self.lora),
+            ("images", self.images),
+        )
+        return tuple([name for name, needed in wanted if needed])
 
     @property
     def live(self) -> Sequence[int]:

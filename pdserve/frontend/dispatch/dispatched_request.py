@@ -183,7 +183,8 @@ class DispatchedRequest:
         """The question to a router, from the request's present state. Errors:
         `DeadlineExceeded`."""
         request, hints, received = self.request, self.hints, self.received
-        remaining = self.remaining
+        spent, deadline = self._spent, request.deadline
+        remaining = None if deadline is None else deadline - spent
         if remaining is not None and remaining <= 0:
             raise DeadlineExceeded("the request's deadline passed while it waited for a worker")
         attempt, is_new = self.attempt, not self._refusals.had_worker
@@ -204,7 +205,7 @@ class DispatchedRequest:
             tenant=hints.tenant,
             weight=hints.weight,
             lora=request.lora,
-            waited=hints.waited + self._spent,
+            waited=hints.waited + spent,
             deadline=remaining,
             slo_ttft=hints.slo_ttft if attempt is None and is_new else None,
             hold=attempt is None or attempt.moving == "drain",
@@ -383,10 +384,10 @@ class DispatchedRequest:
             request = replace(request, suspect=True)
         if self.phases.traced:
             request = replace(request, trace=True, trace_id=self.phases.trace_id)
-        remaining = self.remaining
-        if remaining is None or self._spent < _NOTICED:
+        spent, deadline = self._spent, request.deadline
+        if deadline is None or spent < _NOTICED:
             return request
-        return replace(request, deadline=max(0.001, remaining))
+        return replace(request, deadline=max(0.001, deadline - spent))
 
     @property
     def _about(self) -> dict[str, object]:
