@@ -28,7 +28,16 @@ if TYPE_CHECKING:
     from pdserve.text.tokenization.tokenizer import Tokenizer
     from pdserve.token_ids import TokenIds
 
-__all__ = ["INLINE_CHARS", "INLINE_FAST", "LARGE_CHARS", "TextPool", "TextPoolStats", "TextWork"]
+__all__ = [
+    "INLINE_CHARS",
+    "INLINE_FAST",
+    "LARGE_CHARS",
+    "TextPool",
+    "TextPoolStats",
+    "TextWork",
+    "encoding_chars",
+    "text_size",
+]
 
 _log = logging.getLogger("pdserve.text")
 
@@ -39,13 +48,31 @@ INLINE_CHARS = 1024
 """Text up to this length is tokenised in place. Measured on one core: encoding takes 0.18 us a
 character; a thread costs 0.04 ms of the loop's time and adds 0.08 ms of latency. So at this length
 the loop is blocked for 0.2 ms instead of 0.04 ms."""
-INLINE_FAST: Final = 8
-"""Text that the extension encodes may be this many times as long: it takes 0.01 to 0.03 us a
-character (bench/results/encode_text.md)."""
+INLINE_FAST: Final = 64
+"""Text that the extension encodes may be this many times as long in UTF-8, 64 KiB. A byte takes
+0.01 to 0.03 us, at most 0.1 us (bench/results/encode_text.md), so the loop is blocked for about
+1 ms. Handing it to a thread costs the frontend's process 0.2 to 0.3 ms: the loop and the thread
+take the interpreter's lock in turns."""
 LARGE_CHARS = 1 << 20
 """Jobs with more text than this run one at a time: tokenizers need about 150 bytes a character."""
 _SPARE: Final = 2
 """Extra threads of a thread pool, only for tenants without a running job."""
+
+
+def text_size(text: str) -> int:
+    """Characters of a text; each counts three times where the text is not ASCII, since it takes
+    about three times as long to encode."""
+    return len(text) if text.isascii() else 3 * len(text)
+
+
+def encoding_chars(size: int, tokenizer: Tokenizer) -> int:
+    """Cost of encoding text of this size, in characters for `tokenizers`.
+
+    Text that is too long for the event loop counts as a whole, because its memory counts as well.
+    """
+    if tokenizer.is_fast and size <= INLINE_FAST * INLINE_CHARS:
+        return -(-size // INLINE_FAST)
+    return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +107,8 @@ class TextWork:
     ) -> TokenIds:
         """Run `tokenizer.encode` in the pool; errors and cancellation as for `run`."""
         return await self._place(
-            len(text),
+            encoding_chars(text_size(text), tokenizer),
             lambda: tokenizer.encode(text, add_special_tokens, salt=self._salt),
-            INLINE_FAST if tokenizer.is_fast else 1,
         )
 
     async def encode_batch(
@@ -90,9 +116,8 @@ class TextWork:
     ) -> list[TokenIds]:
         """Run `tokenizer.encode_batch` in the pool; errors and cancellation as for `run`."""
         return await self._place(
-            sum(map(len, texts)),
+            encoding_chars(sum(map(text_size, texts)), tokenizer),
             lambda: tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens),
-            INLINE_FAST if tokenizer.is_fast else 1,
         )
 
     async def run(
@@ -107,11 +132,10 @@ class TextWork:
         """
         return await self._place(chars, lambda: function(*args, **kwargs))
 
-    async def _place(self, chars: int, function: Callable[[], T], faster: int = 1) -> T:
-        """`run` for work that takes `faster` times less than usual for its characters."""
+    async def _place(self, chars: int, function: Callable[[], T]) -> T:
         pool = self._pool
         pool.refuse_when_closed()
-        if chars <= faster * pool.inline_chars:
+        if chars <= pool.inline_chars:
             pool.inline += 1
             return function()
         return await pool.texts.submit(function, tenant=self._tenant, large=chars > LARGE_CHARS)

@@ -37,7 +37,7 @@ from pdserve.protocols.unsupported_fields import (
     WITHOUT_EFFECT,
 )
 from pdserve.text.chat.chat_messages import MAX_NESTING
-from pdserve.text.text_pool import INLINE_CHARS
+from pdserve.text.text_pool import INLINE_CHARS, INLINE_FAST
 from pdserve.text.tool_parsers import python_literals
 from pdserve.text.tool_parsers.schema_budget import MAX_STEPS
 from pdserve.text.tool_parsers.typed_values import MAX_PARAMETER_STEPS
@@ -124,3 +124,4 @@ def test_the_bounds_on_structure_are_those_of_the_code():
     for number in numbers:
         assert f"{number:,}" in section or str(number) in section, number
     assert f"{MAX_DESCRIPTIONS >> 20} Mi" in section
+    assert f"{INLINE_FAST * INLINE_CHARS >> 10} KiB" in section

@@ -21,7 +21,7 @@ from pdserve.frontend.preprocess.input_processor import (
 )
 from pdserve.frontend.preprocess.prompt_hashes import NO_HASHING
 from pdserve.frontend.preprocess.sampling import check_prompt_tokens
-from pdserve.frontend.preprocess.text_cost import texts_chars
+from pdserve.frontend.preprocess.text_cost import texts_cost
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.protocols.completion_requests import TokenizeRequest
 from pdserve.protocols.embeddings import MAX_INPUTS
@@ -186,7 +186,7 @@ async def _tokens(
     # Either all inputs are texts or none is.
     if texts:
         special = request.add_special_tokens is not False
-        size = texts_chars(texts)
+        size = texts_cost(texts, model.tokenizer)
         encoded = iter(
             await context.pool.run(size, encode_inputs, texts, names, special, keep, model)
         )

@@ -51,7 +51,7 @@ from pdserve.frontend.preprocess.sampling import (
     truncate_prompt,
 )
 from pdserve.frontend.preprocess.structured_output import grammar_of, thinking_of
-from pdserve.frontend.preprocess.text_cost import chat_chars, texts_chars
+from pdserve.frontend.preprocess.text_cost import chat_cost, texts_cost
 from pdserve.ids import Seconds, new_seed
 from pdserve.messages.request import GenerateRequest
 from pdserve.protocols.completion_requests import (
@@ -159,7 +159,7 @@ async def _chat_prompt(
 ) -> Prompt:
     _check_contents(request.messages or ())
     source = request.chat_template
-    size = chat_chars(request, tools)
+    size = chat_cost(request, tools, context.model.tokenizer)
     if source is None or source in context.model.templates.names:
         return await context.pool.run(size, _render_and_encode, request, tools, context)
     if not context.config.trust_request_chat_template:
@@ -329,7 +329,7 @@ async def _completion_prompts(request: CompletionRequest, context: PlanContext) 
     encoded: Iterator[TokenIds] = iter(())
     # Either all prompts are texts or none is.
     if texts:
-        size = texts_chars([*texts, request.suffix or ""])
+        size = texts_cost([*texts, request.suffix or ""], context.model.tokenizer)
         encoded = iter(
             await context.pool.run(size, _encode, texts, names, special, request, context.model)
         )
@@ -591,5 +591,5 @@ async def _bad_words(
     words = request.bad_words
     if not words:
         return ()
-    size = 2 * texts_chars(words)
+    size = 2 * texts_cost(words, context.model.tokenizer)
     return await context.pool.run(size, bad_word_ids, words, context.model.tokenizer)

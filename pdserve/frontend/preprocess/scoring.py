@@ -29,6 +29,7 @@ from pdserve.frontend.preprocess.text_cost import (
     MIN_STRUCTURED_CHARS,
     encoded_chars,
     texts_chars,
+    texts_cost,
 )
 from pdserve.protocols.scoring import MAX_DOCUMENTS, TextDocument
 
@@ -206,7 +207,7 @@ async def _texts_tokens(
     keep = kept_tokens(request, card)
     limits = request.max_tokens_per_query or 0, request.max_tokens_per_doc or 0
     return await context.pool.run(
-        texts_chars([*first.texts, *second.texts]),
+        texts_cost([*first.texts, *second.texts], context.model.tokenizer),
         lambda: [
             ids
             for side, most in zip((first, second), limits, strict=True)

@@ -1,5 +1,6 @@
-"""Estimates an upper bound of a request's text work, to decide if it may run on the event loop.
+"""Estimates a request's text work, to decide if it may run on the event loop.
 
+The unit is a character that `tokenizers` encodes; where the extension encodes, text costs less.
 Every text that a template can read counts, in any field. Where the cost follows the structure of
 the input and not its length (tools, documents, template arguments), the answer is always above the
 limit for the event loop. Renders and builds nothing.
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from pdserve.text.text_pool import INLINE_CHARS
+from pdserve.text.text_pool import INLINE_CHARS, encoding_chars, text_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
         Tool,
         ToolCall,
     )
+    from pdserve.text.tokenization.tokenizer import Tokenizer
 
-__all__ = ["MIN_STRUCTURED_CHARS", "chat_chars", "encoded_chars", "texts_chars"]
+__all__ = ["MIN_STRUCTURED_CHARS", "chat_cost", "encoded_chars", "texts_chars", "texts_cost"]
 
 MIN_STRUCTURED_CHARS: Final = INLINE_CHARS + 1
 """Least cost of work that follows structure: a kilobyte of structure may cost anything."""
@@ -33,39 +35,53 @@ _ITEM_CHARS: Final = 64
 """Cost of an empty message, part or call, in characters of text: many of them are long work too."""
 
 
-def chat_chars(request: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) -> int:
-    """Upper bound of the characters that rendering and tokenizing a conversation handles."""
-    chars = sum(map(_message, request.messages or ()))
+def chat_cost(
+    request: ChatRequest | TokenizeRequest, tools: Sequence[Tool], tokenizer: Tokenizer
+) -> int:
+    """Cost of rendering and tokenizing a conversation."""
+    items = text = 0
+    for message in request.messages or ():
+        found = _message(message)
+        items, text = items + found[0], text + found[1]
+    chars = items * _ITEM_CHARS + encoding_chars(text, tokenizer)
     given = [tools, request.documents, request.chat_template_kwargs]
     if not any(given):
         return chars
     return max(MIN_STRUCTURED_CHARS, chars + encoded_chars(given))
 
 
+def texts_cost(texts: Sequence[str], tokenizer: Tokenizer) -> int:
+    """Cost of tokenizing texts: many short texts are long work too."""
+    return _ITEM_CHARS * len(texts) + encoding_chars(sum(map(text_size, texts)), tokenizer)
+
+
 def texts_chars(texts: Iterable[str]) -> int:
-    """Characters that tokenizing texts handles: many short texts are long work too."""
+    """Characters that tokenizing texts handles; each text counts for some."""
     return sum(_ITEM_CHARS + len(text) for text in texts)
 
 
-def _message(message: Message) -> int:
+def _message(message: Message) -> tuple[int, int]:
+    """Number of items of a message, and the size of all its text."""
+    items, text = 1, 0
     content = message.content
-    chars = _ITEM_CHARS
     if isinstance(content, str):
-        chars += len(content)
+        text += text_size(content)
     elif content is not None:
-        chars += sum(_ITEM_CHARS + len(part.type) + len(part.text or "") for part in content)
+        items += len(content)
+        text += sum(len(part.type) + text_size(part.text or "") for part in content)
     if message.tool_calls is not None:
-        chars += sum(map(_call, message.tool_calls))
-    for text in (message.reasoning, message.reasoning_content, message.name, message.tool_call_id):
-        if text is not None:
-            chars += len(text)
-    return chars
+        items += len(message.tool_calls)
+        text += sum(map(_call, message.tool_calls))
+    for each in (message.reasoning, message.reasoning_content, message.name, message.tool_call_id):
+        if each is not None:
+            text += text_size(each)
+    return items, text
 
 
 def _call(call: ToolCall) -> int:
     function = call.function
-    chars = _ITEM_CHARS + len(function.name) + len(function.arguments)
-    return chars + len(call.id or "") + len(call.type or "")
+    size = text_size(function.name) + text_size(function.arguments)
+    return size + len(call.id or "") + len(call.type or "")
 
 
 def encoded_chars(value: object) -> int:

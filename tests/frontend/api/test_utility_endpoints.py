@@ -98,16 +98,16 @@ async def test_token_texts_of_a_long_text_are_gathered_off_the_event_loop():
     async with frontend() as client:
         pool = client.service._pool
         before = pool.stats().handed_over
-        body = {"prompt": "ab " * 4000, "return_token_strs": True}
+        body = {"prompt": "ab " * 24_000, "return_token_strs": True}
         _, _, answer = await client.post("/tokenize", body)
-        assert "".join(answer["token_strs"]) == "abĠ" * 4000
+        assert "".join(answer["token_strs"]) == "abĠ" * 24_000
         assert pool.stats().handed_over == before + 2
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/tokenize", {"prompt": "ab " * 4000}),
+        ("/tokenize", {"prompt": "ab " * 24_000}),
         ("/detokenize", {"tokens": [5] * 1000}),
     ],
 )

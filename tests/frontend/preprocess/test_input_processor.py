@@ -317,7 +317,9 @@ async def test_a_text_that_cannot_fit_is_never_encoded_as_a_whole(kind, pool, mo
     assert max(given, default=0) <= 5000
 
 
-async def test_long_text_leaves_the_event_loop(pool):
+async def test_long_text_leaves_the_event_loop(pool, monkeypatch):
+    """Here that of `tokenizers`; `test_text_cost.py` has the extension's."""
+    monkeypatch.setattr(Tokenizer, "is_fast", False)
     await plan_chat(chat(), context(pool))
     assert pool.stats().handed_over == 0
     await plan_chat(chat(messages=[{"role": "user", "content": "x " * 1500}]), context(pool))

@@ -23,17 +23,20 @@ from pdserve.frontend.preprocess.input_processor import (
 )
 from pdserve.frontend.preprocess.output_parsers import callable_tools
 from pdserve.frontend.preprocess.scoring import plan_rerank, plan_score
-from pdserve.frontend.preprocess.text_cost import MIN_STRUCTURED_CHARS, chat_chars
+from pdserve.frontend.preprocess.text_cost import MIN_STRUCTURED_CHARS, chat_cost, texts_cost
 from pdserve.protocols.anthropic_messages import MESSAGES
 from pdserve.protocols.embeddings import EMBEDDING
 from pdserve.protocols.ollama.requests import OLLAMA_CHAT
 from pdserve.protocols.request_decoder import CHAT, COMPLETION, TOKENIZE
 from pdserve.protocols.responses_api import RESPONSES
 from pdserve.protocols.scoring import RERANK, SCORE
-from pdserve.text.text_pool import INLINE_CHARS, TextPool
+from pdserve.text.text_pool import INLINE_CHARS, INLINE_FAST, TextPool
 from tests.frontend.support import HELLO, card
 
 LONG = "x" * (INLINE_CHARS + 1)
+SLOW = PreparedModel.from_card(card()).tokenizer
+"""A tokenizer without the extension, whether that is built or not."""
+SLOW._fast = None
 USER: dict[str, Any] = {"role": "user", "content": "hello"}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 CASES: dict[str, dict[str, Any]] = {
@@ -68,9 +71,12 @@ def request(fields: dict[str, Any], decoder: Any = CHAT) -> Any:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("decoder", [CHAT, TOKENIZE], ids=["chat", "tokenize"])
-async def test_what_is_long_or_has_structure_is_rendered_in_a_thread(name: str, decoder: Any):
+async def test_what_is_long_or_has_structure_is_rendered_in_a_thread(
+    name: str, decoder: Any, monkeypatch: pytest.MonkeyPatch
+):
     """Whatever field it stands in."""
     model = PreparedModel.from_card(card(tool_parser="qwen3_coder"))
+    monkeypatch.setattr(model.tokenizer, "_fast", None)
     pool = TextPool()
     context = PlanContext(model=model, config=FrontendConfig(), pool=pool, request_id="r")
     try:
@@ -87,14 +93,53 @@ async def test_what_is_long_or_has_structure_is_rendered_in_a_thread(name: str, 
 
 def test_all_text_counts_where_it_stands():
     few = request(CASES["content"])
-    assert chat_chars(few, ()) == 64 + len(LONG)
+    assert chat_cost(few, (), SLOW) == 64 + len(LONG)
     both = CASES["reasoning"]["messages"][1] | {"reasoning_content": LONG}
     twice = request({"messages": [USER, both]})
-    assert chat_chars(twice, ()) == 64 + len("hello") + 64 + 2 * len(LONG)
+    assert chat_cost(twice, (), SLOW) == 64 + len("hello") + 64 + 2 * len(LONG)
     tools = request(CASES["a tool"])
-    assert chat_chars(tools, tools.tools) == MIN_STRUCTURED_CHARS
+    assert chat_cost(tools, tools.tools, SLOW) == MIN_STRUCTURED_CHARS
     large = request(HELLO | {"tools": [TOOL | {"function": {"name": "f", "description": LONG}}]})
-    assert chat_chars(large, large.tools) > len(LONG) + 64
+    assert chat_cost(large, large.tools, SLOW) > len(LONG) + 64
+    chinese = request({"messages": [USER, {"role": "user", "content": "\u4e2d" * 100}]})
+    assert chat_cost(chinese, (), SLOW) == 64 + len("hello") + 64 + 3 * 100
+
+
+class Extension:
+    """Says only that the extension encodes."""
+
+    is_fast = True
+
+
+FAST: Any = Extension()
+
+
+def test_text_that_the_extension_encodes_costs_less_but_items_do_not():
+    few = request({"messages": [{"role": "user", "content": "x" * 6400}]})
+    assert chat_cost(few, (), FAST) == 64 + 6400 // INLINE_FAST
+    many = request({"messages": [{"role": "user", "content": "x"}] * 16})
+    assert chat_cost(many, (), FAST) == 16 * 64 + 1 > INLINE_CHARS
+    assert texts_cost(["x"] * 16, FAST) > INLINE_CHARS
+    assert texts_cost(["x" * 6400], FAST) == 64 + 6400 // INLINE_FAST
+    longest = INLINE_FAST * INLINE_CHARS
+    assert texts_cost(["x" * (longest + 1)], FAST) == 64 + longest + 1
+
+
+async def test_a_long_chat_is_encoded_in_place_by_the_extension_and_not_by_its_twin():
+    model = PreparedModel.from_card(card(max_model_len=1 << 17))
+    if not model.tokenizer.choose_encoder().fast:
+        pytest.skip("the extension is not built, or does not cover the tokenizer")
+    pool = TextPool()
+    context = PlanContext(model=model, config=FrontendConfig(), pool=pool, request_id="r")
+    body = {"messages": [{"role": "user", "content": "a b c " * 10_000}]}
+    try:
+        found = await chat_tokens(request(body), context)
+        assert (pool.stats().inline, pool.stats().handed_over) == (1, 0)
+        model.tokenizer._fast = None
+        assert await chat_tokens(request(body), context) == found
+        assert pool.stats().handed_over == 1
+    finally:
+        await pool.close()
 
 
 @pytest.mark.parametrize(
