@@ -20,6 +20,21 @@ def copy_runs(
     lengths: memoryview | array[int],
     streaming: bool = False,
 ) -> int: ...
+def copy_summed(
+    destination: memoryview | bytearray | mmap,
+    source: memoryview | bytes | bytearray | mmap,
+    to: memoryview | array[int],
+    from_: memoryview | array[int],
+    lengths: memoryview | array[int],
+    streaming: bool = False,
+    start: int = 0,
+) -> int: ...
+def crc32_runs(
+    memory: memoryview | bytes | bytearray | mmap,
+    from_: memoryview | array[int],
+    lengths: memoryview | array[int],
+    start: int = 0,
+) -> int: ...
 def bind_runs(
     source: array[int],
     destination: array[int],
@@ -42,6 +57,7 @@ def convert_layout(
     count: int,
 ) -> int: ...
 def crc32_here() -> bool: ...
+def crc32_wide(wanted: bool) -> None: ...
 def crc32(data: memoryview | bytes | bytearray, start: int = 0) -> int: ...
 def cpu_kernel_sets() -> list[str]: ...
 

@@ -5,14 +5,14 @@
 #include "pdserve/crc32.hpp"
 
 #include <array>
+#include <atomic>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#define PDSERVE_CLMUL __attribute__((target("pclmul,sse4.1")))
-#endif
+#include "crc32_fold.hpp"
 
 namespace pdserve {
 namespace {
+
+std::atomic<bool> wide_wanted{true};
 
 constexpr std::array<std::uint32_t, 256> make_table() {
   std::array<std::uint32_t, 256> table{};
@@ -34,33 +34,8 @@ std::uint32_t bytewise(std::uint32_t c, const std::uint8_t* p, std::size_t size)
 
 #if defined(__x86_64__)
 
-PDSERVE_CLMUL inline __m128i load(const std::uint8_t* p) {
-  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-}
-
-// Moves `x` by the distance that `by` stands for, onto `next`.
-PDSERVE_CLMUL inline __m128i fold(__m128i x, __m128i by, __m128i next) {
-  const __m128i low = _mm_clmulepi64_si128(x, by, 0x00), high = _mm_clmulepi64_si128(x, by, 0x11);
-  return _mm_xor_si128(_mm_xor_si128(low, high), next);
-}
-
-// From 128 bits to the remainder: twice a shorter fold, then Barrett's reduction.
-PDSERVE_CLMUL inline std::uint32_t reduce(__m128i x, __m128i by128) {
-  const __m128i low32 = _mm_setr_epi32(-1, 0, -1, 0);
-  const __m128i by64 = _mm_set_epi64x(0, 0x163CD6124);
-  const __m128i barrett = _mm_set_epi64x(0x1F7011641, 0x1DB710641);
-  x = _mm_xor_si128(_mm_srli_si128(x, 8), _mm_clmulepi64_si128(x, by128, 0x10));
-  x = _mm_xor_si128(_mm_srli_si128(x, 4),
-                    _mm_clmulepi64_si128(_mm_and_si128(x, low32), by64, 0x00));
-  __m128i q = _mm_clmulepi64_si128(_mm_and_si128(x, low32), barrett, 0x10);
-  q = _mm_clmulepi64_si128(_mm_and_si128(q, low32), barrett, 0x00);
-  return static_cast<std::uint32_t>(_mm_extract_epi32(_mm_xor_si128(x, q), 1));
-}
-
-// `size` is 64 or more; a tail shorter than 16 bytes is left over.
-PDSERVE_CLMUL std::uint32_t folded(std::uint32_t c, const std::uint8_t* p, std::size_t size) {
-  const __m128i by512 = _mm_set_epi64x(0x1C6E41596, 0x154442BD4);
-  const __m128i by128 = _mm_set_epi64x(0xCCAA009E, 0x1751997D0);
+PDSERVE_CLMUL __m128i folded4(std::uint32_t c, const std::uint8_t*& p, std::size_t& size) {
+  const __m128i by512 = Distance<512>::narrow();
   __m128i a = _mm_xor_si128(load(p), _mm_cvtsi32_si128(static_cast<int>(c)));
   __m128i b = load(p + 16), d = load(p + 32), e = load(p + 48);
   p += 64;
@@ -71,14 +46,45 @@ PDSERVE_CLMUL std::uint32_t folded(std::uint32_t c, const std::uint8_t* p, std::
     d = fold(d, by512, load(p + 32));
     e = fold(e, by512, load(p + 48));
   }
-  a = fold(fold(fold(a, by128, b), by128, d), by128, e);
-  for (; size >= 16; p += 16, size -= 16) a = fold(a, by128, load(p));
-  return reduce(a, by128);
+  return fold4(a, b, d, e, Distance<128>::narrow());
+}
+
+PDSERVE_CLMUL512 __m128i folded16(std::uint32_t c, const std::uint8_t*& p, std::size_t& size) {
+  const __m512i by2048 = Distance<2048>::wide(), by512 = Distance<512>::wide();
+  const __m512i start = _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(c)));
+  __m512i a = _mm512_xor_si512(_mm512_loadu_si512(p), start);
+  __m512i b = _mm512_loadu_si512(p + 64), d = _mm512_loadu_si512(p + 128);
+  __m512i e = _mm512_loadu_si512(p + 192);
+  p += 256;
+  size -= 256;
+  for (; size >= 256; p += 256, size -= 256) {
+    a = fold(a, by2048, _mm512_loadu_si512(p));
+    b = fold(b, by2048, _mm512_loadu_si512(p + 64));
+    d = fold(d, by2048, _mm512_loadu_si512(p + 128));
+    e = fold(e, by2048, _mm512_loadu_si512(p + 192));
+  }
+  return narrowed(fold(fold(fold(a, by512, b), by512, d), by512, e));
+}
+
+// `size` is 64 or more; a tail shorter than 16 bytes is left over.
+PDSERVE_CLMUL std::uint32_t folded(std::uint32_t c, const std::uint8_t* p, std::size_t size) {
+  __m128i a = size >= 256 && wide_here() ? folded16(c, p, size) : folded4(c, p, size);
+  for (; size >= 16; p += 16, size -= 16) a = fold(a, Distance<128>::narrow(), load(p));
+  return reduce(a);
 }
 
 #endif
 
 }  // namespace
+
+void crc32_wide(bool wanted) { wide_wanted = wanted; }
+
+#if defined(__x86_64__)
+bool wide_here() {
+  static const bool here = __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx512f");
+  return here && wide_wanted;
+}
+#endif
 
 bool crc32_here() {
 #if defined(__x86_64__)

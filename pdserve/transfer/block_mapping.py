@@ -48,6 +48,12 @@ class BlockMapping:
     names: bytes
     layers: Layers
 
+    def part(self, first: int, count: int) -> BlockMapping:
+        """So many of these blocks, without their hashes."""
+        return BlockMapping(
+            self.place + first, self.blocks[first : first + count], b"", self.layers
+        )
+
 
 class BlockMapper:
     """Maps blocks between the regions of a source and of a destination."""

@@ -17,7 +17,18 @@ if TYPE_CHECKING:
     from pdserve.ids import Bytes
     from pdserve.transfer.copy_plan import CopyRuns
 
-__all__ = ["CHUNK", "NON_TEMPORAL_BYTES", "checksum", "chunks", "copy_pure", "copy_runs", "crc32"]
+__all__ = [
+    "CHUNK",
+    "NON_TEMPORAL_BYTES",
+    "checksum",
+    "checksum_pure",
+    "chunks",
+    "copy_pure",
+    "copy_runs",
+    "copy_summed",
+    "copy_summed_pure",
+    "crc32",
+]
 
 CHUNK: Final[Bytes] = 8 << 20
 """Bytes copied between two checks for a stop: about a millisecond."""
@@ -52,9 +63,44 @@ def copy_pure(
     return sum(length for _, _, length in runs)
 
 
-copy_runs = accel.native.copy_runs if accel.NATIVE else copy_pure
+def copy_summed_pure(
+    destination: memoryview,
+    source: memoryview,
+    to: Iterable[int],
+    from_: Iterable[int],
+    lengths: Iterable[int],
+    streaming: bool = False,
+    start: int = 0,
+) -> int:
+    """Copy as `copy_pure` does; returns the CRC-32 of the bytes as they were written, in order.
 
-crc32 = accel.native.crc32 if accel.NATIVE and accel.native.crc32_here() else zlib.crc32
+    It continues `start`. The source is read once, so the sum holds for what was written even if
+    others write to the source meanwhile.
+    """
+    runs = list(zip(to, from_, lengths, strict=True))
+    copy_pure(destination, source, *zip(*runs, strict=True) if runs else ((), (), ()))
+    return checksum_pure(destination, [run[0] for run in runs], [run[2] for run in runs], start)
+
+
+def checksum_pure(
+    memory: memoryview, from_: Iterable[int], lengths: Iterable[int], start: int = 0
+) -> int:
+    """CRC-32 of runs of a memory, in order. Errors: ValueError for a run outside of it."""
+    runs = list(zip(from_, lengths, strict=True))
+    if any(min(at, length) < 0 or at + length > len(memory) for at, length in runs):
+        raise ValueError("a run leaves its memory")
+    for at, length in runs:
+        start = zlib.crc32(memory[at : at + length], start)
+    return start
+
+
+_CRC_HERE: Final = accel.NATIVE and accel.native.crc32_here()
+
+copy_runs = accel.native.copy_runs if accel.NATIVE else copy_pure
+copy_summed = accel.native.copy_summed if _CRC_HERE else copy_summed_pure
+checksum = accel.native.crc32_runs if _CRC_HERE else checksum_pure
+
+crc32 = accel.native.crc32 if _CRC_HERE else zlib.crc32
 """`zlib.crc32`; the native version returns the same value several times as fast. The value does not
 depend on how the bytes are divided into runs, so two ends with different runs can compare."""
 
@@ -71,10 +117,3 @@ def chunks(
     for first in range(0, len(runs), each):
         own = slice(first, first + each)
         yield to[own], from_[own], lengths[own]
-
-
-def checksum(memory: memoryview, runs: Iterable[tuple[Bytes, Bytes]], start: int = 0) -> int:
-    """CRC-32 of runs (offset, length) of a memory, in order."""
-    for at, length in runs:
-        start = crc32(memory[at : at + length], start)
-    return start

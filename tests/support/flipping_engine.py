@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pdserve.transfer.copy_plan import split_runs
-from pdserve.transfer.copying import CHUNK, chunks
-from pdserve.transfer.same_host.shm import ShmPath
+from pdserve.transfer.copying import checksum
+from pdserve.transfer.same_host import shm
 from pdserve.transfer.tcp.framing import BulkSocket
 from pdserve_engines.sim.executor import SimExecutor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pdserve.transfer.block_mapping import RegionCopy
-    from pdserve.transfer.same_host.pull_transport import PullJob
     from pdserve.transfer.tcp.framing import WriteGuard
+
+Runs = memoryview
+"""Offsets or lengths, as int64."""
 
 FLIPS = "TESTS_FLIPS"
 """Environment variable with the path of the file."""
@@ -68,14 +66,22 @@ def _flip_received(path: Path) -> None:
 
 
 def _flip_copied(path: Path) -> None:
-    usual = ShmPath._copy
+    patched: Any = shm
+    copy_runs, copy_summed = patched.copy_runs, patched.copy_summed
 
-    def copy(self: ShmPath, job: PullJob, moves: Sequence[RegionCopy]) -> int:
-        size = usual(self, job, moves)
+    def copy(memory: memoryview, source: memoryview, to: Runs, *rest: Any) -> int:
+        size = copy_runs(memory, source, to, *rest)
         if size and _takes_one(path):
-            view = self.transport.regions[moves[0].destination].view
-            assert view is not None
-            view[next(chunks(split_runs(moves[0].runs, CHUNK)))[0][0]] ^= 0x10
+            memory[to[0]] ^= 0x10
         return size
 
-    ShmPath._copy = copy  # type: ignore[method-assign]
+    def summed(
+        memory: memoryview, source: memoryview, to: Runs, from_: Runs, lengths: Runs, *rest: Any
+    ) -> int:
+        total = copy_summed(memory, source, to, from_, lengths, *rest)
+        if not _takes_one(path):
+            return total
+        memory[to[0]] ^= 0x10
+        return checksum(memory, to, lengths, rest[1])
+
+    patched.copy_runs, patched.copy_summed = copy, summed

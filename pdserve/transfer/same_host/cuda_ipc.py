@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from pdserve.transfer.copy_plan import PlanError, split_runs
-from pdserve.transfer.copying import checksum, chunks
+from pdserve.transfer.copying import chunks, crc32
 from pdserve.transfer.cuda.driver import CudaError, CudaIpcExport
 from pdserve.transfer.cuda.nvidia import NvidiaDriver
 from pdserve.transfer.same_host.pull_transport import PATIENCE, PullPath, PullTransport
@@ -237,13 +237,13 @@ class CudaIpcTransport(PullTransport):
     def _pass(self) -> tuple[list[int], bytes]:
         return [], msgspec.msgpack.encode(_Words(self._exported))
 
-    def _sum(self, region: int, runs: Iterable[tuple[Bytes, Bytes]], start: int) -> int:
+    def _sum(self, region: int, from_: array[int], lengths: array[int], start: int) -> int:
         address = self.regions[region].address
-        for at, length in runs:
+        for at, length in zip(from_, lengths, strict=True):
             for begin in range(at, at + length, SUMMED):
                 size = min(SUMMED, at + length - begin)
                 data = memoryview(self.driver.read(address + begin, size))
-                start = checksum(data, ((0, size),), start)
+                start = crc32(data, start)
         return start
 
     # ------------------------------------------------------------------ streams, in threads

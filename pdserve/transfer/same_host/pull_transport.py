@@ -7,7 +7,8 @@ the peer ends.
 
 **Who moves bytes**: the source announces a part, the destination copies it in a thread, in chunks,
 and reports. So no other process writes to this node's blocks, and a fence needs no peer: stop
-copying, and wait for the present chunk.
+copying, and wait for the present chunk. With checksums of everything, a large part is announced
+piece by piece, and the source sums the next piece while the destination copies this one.
 
 **What guards the bytes**: the source keeps a table that its peers can read. A delivery has an entry
 (attempt, epoch, its own number) that is valid only while the blocks keep their content; a block has
@@ -21,14 +22,14 @@ and checksummed (`PullTransport`).
 
 from __future__ import annotations
 
-import array
 import asyncio
 import logging
 import secrets
 import socket
+from array import array
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
 
@@ -39,7 +40,6 @@ from pdserve.errors import TransferCorrupt, TransferWithdrawn
 from pdserve.messages.transfer import MAX_BLOCKS
 from pdserve.net.log_throttle import LogThrottle
 from pdserve.net.transport.bounded_acceptor import BoundedAcceptor
-from pdserve.transfer.block_mapping import BlockMapping
 from pdserve.transfer.copy_plan import PlanError
 from pdserve.transfer.path_base import MAX_DELIVERIES, DeliveryKey, PathBase
 from pdserve.transfer.same_host.shared_table import (
@@ -62,12 +62,12 @@ from pdserve.transfer.verify import SAMPLE, Verify, stricter
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pdserve.ids import Bytes, Epoch, NodeId, NodeLife, Seconds
     from pdserve.messages.transfer import PathHello, RegionCard, TransferTicket
     from pdserve.transfer.base import CallPeer, GrantSink, GrantSpec, Region
-    from pdserve.transfer.block_mapping import RegionCopy
+    from pdserve.transfer.block_mapping import BlockMapping, RegionCopy
     from pdserve.transfer.grants import GrantEntry
     from pdserve.transfer.path_base import Delivery
     from pdserve.transfer.same_host.unix_socket import SocketGreeting
@@ -93,17 +93,25 @@ BLOCKS_PER_PACKET: Final = 2048
 """Most blocks of one packet; a larger part takes several."""
 _PIECES: Final = MAX_BLOCKS // BLOCKS_PER_PACKET
 """Most packets of one part."""
-_BLOCK: Final = array.array("I")
+_BLOCK: Final = array("I")
 """Encoding of a block id."""
 _SUMS: Final = 64
 """About the number of checksums of a part if all of it is compared; planning each block alone takes
 longer than reading it."""
+_PIECE: Final[Bytes] = 4 << 20
+"""Bytes that are summed before they are announced: several times what a change of threads costs."""
 _UNWANTED: Final = "it is not wanted any more"
 _GREETING: Final[Seconds] = 10.0
 """Seconds for either end to send its greeting."""
 _STRANGERS: Final = 64
 """Most connections without a greeting; one more ends the oldest one of the process with the
 most."""
+
+
+_Group = tuple[int, int]
+"""Blocks of a part: the index of the first one and their number, or the index after the last."""
+_Sum = tuple[int, int, int]
+"""A checksum: (index in the whole part, number of blocks, CRC-32 of them in order)."""
 
 
 class _Fetch(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -120,8 +128,7 @@ class _Fetch(msgspec.Struct, frozen=True, array_like=True, tag=2):
     blocks: bytes
     """Little-endian u32."""
     names: bytes = b""
-    sums: tuple[tuple[int, int, int], ...] = ()
-    """Checksums: (index in the whole part, number of blocks, CRC-32 of them in order)."""
+    sums: tuple[_Sum, ...] = ()
     more: bool = False
 
 
@@ -159,17 +166,62 @@ class _Details(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(slots=True, eq=False)
+class _Arriving:
+    """A part whose packets are arriving, or are being fetched."""
+
+    held: list[_Fetch] = field(default_factory=list)
+    """Packets that are not begun: a checksum reaches into the next one."""
+    packets: int = 0
+    begun: int = 0
+    """Blocks that are fetched or being fetched."""
+    jobs: int = 0
+    """Jobs that have not ended."""
+    complete: bool = False
+    """Whether the last packet is here."""
+    granted: GrantEntry | None = None
+    reason: str = ""
+    """Why it failed first."""
+    size: Bytes = 0
+
+    @property
+    def ended(self) -> bool:
+        return self.complete and not self.jobs and not self.held
+
+    def joined(self) -> _Fetch | None:
+        """The packets that wait, as one; None: not yet."""
+        reach = max(
+            (place + count for each in self.held for place, count, _ in each.sums), default=0
+        )
+        here = self.begun + sum(len(each.blocks) for each in self.held) // _BLOCK.itemsize
+        if reach > here and not self.complete:
+            return None
+        held, self.held = self.held, []
+        return _joined(held)
+
+
+@dataclass(slots=True, eq=False)
 class PullJob:
-    """One part that is being fetched."""
+    """Blocks of a part that are being fetched."""
 
     granted: GrantEntry
     fetch: _Fetch
     share: BlockMapping
+    first: int
+    """Index of the first of these blocks in the part, from which checksums count."""
     stop: bool = False
     """Set by the loop, read by the thread between two chunks."""
     work: Future[Any] | None = None
     """The work in the thread; `future` is the same on the loop."""
     future: asyncio.Future[Any] | None = None
+
+    def summed_whole(self) -> bool:
+        """True if the checksums cover all of these blocks, each once and in order."""
+        at = self.first
+        for place, count, _ in self.fetch.sums:
+            if place != at:
+                return False
+            at += count
+        return bool(self.fetch.sums) and at == self.first + len(self.share.blocks)
 
 
 class PeerPools(Protocol):
@@ -195,7 +247,7 @@ class PullPath(PathBase):
         self._pools: PeerPools | None = None
         self._entries: dict[DeliveryKey, int] = {}
         self._jobs: set[PullJob] = set()
-        self._pieces: dict[DeliveryKey, list[_Fetch]] = {}
+        self._arriving: dict[DeliveryKey, _Arriving] = {}
         self._unsent: deque[bytes] = deque()
         self._writing = False
         self._told_verify = False
@@ -292,17 +344,19 @@ class PullPath(PathBase):
         self._entries[outgoing.key] = entry
         verify = self._agreed(ticket)
         places = self.transport.sampled(len(share.blocks), number, verify)
+        count = len(share.blocks)
+        announce = partial(self._announce, outgoing, entry, number)
         if not places:
-            self._announce(outgoing, entry, number, ())
-            return
-        if 0 < outgoing.size <= self.transport.inline:
-            self._sum_here(outgoing, entry, number, places)
-            return
-        summing = self.transport.run(partial(self._sums, outgoing, places))
-        summing.add_done_callback(partial(self._summed, outgoing, entry, number))
+            announce((), (0, count))
+        elif 0 < outgoing.size <= self.transport.inline:
+            self._sum_here(outgoing, places, announce)
+        else:
+            for some, span in _pieces(places, count, outgoing.size, verify):
+                summing = self.transport.run(partial(self._sums, outgoing, some))
+                summing.add_done_callback(partial(self._summed, outgoing, announce, span))
 
     def _sum_here(
-        self, outgoing: Delivery, entry: int, number: int, places: Sequence[tuple[int, int]]
+        self, outgoing: Delivery, places: Sequence[_Group], announce: Callable[..., None]
     ) -> None:
         """Sum a small part on the loop: changing threads takes longer."""
         try:
@@ -311,7 +365,7 @@ class PullPath(PathBase):
             # As in the thread: any error ends the path alone.
             self.fail("verify", f"checksums: {error!r}")
         else:
-            self._announce(outgoing, entry, number, sums)
+            announce(sums, (0, len(outgoing.share.blocks)))
 
     def _agreed(self, ticket: TransferTicket) -> Verify:
         """The stricter setting of both ends."""
@@ -325,33 +379,40 @@ class PullPath(PathBase):
             )
         return agreed
 
-    def _sums(
-        self, outgoing: Delivery, places: Sequence[tuple[int, int]]
-    ) -> tuple[tuple[int, int, int], ...]:
+    def _sums(self, outgoing: Delivery, places: Sequence[_Group]) -> tuple[_Sum, ...]:
         """Checksums of blocks to announce; runs in the thread."""
         share, blocks = outgoing.share, outgoing.ticket.blocks
         sum_of = self.transport.sum_of
         return tuple((*at, sum_of(self.out, share, blocks, at, source=True)) for at in places)
 
     def _summed(
-        self, outgoing: Delivery, entry: int, number: int, summing: asyncio.Future[Any]
+        self,
+        outgoing: Delivery,
+        announce: Callable[..., None],
+        span: _Group,
+        summing: asyncio.Future[Any],
     ) -> None:
         if self.down is not None or self.outgoing.get(outgoing.key) is not outgoing:
             return
         if summing.cancelled() or summing.exception() is not None:
             self.fail("verify", f"checksums: {summing}")
         else:
-            self._announce(outgoing, entry, number, summing.result())
+            announce(summing.result(), span)
 
     def _announce(
-        self, outgoing: Delivery, entry: int, number: int, sums: tuple[tuple[int, int, int], ...]
+        self,
+        outgoing: Delivery,
+        entry: int,
+        number: int,
+        sums: tuple[_Sum, ...],
+        span: _Group,
     ) -> None:
-        """Send a part in as many packets as it takes; the last one starts the copy."""
+        """Send blocks `span` (first, last) of a part in as many packets as it takes."""
         share, ticket = outgoing.share, outgoing.ticket
         block_tokens = self.out.block_tokens
-        count = len(share.blocks)
-        for first in range(0, max(1, count), BLOCKS_PER_PACKET):
-            last = min(count, first + BLOCKS_PER_PACKET)
+        begin, end = span
+        for first in range(begin, max(begin + 1, end), BLOCKS_PER_PACKET):
+            last = min(end, first + BLOCKS_PER_PACKET)
             fetch = _Fetch(
                 slot=ticket.slot,
                 generation=ticket.generation,
@@ -361,10 +422,10 @@ class PullPath(PathBase):
                 number=number,
                 start=ticket.first_token + (share.place + first) * block_tokens,
                 layers=share.layers,
-                blocks=array.array(_BLOCK.typecode, share.blocks[first:last]).tobytes(),
+                blocks=array(_BLOCK.typecode, share.blocks[first:last]).tobytes(),
                 names=share.names[16 * first : 16 * last],
                 sums=tuple(each for each in sums if first <= each[0] < last),
-                more=last < count,
+                more=last < len(share.blocks),
             )
             self._send(fetch)
 
@@ -402,45 +463,51 @@ class PullPath(PathBase):
 
     def _on_fetch(self, fetch: _Fetch) -> None:
         key = DeliveryKey(fetch.slot, fetch.generation, fetch.part)
-        if fetch.more or key in self._pieces:
-            pieces = self._pieces.setdefault(key, [])
-            pieces.append(fetch)
-            if len(self._pieces) > MAX_DELIVERIES or len(pieces) > _PIECES:
-                self.fail("protocol", "too many parts in pieces, or pieces of a part")
-                return
-            if fetch.more:
-                return
-            del self._pieces[key]
-            fetch = _joined(pieces)
+        part = self._arriving.setdefault(key, _Arriving())
+        part.packets += 1
+        if part.complete or part.packets > _PIECES or len(self._arriving) > MAX_DELIVERIES:
+            self.fail("protocol", "too many parts at once, or packets of a part")
+            return
+        part.held.append(fetch)
+        part.complete = not fetch.more
+        found = part.joined()
+        if found is not None and not part.reason:
+            part.reason = self._begin_fetch(key, part, found)
+        if part.ended:
+            self._conclude(key, part)
+
+    def _begin_fetch(self, key: DeliveryKey, part: _Arriving, fetch: _Fetch) -> str:
+        """Copy what these packets announce; returns why the part has failed already, if it has."""
         granted = self.grants.find(self, fetch.slot, fetch.generation, exact=True)
         if granted is None or granted.state != "open" or granted.ticket.attempt != fetch.attempt:
-            self._report(fetch, "the attempt is not current")
-            return
+            return "the attempt is not current"
+        part.granted = granted
         try:
-            share = self._share(granted, fetch)
+            job = PullJob(granted, fetch, self._share(granted, fetch), part.begun)
         except PlanError as error:
-            self._report(fetch, str(error))
-            self.spoiled(
-                granted, self._error(TransferCorrupt, granted.ticket.transfer, "fetch", str(error))
-            )
-            return
-        job = PullJob(granted, fetch, share)
-        if 0 < self.into.size(share) <= self.transport.inline:
-            self._fetch_here(job)
-            return
+            return str(error)
+        part.begun += len(fetch.blocks) // _BLOCK.itemsize
+        if (
+            part.packets == 1
+            and part.complete
+            and self.into.size(job.share) <= self.transport.inline
+        ):
+            return self._fetch_here(part, job)
+        part.jobs += 1
         self._jobs.add(job)
         job.work = self.transport.submit(partial(self._fetch, job))
         job.future = asyncio.wrap_future(job.work)
-        job.future.add_done_callback(partial(self._on_done, job))
+        job.future.add_done_callback(partial(self._on_done, key, part, job))
+        return ""
 
-    def _fetch_here(self, job: PullJob) -> None:
+    def _fetch_here(self, part: _Arriving, job: PullJob) -> str:
         """Copy a small part on the loop: changing threads takes longer."""
         try:
-            reason, size = self._fetch(job)
+            reason, part.size = self._fetch(job)
         except Exception as error:
             # As in the thread: any error fails the part alone.
-            reason, size = repr(error), 0
-        self._conclude(job, reason, size)
+            reason = repr(error)
+        return reason
 
     def _share(self, granted: GrantEntry, fetch: _Fetch) -> BlockMapping:
         ticket = granted.ticket
@@ -448,7 +515,7 @@ class PullPath(PathBase):
             raise PlanError("the table has no such entry")
         if len(fetch.blocks) % _BLOCK.itemsize:
             raise PlanError(f"{len(fetch.blocks)} bytes are not a list of block ids")
-        blocks = array.array(_BLOCK.typecode, fetch.blocks)
+        blocks = array(_BLOCK.typecode, fetch.blocks)
         share = self.into.share(
             ticket.first_token, ticket.tokens, fetch.start, blocks, fetch.layers, fetch.names
         )
@@ -464,62 +531,86 @@ class PullPath(PathBase):
         reason = self._disbelieved(pools, job)
         if reason:
             return reason, 0
-        size = self._copy(job, self.into.moves(job.share, job.granted.ticket.blocks))
+        reason = self._lacking(job)
+        if reason:
+            return reason, 0
+        reason, size = self._bring(job)
         if job.stop:
             return _UNWANTED, size
-        reason = self._disbelieved(pools, job)
-        return reason or self._compare(job), size
+        return self._disbelieved(pools, job) or reason, size
 
     def _disbelieved(self, pools: PeerPools, job: PullJob) -> str:
         announced = (job.fetch.number, job.fetch.attempt)
         return mismatch_reason(pools.table, self.peer.epoch, job.fetch.entry, announced, job.share)
 
-    def _compare(self, job: PullJob) -> str:
-        blocks, wanted = job.granted.ticket.blocks, len(job.share.blocks)
+    def _lacking(self, job: PullJob) -> str:
+        """Why these checksums are not enough; empty: they are."""
+        wanted = len(job.share.blocks)
+        for place, count, _ in job.fetch.sums:
+            if not job.first <= place < place + count <= job.first + wanted:
+                return "a checksum of a block that is not there"
         compared = sum(count for _, count, _ in job.fetch.sums)
         if self.transport.verify == "all" and compared != wanted:
             return (
                 f"it brings checksums of {compared} blocks of {wanted}, and --verify-kv=all is set "
                 "here"
             )
-        for place, count, expected in job.fetch.sums:
-            if not 0 <= place < place + count <= len(job.share.blocks):
-                return "a checksum of a block that is not there"
-            at = (place, count)
-            found = self.transport.sum_of(self.into, job.share, blocks, at, source=False)
-            if found != expected:
-                first = blocks[job.share.place + place]
-                others = f" and the next {count - 1}" if count > 1 else ""
-                return f"the checksum of block {first}{others} differs"
         return ""
 
-    def _on_done(self, job: PullJob, future: asyncio.Future[Any]) -> None:
+    def _bring(self, job: PullJob) -> tuple[str, Bytes]:
+        """In the thread: copy and compare; returns why it failed (empty: it did not) and the bytes
+        copied."""
+        size = self._copy(job, self.into.moves(job.share, job.granted.ticket.blocks))
+        return "" if job.stop else self._compare(job), size
+
+    def _compare(self, job: PullJob) -> str:
+        blocks = job.granted.ticket.blocks
+        for place, count, expected in job.fetch.sums:
+            at = (place - job.first, count)
+            if self.transport.sum_of(self.into, job.share, blocks, at, source=False) != expected:
+                return self.differs(job, place, count)
+        return ""
+
+    def differs(self, job: PullJob, place: int, count: int) -> str:
+        """What is said of blocks whose checksum is another one."""
+        first = job.granted.ticket.blocks[job.share.place + place - job.first]
+        others = f" and the next {count - 1}" if count > 1 else ""
+        return f"the checksum of block {first}{others} differs"
+
+    def _on_done(
+        self, key: DeliveryKey, part: _Arriving, job: PullJob, future: asyncio.Future[Any]
+    ) -> None:
         self._jobs.discard(job)
+        part.jobs -= 1
         if self.down is not None:
             return
         reason, size = _UNWANTED, 0  # of one that was never begun
         if not future.cancelled():
             error = future.exception()
             reason, size = (f"{error!r}", 0) if error is not None else future.result()
-        self._conclude(job, reason, size)
+        part.reason = part.reason or reason
+        part.size += size
+        if part.ended:
+            self._conclude(key, part)
 
-    def _conclude(self, job: PullJob, reason: str, size: Bytes) -> None:
-        """Report a part that was copied, or was not for this reason."""
-        granted, fetch = job.granted, job.fetch
-        if reason and granted.state == "open":
+    def _conclude(self, key: DeliveryKey, part: _Arriving) -> None:
+        """Report a part that was copied, or was not for its reason."""
+        del self._arriving[key]
+        granted, reason = part.granted, part.reason
+        if granted is None or granted.state != "open":
+            reason = reason or _UNWANTED
+        elif reason:
             transfer = granted.ticket.transfer
             kind = TransferWithdrawn if reason == GIVEN_UP else TransferCorrupt
             self.spoiled(granted, self._error(kind, transfer, "fetch", reason))
-        elif granted.state == "open":
-            self.arrived(fetch.slot, fetch.generation, fetch.part, size)
         else:
-            reason = reason or _UNWANTED
-        self._report(fetch, reason)
+            self.arrived(*key, part.size)
+        self._report(key, reason)
 
-    def _report(self, fetch: _Fetch, reason: str) -> None:
+    def _report(self, key: DeliveryKey, reason: str) -> None:
         if reason:
             self._stats.refused += 1
-        self._send(_Fetched(fetch.slot, fetch.generation, fetch.part, reason[:500]))
+        self._send(_Fetched(*key, reason[:500]))
 
     async def _fence(self, granted: GrantEntry, timeout: Seconds) -> None:
         await self._stop([job for job in self._jobs if job.granted is granted])
@@ -546,7 +637,7 @@ class PullPath(PathBase):
         for key in list(self._entries):
             self._release(key)
         await self._stop(list(self._jobs))
-        self._pieces.clear()
+        self._arriving.clear()
         self._unsent.clear()
         pools, self._pools = self._pools, None
         if pools is not None:
@@ -560,13 +651,28 @@ class PullPath(PathBase):
         pools."""
 
 
+def _pieces(
+    places: Sequence[_Group], count: int, size: Bytes, verify: Verify
+) -> Iterator[tuple[Sequence[_Group], _Group]]:
+    """Cut a part into pieces that are summed and announced one after the other: the groups to sum,
+    and the piece's first block and the one after its last. Of a sample little is summed: one
+    piece."""
+    step = len(places)
+    if verify == "all":
+        step = min(step, -(-_PIECE * step // max(1, size)))
+    for at in range(0, len(places), step):
+        some, rest = places[at : at + step], places[at + step :]
+        yield some, (some[0][0] if at else 0, rest[0][0] if rest else count)
+
+
 def _joined(pieces: Sequence[_Fetch]) -> _Fetch:
+    if len(pieces) == 1:
+        return pieces[0]
     return msgspec.structs.replace(
         pieces[0],
         blocks=b"".join(piece.blocks for piece in pieces),
         names=b"".join(piece.names for piece in pieces),
         sums=tuple(pair for piece in pieces for pair in piece.sums),
-        more=False,
     )
 
 
@@ -610,8 +716,8 @@ class PullTransport(TransportBase):
         """What peers need to map the pools: descriptors, and a record about them."""
         raise NotImplementedError
 
-    def _sum(self, region: int, runs: Iterable[tuple[Bytes, Bytes]], start: int) -> int:
-        """CRC-32 of runs (offset, length) of one of this node's pools; runs in the thread."""
+    def _sum(self, region: int, from_: array[int], lengths: array[int], start: int) -> int:
+        """CRC-32 of runs of one of this node's pools; runs in the thread."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------ the thread
@@ -650,14 +756,11 @@ class PullTransport(TransportBase):
     ) -> int:
         """Checksum of groups of blocks (index, number) of a mapping, at either end."""
         place, count = at
-        some = BlockMapping(
-            share.place + place, share.blocks[place : place + count], b"", share.layers
-        )
         total = 0
-        for move in route.moves(some, destinations):
+        for move in route.moves(share.part(place, count), destinations):
             region = move.source if source else move.destination
             offsets = move.runs.source if source else move.runs.destination
-            total = self._sum(region, zip(offsets, move.runs.length, strict=True), total)
+            total = self._sum(region, offsets, move.runs.length, total)
         return total
 
     # ------------------------------------------------------------------ a path comes about

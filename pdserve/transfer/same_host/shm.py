@@ -11,12 +11,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.transfer.copy_plan import split_runs
-from pdserve.transfer.copying import CHUNK, NON_TEMPORAL_BYTES, checksum, chunks, copy_runs
+from pdserve.transfer.copying import (
+    CHUNK,
+    NON_TEMPORAL_BYTES,
+    checksum,
+    chunks,
+    copy_runs,
+    copy_summed,
+)
 from pdserve.transfer.same_host.pull_transport import PATIENCE, PullPath, PullTransport
 from pdserve.transfer.same_host.shared_table import PeerMapping, map_peer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from array import array
+    from collections.abc import Iterator, Sequence
 
     from pdserve.ids import Bytes, Epoch, NodeId, Seconds
     from pdserve.transfer.base import CallPeer, Region
@@ -26,6 +34,9 @@ if TYPE_CHECKING:
     from pdserve.transfer.verify import Verify
 
 __all__ = ["ShmPath", "ShmTransport"]
+
+_Place = tuple[memoryview, memoryview, memoryview, memoryview, memoryview]
+"""Destination, source, and the runs between them: to, from, lengths."""
 
 
 class ShmPath(PullPath):
@@ -38,17 +49,41 @@ class ShmPath(PullPath):
         return self._peer
 
     def _copy(self, job: PullJob, moves: Sequence[RegionCopy]) -> Bytes:
-        size = 0
-        streaming = sum(move.runs.size for move in moves) >= NON_TEMPORAL_BYTES
+        streaming = self._streaming(job)
+        return sum(copy_runs(*place, streaming) for place in self._places(job, moves))
+
+    def _bring(self, job: PullJob) -> tuple[str, Bytes]:
+        """With checksums of everything, sums are computed while copying."""
+        if not job.summed_whole():
+            return super()._bring(job)
+        streaming, size = self._streaming(job), 0
+        for place, count, expected in job.fetch.sums:
+            some, total = job.share.part(place - job.first, count), 0
+            moves = self.into.moves(some, job.granted.ticket.blocks)
+            for copied in self._places(job, moves):
+                total = copy_summed(*copied, streaming, total)
+            if job.stop:
+                break
+            size += self.into.size(some)
+            if total != expected:
+                return self.differs(job, place, count), size
+        return "", size
+
+    def _streaming(self, job: PullJob) -> bool:
+        return self.into.size(job.share) >= NON_TEMPORAL_BYTES
+
+    def _places(self, job: PullJob, moves: Sequence[RegionCopy]) -> Iterator[_Place]:
+        """What to copy next, a chunk at a time, until the job is to stop."""
         for move in moves:
-            memory = self.transport.regions[move.destination].view
+            memory, source = (
+                self.transport.regions[move.destination].view,
+                self._peer.views[move.source],
+            )
             assert memory is not None
-            for to, from_, lengths in chunks(split_runs(move.runs, CHUNK)):
+            for runs in chunks(split_runs(move.runs, CHUNK)):
                 if job.stop:
-                    return size
-                source = self._peer.views[move.source]
-                size += copy_runs(memory, source, to, from_, lengths, streaming)
-        return size
+                    return
+                yield memory, source, *runs
 
 
 class ShmTransport(PullTransport):
@@ -77,7 +112,7 @@ class ShmTransport(PullTransport):
     def _pass(self) -> tuple[list[int], bytes]:
         return [region.fd for region in self.regions if region.fd is not None], b""
 
-    def _sum(self, region: int, runs: Iterable[tuple[Bytes, Bytes]], start: int) -> int:
+    def _sum(self, region: int, from_: array[int], lengths: array[int], start: int) -> int:
         view = self.regions[region].view
         assert view is not None
-        return checksum(view, runs, start)
+        return checksum(view, from_, lengths, start)

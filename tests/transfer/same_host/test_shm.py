@@ -28,9 +28,9 @@ from pdserve.testing.transfer_support import (
     transfer_pair,
 )
 from pdserve.transfer.base import KvPart, Region
-from pdserve.transfer.copying import copy_runs
+from pdserve.transfer.copying import copy_runs, copy_summed
 from pdserve.transfer.same_host import pull_transport, shared_table, shm, unix_socket
-from pdserve.transfer.same_host.shm import ShmTransport
+from pdserve.transfer.same_host.shm import ShmPath, ShmTransport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,7 +84,7 @@ def other_content(two, table) -> None:
 
 
 async def test_a_changed_byte_is_found_by_its_checksum(monkeypatch) -> None:
-    error = await spoilt(monkeypatch, "copy_runs", other_content)
+    error = await spoilt(monkeypatch, "copy_summed", other_content)
     assert isinstance(error, TransferCorrupt)
     assert "checksum of block 2 differs" in error.message
     assert "transfer r-1/0 with p/1 over shm, fetch" in error.message
@@ -93,7 +93,8 @@ async def test_a_changed_byte_is_found_by_its_checksum(monkeypatch) -> None:
 async def test_blocks_given_up_while_they_are_copied_are_not_served(monkeypatch) -> None:
     for verify in ("all", "off"):
         with monkeypatch.context() as patch:
-            error = await spoilt(patch, "copy_runs", lambda two, table: table.void(0), verify)
+            copy = "copy_summed" if verify == "all" else "copy_runs"
+            error = await spoilt(patch, copy, lambda two, table: table.void(0), verify)
         assert "given the blocks up" in error.message
 
 
@@ -119,7 +120,8 @@ async def test_a_block_that_holds_something_else_is_not_served(monkeypatch) -> N
 async def test_without_verification_content_is_not_compared(monkeypatch) -> None:
     async with world("off") as two:
         ours, theirs = await two.connect()
-        monkeypatch.setattr(shm, "checksum", None)  # would fail if it were called
+        monkeypatch.setattr(shm, "checksum", None)  # would fail if they were called
+        monkeypatch.setattr(shm, "copy_summed", None)
         two.source.fill({block: block for block in range(8)})
         grant = theirs.grant(order(range(4), 16), RecordingTransferSink())
         assert await deliver(ours, grant.ticket, FOUR).wait() is None
@@ -218,6 +220,19 @@ async def test_a_small_part_that_cannot_be_summed_ends_the_path_alone(monkeypatc
         await grant.revoke(timeout=5)
 
 
+def flipping(two: TransferPair, block: int = 257):
+    """`copy_summed`, but this block of the source changes before it is copied."""
+
+    def copy(memory, source, to, from_, lengths, *rest) -> int:
+        view = two.source.memories[0].view(block)
+        at = block * len(view)
+        if any(first <= at < first + n for first, n in zip(from_, lengths, strict=True)):
+            view[0] ^= 1
+        return copy_summed(memory, source, to, from_, lengths, *rest)
+
+    return copy
+
+
 async def test_a_changed_byte_is_found_among_many_blocks(monkeypatch) -> None:
     (one,) = layouts(1, 1, layers=1, tokens=1, dim=1, itemsize=1)
     async with transfer_pair(making("all"), (one,), (one,), blocks=300) as two:
@@ -225,15 +240,80 @@ async def test_a_changed_byte_is_found_among_many_blocks(monkeypatch) -> None:
         sink = RecordingTransferSink()
         grant = theirs.grant(order(range(300), 300), sink)
 
-        def flipping(*args: Any) -> int:
-            size = copy_runs(*args)
-            two.destination.memories[0].view(257)[0] ^= 1
-            return size
-
-        monkeypatch.setattr(shm, "copy_runs", flipping)
+        two.source.fill({block: block for block in range(300)})
+        monkeypatch.setattr(shm, "copy_summed", flipping(two))
         part = KvPart(0, 0, list(range(300)), (0, 1))
         assert await deliver(ours, grant.ticket, part).wait() is not None
         assert "the checksum of block 256 and the next 3 differs" in sink.failed[0].message
+        await grant.revoke(timeout=5)
+
+
+async def test_pieces_are_copied_while_later_ones_are_summed(monkeypatch) -> None:
+    """Neither end waits for all of the part, whichever packets hold its checksums."""
+    monkeypatch.setattr(pull_transport, "_PIECE", 100)
+    monkeypatch.setattr(ShmTransport, "inline", 0)
+    (one,) = layouts(1, 1, layers=1, tokens=1, dim=1, itemsize=1)
+    async with transfer_pair(making("all"), (one,), (one,), blocks=3000) as two:
+        ours, theirs = await two.connect()
+        assert isinstance(theirs, ShmPath)
+        two.source.fill({block: block for block in range(3000)})
+        packets: list[Any] = []
+        usual = theirs._on_fetch
+
+        def record(fetch: Any) -> None:
+            packets.append((fetch.more, len(fetch.blocks) // 4, len(theirs._jobs)))
+            usual(fetch)
+
+        monkeypatch.setattr(theirs, "_on_fetch", record)
+        for count in (1, 64, 300, 3000):
+            packets.clear()
+            sink = RecordingTransferSink()
+            grant = theirs.grant(order(range(count), count), sink)
+            part = KvPart(0, 0, range(count), (0, 1), os.urandom(16 * count))
+            assert await deliver(ours, grant.ticket, part).wait() is None
+            assert sink.parts == [0]
+            assert two.destination.holds({block: block for block in range(count)}, range(1))
+            assert sum(blocks for _, blocks, _ in packets) == count
+            assert [more for more, *_ in packets] == [True] * (len(packets) - 1) + [False]
+            assert len(packets) == 1 if count == 1 else len(packets) > 1
+            assert not theirs._arriving
+            grant.finish()
+
+
+async def test_a_checksum_that_reaches_into_the_next_packet_waits_for_it(monkeypatch) -> None:
+    """Nodes of an older release cut packets without regard to checksums."""
+    monkeypatch.setattr(pull_transport, "BLOCKS_PER_PACKET", 3)
+    monkeypatch.setattr(ShmTransport, "inline", 0)
+    (one,) = layouts(1, 1, layers=1, tokens=1, dim=1, itemsize=1)
+    async with transfer_pair(making("all"), (one,), (one,), blocks=300) as two:
+        ours, theirs = await two.connect()
+        assert isinstance(theirs, ShmPath)
+        two.source.fill({block: block for block in range(300)})
+        for copy, good in ((copy_summed, True), (flipping(two), False)):
+            monkeypatch.setattr(shm, "copy_summed", copy)
+            sink = RecordingTransferSink()
+            grant = theirs.grant(order(range(300), 300), sink)
+            error = await deliver(ours, grant.ticket, KvPart(0, 0, range(300), (0, 1))).wait()
+            assert (error is None) == good
+            assert sink.parts == [0] * good
+            assert good or "checksum of block 256 and the next 3 differs" in sink.failed[0].message
+            assert not theirs._arriving
+            await grant.revoke(timeout=5)
+
+
+async def test_a_packet_after_the_last_one_ends_the_path(monkeypatch) -> None:
+    async with world("off") as two:
+        ours, theirs = await two.connect()
+        assert isinstance(theirs, ShmPath)
+        monkeypatch.setattr(ShmTransport, "inline", 0)
+        monkeypatch.setattr(theirs, "_fetch", lambda job: asyncio.run(asyncio.sleep(0.1)))
+        usual = theirs._on_fetch
+        monkeypatch.setattr(theirs, "_on_fetch", lambda fetch: (usual(fetch), usual(fetch)))
+        grant = theirs.grant(order(range(4), 16), RecordingTransferSink())
+        error = await deliver(ours, grant.ticket, FOUR).wait()
+        assert isinstance(error, PathLost)
+        assert theirs.down is not None
+        assert "packets of a part" in theirs.down.message
         await grant.revoke(timeout=5)
 
 
@@ -433,7 +513,7 @@ async def test_what_was_under_way_ends_although_a_path_cannot_be_destroyed(monke
         two.source.fill({block: block for block in range(8)})
         grant = theirs.grant(order([0, 1], 8), RecordingTransferSink())
         monkeypatch.setattr(theirs, "_fetch", lambda job: ("not now", 0))
-        monkeypatch.setattr(theirs, "_on_done", lambda job, future: None)
+        monkeypatch.setattr(theirs, "_on_done", lambda *_: None)
         sent = deliver(ours, grant.ticket, KvPart(0, 0, [0, 1], (0, 3), bytes(range(32))))
         destroy = ours._destroy
 
