@@ -100,13 +100,26 @@ class StreamingResponseBuilder(ResponseBuilder):
         self.wire.write(self._waiting())
         return True
 
+    def on_prompt_done(self) -> None:
+        """Ends the stream together with its last token, so that both leave in one write."""
+        waits = not self.finished.done()
+        super().on_prompt_done()
+        if waits and self.finished.done():
+            self.finish()
+
     def finish(self) -> None:
-        """Ends the stream after all choices have ended; writes usage if it was requested."""
+        """Ends the stream after all choices have ended; writes usage if it was requested.
+        Idempotent."""
+        if self.wire.ended:
+            return
         self._flush()
         self.wire.end(self._ending())
 
     def abort(self, error: PdserveError) -> None:
-        """Ends a stream that has begun and failed: writes the error, and no `[DONE]`."""
+        """Ends a stream that has begun and failed, unless it has ended: writes the error, and no
+        `[DONE]`."""
+        if self.wire.ended:
+            return
         self._flush()
         self.wire.end(self._failure(error))
 

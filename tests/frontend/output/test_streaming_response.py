@@ -1,11 +1,19 @@
 """Streams as clients see them: what each chunk holds, and what holds over all of them."""
 
+import asyncio
 import json
 
 import pytest
 
 from pdserve.errors import EngineDied, EngineError, Overloaded
-from tests.frontend.support import HELLO, TOKENIZER, frontend, text_of, tokens
+from pdserve.frontend.model_registry import PreparedModel
+from pdserve.frontend.output.streaming_response import StreamingResponseBuilder
+from pdserve.frontend.plan import Prompt, RequestPlan
+from pdserve.messages.request import Finish, GenerateRequest, SamplingParams, TokenDelta
+from pdserve.observe.metrics import Metrics
+from pdserve.token_ids import token_ids
+from tests.frontend.http.test_sse_response import Connection, wire
+from tests.frontend.support import HELLO, TOKENIZER, card, frontend, text_of, tokens
 from tests.support.fake_backend import Script
 
 TEXT = "The quick 👍🏽 naïve 你好 fox"
@@ -212,3 +220,37 @@ async def test_one_failing_prompt_fails_the_request_and_frees_the_others():
         events = await client.events("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 4000})
         assert json.loads(events[-1].data)["error"]["message"] == "full"
         assert client.backend.idle
+
+
+async def test_the_end_of_a_stream_leaves_in_one_write_with_its_last_token():
+    prompt, sampling = token_ids([5]), SamplingParams(max_tokens=9)
+    plan = RequestPlan(
+        chat=True,
+        model=PreparedModel.from_card(card()),
+        model_name="tiny",
+        answer_id="chatcmpl-r",
+        created=1,
+        prompts=[Prompt(prompt)],
+        requests=[GenerateRequest(request_id="r", model="tiny", prompt=prompt, sampling=sampling)],
+        n=1,
+        stream=True,
+    )
+    connection = Connection()
+    stream = wire(connection, limit=1000)
+    answer = StreamingResponseBuilder(
+        plan, Metrics().of_model("tiny"), 0.0, iter(range(1, 9)).__next__, stream
+    )
+    (sink,) = answer.sinks
+    sink.on_delta(TokenDelta(0, 0, tokens("a")))
+    await asyncio.sleep(0)
+    assert len(connection.writes) == 1
+    sink.on_delta(TokenDelta(0, 0, tokens("b"), Finish(reason="length")))
+    assert answer.finished.done()
+    answer.finish()
+    answer.abort(EngineError("came too late"))
+    await stream.reply()
+    await asyncio.sleep(0)
+    _, last = connection.writes
+    assert last.count(b'"length"') == 1
+    assert last.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert last.count(b"[DONE]") == 1

@@ -256,7 +256,9 @@ class Told:
     def write_parts(self, head: bytes, text: bytes, tail: bytes) -> None:
         self.write(head + text + tail)
 
-    end = write
+    def end(self, events: bytes) -> None:
+        self.ended = True
+        self.write(events)
 
 
 def planned(ids: list[int]) -> RequestPlan:
