@@ -4,12 +4,13 @@
 
 Every arm has two processes with a pool of 512 MiB each. Blocks of 64 KiB go from random places to
 random places, another part of the pools each time. All arms take turns in the same rounds, and each
-round begins with another arm. A figure is the median over rounds of the medians within a round;
+round begins with another arm; the processes of the others are stopped, since NIXL's and Mooncake's
+have threads that never sleep. A figure is the median over rounds of the medians within a round;
 ratios are medians of the ratios within a round. After each measurement the last block must be at
 the other end. The run takes about four minutes and writes bench/results/transfer.md.
 
-memcpy and pdserve need nothing. Arms that are not installed are skipped, and the result says so.
-The other engines need an environment of their own, without torch:
+memcpy, bare sockets and pdserve need nothing. Arms that are not installed are skipped, and the
+result says so. The other engines need an environment of their own, without torch:
 
     apt-get install iperf3
     python -m venv peers && peers/bin/pip install --no-deps nixl nixl-cu12 \\
@@ -55,6 +56,10 @@ _STEADY = 0.5
 """A limit that falls below this share of its best value measures the machine, not pdserve."""
 _SHM, _TCP = "pdserve shm/sample", "pdserve tcp/all"
 """The defaults of a worker; over tcp, `sample` checks everything."""
+_FIXED = {"shm": 120, "tcp": 250}
+"""Most microseconds of a transfer that do not depend on its size."""
+_TRIPS = 1.5
+"""Most bare round trips that they may be."""
 _BY_HAND = "## Where the time goes"
 """The text from this heading on is written by hand and kept in the result."""
 _BUSY = (
@@ -64,11 +69,14 @@ _BUSY = (
 
 MODULES = {
     "memcpy": ("memcpy", ("piece", "blocks")),
+    "bare": ("bare", ("unix", "tcp", "stream")),
     "pdserve": (
         "ours",
         ("shm/off", "shm/sample", "shm/all", "tcp/off", "tcp/sample", "tcp/all"),
     ),
 }
+ROUND_TRIPS = {"bare unix": "shm", "bare tcp": "tcp"}
+"""Rows that move no blocks, and the back end of pdserve that they limit."""
 PEERS = {
     "NIXL": ("nixl_arm", {}),
     "NIXL tcp": ("nixl_arm", {"UCX_TLS": "tcp"}),
@@ -77,6 +85,8 @@ PEERS = {
 ABOUT = {
     "memcpy piece": "libc's memcpy of as many bytes in one piece, one thread: shm's limit",
     "memcpy blocks": "the same, block by block",
+    "bare": "a message of 64 bytes and its answer between blocking sockets; `stream`: a loop of "
+    "sendmsg and one of recvmsg_into over the same blocks, and one byte back",
     "pdserve": "from `deliver` at the source to its `done`, after placing, checking, reporting; "
     "blocks have names, whose headers shm compares",
     "NIXL": "WRITE of prepared descriptors and a notification; UCX chooses among shared memory, "
@@ -119,14 +129,19 @@ def start(
     except RuntimeError:
         talk.close()
         raise
+    talk.pause()
     return talk
 
 
 def measure(row: Row, size: int) -> None:
     """Seconds of one transfer of `size` bytes."""
+    if row.name in ROUND_TRIPS and size > SIZES[0]:
+        return
     count = max(2, min(_MOST, _AT_ONCE // size))
     request = {"what": "measure", "mode": row.mode, "bytes": size, "count": count}
+    row.talk.resume()
     seconds = row.talk.ask(request)["seconds"]
+    row.talk.pause()
     row.seconds.setdefault(size, []).append(statistics.median(seconds))
 
 
@@ -198,8 +213,35 @@ def table(rows: Sequence[Row]) -> list[str]:
         "|---|" + "---:|" * (len(SIZES) + 1),
     ]
     for row in rows:
+        if row.name in ROUND_TRIPS:
+            continue
         cells = [f"{rate_of(row, size):.2f}" for size in SIZES]
         lines.append(f"| {row.name} | " + " | ".join(cells) + f" | {fixed_of(row):.0f} |")
+    return lines
+
+
+def round_trip(row: Row) -> float:
+    """Microseconds of a message and its answer."""
+    return statistics.median(row.seconds[SIZES[0]]) * 1e6
+
+
+def fixed(rows: dict[str, Row]) -> list[str]:
+    """The table of fixed costs, in bare round trips of the same run."""
+    lines = [f"- {name}: a round trip of {round_trip(rows[name]):.0f} us" for name in ROUND_TRIPS]
+    lines += [
+        "",
+        "| fixed cost | us | wanted | bare round trips | wanted | |",
+        "|---|" + "---:|" * 4 + "---|",
+    ]
+    for bare, backend in ROUND_TRIPS.items():
+        for mode in ("off", "sample", "all"):
+            name = f"pdserve {backend}/{mode}"
+            found, most = fixed_of(rows[name]), _FIXED[backend]
+            trips = found / round_trip(rows[bare])
+            verdict = "met" if found <= most and trips <= _TRIPS else "NOT met"
+            lines.append(
+                f"| {name} | {found:.0f} | <= {most} | {trips:.2f} | <= {_TRIPS} | {verdict} |"
+            )
     return lines
 
 
@@ -213,8 +255,10 @@ def shares(rows: dict[str, Row], streams: dict[str, list[float]]) -> list[str]:
     for mode in ("off", "sample", "all"):
         pairs += [(f"pdserve shm/{mode}", other) for other in (_LIMIT, "memcpy blocks", "NIXL")]
         pairs += [
-            (f"pdserve tcp/{mode}", other) for other in (*streams, "NIXL tcp", "Mooncake tcp")
+            (f"pdserve tcp/{mode}", other)
+            for other in (*streams, "bare stream", "NIXL tcp", "Mooncake tcp")
         ]
+    pairs += [(f"pdserve {end}/all", f"pdserve {end}/off") for end in ("shm", "tcp")]
     for name, other in pairs:
         limits = [rates(other, size, rows, streams) for size in SIZES]
         pairs_of = zip(SIZES, limits, strict=True)
@@ -253,6 +297,8 @@ def _goals(streams: dict[str, list[float]]) -> list[tuple[str, str, float]]:
         (_TCP, fastest, 0.85),
         (_SHM, "NIXL", 1.0),
         (_TCP, "NIXL tcp", 1.0),
+        ("pdserve shm/all", "pdserve shm/off", 0.7),
+        ("pdserve tcp/all", "pdserve tcp/off", 0.7),
         (_TCP, "Mooncake tcp", 1.0),
     ]
 
@@ -321,7 +367,8 @@ def report(
             f"- {name}, one stream of {_STREAM_SECONDS} s: {statistics.median(values):.2f} GB/s "
             f"[{min(values):.2f}, {max(values):.2f}]"
         )
-    lines += ["", *aims(by_name, streams, busy=given.busy), "", *shares(by_name, streams), ""]
+    lines += ["", *fixed(by_name), ""]
+    lines += [*aims(by_name, streams, busy=given.busy), "", *shares(by_name, streams), ""]
     lines += ["## RDMA in a virtual machine", "", *rdma(given.rdma_json), ""]
     return "\n".join(lines) + kept(given.out, _BY_HAND)
 
@@ -384,6 +431,7 @@ def measured(given: argparse.Namespace, pin: bool) -> str:
             streams = compare(rows, given.iperf3, given.rounds, pin)
         finally:
             for talk in talks:
+                talk.resume()
                 talk.close()
     return report(rows, streams, _head(given, pin, skipped), given)
 

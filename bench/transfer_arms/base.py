@@ -14,6 +14,7 @@ import hashlib
 import json
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -93,10 +94,24 @@ def fill(view: memoryview, value: int) -> None:
 class Talk:
     """Sends requests to another process, one at a time."""
 
-    def __init__(self, command: Sequence[str], log: IO[bytes] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], log: IO[bytes] | None = None, *, group: bool = False
+    ) -> None:
+        """`group`: the process stays in this one's group, which pauses as a whole."""
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            process_group=None if group else 0,
         )
+
+    def pause(self) -> None:
+        """Stop the process and its children: some have threads that never sleep."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.killpg(self.process.pid, signal.SIGCONT)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Sends a request and returns the answer; raises `RuntimeError` if the process ended or
@@ -138,7 +153,7 @@ def run(arm: Arm, *, alone: bool = False) -> None:
     partner = None
     if not alone:
         module = "bench.transfer_arms." + os.path.basename(sys.argv[0]).removesuffix(".py")
-        partner = Talk([sys.executable, "-m", module, "partner", *processors])
+        partner = Talk([sys.executable, "-m", module, "partner", *processors], group=True)
     lists = _Lists()
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -54,7 +54,8 @@ def test_an_aim_is_judged_with_productions_checks_beside_the_fastest_stream():
     lines = aims(*OURS, row("memcpy piece", 4.5), row("NIXL", 5.0, 3.0))
     assert "| pdserve shm/sample : memcpy piece | >= 0.85 | 16 MiB | 0.89 | met |" in lines
     assert "| pdserve tcp/all : fast | >= 0.85 | 16 MiB | 0.90 | met |" in lines
-    assert not any("/off" in line and line.startswith("|") for line in lines)
+    assert not any("/off :" in line for line in lines)
+    assert "| pdserve shm/all : pdserve shm/off | >= 0.7 | 16 MiB | | NOT measured |" in lines
     assert "NIXL is faster than pdserve shm/sample at: 64 KiB." in lines
 
 
@@ -67,6 +68,21 @@ def test_an_aim_whose_limit_is_off_is_not_judged(busy):
     assert len(verdicts) == 4
     assert all("not judged: " in line for line in verdicts)
     assert busy or "memcpy piece itself fell to 1.50 of 4.50 GB/s" in verdicts[0]
+
+
+def test_fixed_costs_are_counted_in_round_trips_of_the_same_run():
+    def timed(name: str, fixed: float) -> Row:
+        seconds = {s: [fixed + s / 1e10] * 2 for s in SIZES}
+        return Row(name, "", cast("Any", None), seconds)
+
+    rows = [timed(f"pdserve shm/{mode}", 100e-6) for mode in ("off", "sample", "all")]
+    rows += [timed(f"pdserve tcp/{mode}", 60e-6) for mode in ("off", "sample", "all")]
+    rows += [timed("bare unix", 40e-6), timed("bare tcp", 50e-6)]
+    lines = transfer.fixed({each.name: each for each in rows})
+    trip = 40 + SIZES[0] / 1e4
+    assert f"- bare unix: a round trip of {trip:.0f} us" in lines
+    assert f"| pdserve shm/off | 100 | <= 120 | {100 / trip:.2f} | <= 1.5 | NOT met |" in lines
+    assert any("| pdserve tcp/all | 60 |" in line and "| met |" in line for line in lines)
 
 
 # ---------------------------------------------------------------------- policies
