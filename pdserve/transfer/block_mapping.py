@@ -8,7 +8,7 @@ path.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pdserve.transfer.copy_plan import (
     PlanError,
@@ -25,9 +25,12 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Bytes
     from pdserve.messages.transfer import RegionCard
-    from pdserve.transfer.copy_plan import CopyRuns, Layers
+    from pdserve.transfer.copy_plan import BlockCopyPlan, CopyRuns, Layers
 
 __all__ = ["BlockMapper", "BlockMapping", "RegionCopy", "check_blocks"]
+
+_MAX_PLANS: Final = 256
+"""Most groups of layers whose plans a path keeps."""
 
 
 class RegionCopy(NamedTuple):
@@ -55,6 +58,14 @@ class BlockMapping:
         )
 
 
+class _Plans(NamedTuple):
+    """How one block is copied, for some layers."""
+
+    pairs: tuple[tuple[int, int, BlockCopyPlan], ...]
+    """Regions of both, and what to copy between them."""
+    size: Bytes
+
+
 class BlockMapper:
     """Maps blocks between the regions of a source and of a destination."""
 
@@ -75,6 +86,7 @@ class BlockMapper:
             raise PlanError(
                 "a rank of the destination holds layers or heads that no rank of the source has"
             )
+        self._plans: dict[Layers, _Plans] = {}
         self._blocks = (_least(sources), _least(destinations))
         self.block_tokens = sources[0].layout.tokens
 
@@ -99,12 +111,29 @@ class BlockMapper:
         self.check(share, destinations)
         count = len(share.blocks)
         theirs = destinations[share.place : share.place + count]
-        moves = []
-        for s, d in self.pairs:
-            plan = plan_block(self._sources[s].layout, self._destinations[d].layout, share.layers)
-            if plan.spans and count:
-                moves.append(RegionCopy(s, d, bind_blocks(plan, share.blocks, theirs)))
-        return moves
+        if not count:
+            return []
+        return [
+            RegionCopy(source, destination, bind_blocks(plan, share.blocks, theirs))
+            for source, destination, plan in self._plans_of(share.layers).pairs
+        ]
+
+    def _plans_of(self, layers: Layers) -> _Plans:
+        plans = self._plans.get(layers)
+        if plans is None:
+            if len(self._plans) >= _MAX_PLANS:  # peers choose the layers
+                self._plans.clear()
+            plans = self._plans[layers] = self._plan(layers)
+        return plans
+
+    def _plan(self, layers: Layers) -> _Plans:
+        pairs = []
+        for source, destination in self.pairs:
+            ours, theirs = self._sources[source].layout, self._destinations[destination].layout
+            plan = plan_block(ours, theirs, layers)
+            if plan.spans:
+                pairs.append((source, destination, plan))
+        return _Plans(tuple(pairs), sum(plan.size for *_, plan in pairs))
 
     def check(self, share: BlockMapping, destinations: Sequence[int]) -> None:
         """Errors: `PlanError` if either end lacks one of these blocks."""
@@ -113,10 +142,7 @@ class BlockMapper:
 
     def size(self, share: BlockMapping) -> Bytes:
         """Bytes that a mapping brings to the destination."""
-        return len(share.blocks) * sum(
-            plan_block(self._sources[s].layout, self._destinations[d].layout, share.layers).size
-            for s, d in self.pairs
-        )
+        return len(share.blocks) * self._plans_of(share.layers).size
 
     def check_order(self, first_token: int, tokens: int, blocks: Sequence[int]) -> None:
         """Errors: `PlanError` if these blocks cannot hold these tokens."""

@@ -45,8 +45,8 @@ from pdserve.transfer.path_base import MAX_DELIVERIES, DeliveryKey, PathBase
 from pdserve.transfer.same_host.shared_table import (
     GIVEN_UP,
     MAX_ENTRIES,
+    ExpectedEntry,
     SharedTable,
-    mismatch_reason,
 )
 from pdserve.transfer.same_host.unix_socket import (
     boot_id,
@@ -528,20 +528,16 @@ class PullPath(PathBase):
         pools = self._pools
         if pools is None or job.stop:
             return _UNWANTED, 0
-        reason = self._disbelieved(pools, job)
-        if reason:
-            return reason, 0
-        reason = self._lacking(job)
+        fetch = job.fetch
+        announced = (fetch.number, fetch.attempt)
+        expected = ExpectedEntry(self.peer.epoch, fetch.entry, announced, job.share)
+        reason = expected.mismatch(pools.table) or self._lacking(job)
         if reason:
             return reason, 0
         reason, size = self._bring(job)
         if job.stop:
             return _UNWANTED, size
-        return self._disbelieved(pools, job) or reason, size
-
-    def _disbelieved(self, pools: PeerPools, job: PullJob) -> str:
-        announced = (job.fetch.number, job.fetch.attempt)
-        return mismatch_reason(pools.table, self.peer.epoch, job.fetch.entry, announced, job.share)
+        return expected.mismatch(pools.table) or reason, size
 
     def _lacking(self, job: PullJob) -> str:
         """Why these checksums are not enough; empty: they are."""

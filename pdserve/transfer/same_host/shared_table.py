@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_ENTRIES",
+    "ExpectedEntry",
     "PeerMapping",
     "SharedTable",
     "header_at",
     "map_peer",
     "map_table",
-    "mismatch_reason",
 ]
 
 GIVEN_UP: Final = "the source has given the blocks up"
@@ -93,26 +93,33 @@ def header_at(block: int) -> int:
     return MAX_ENTRIES * _ENTRY.size + block * _HEADER.size
 
 
-def mismatch_reason(
-    table: mmap.mmap, epoch: Epoch, entry: int, announced: tuple[int, int], share: BlockMapping
-) -> str:
-    """How the peer's table differs from what the peer announced (number, attempt); empty: not at
-    all."""
-    found = _ENTRY.unpack_from(table, entry * _ENTRY.size)[:3]
-    if found != (*announced, epoch):
-        return GIVEN_UP if not found[0] else "another delivery's entry"
-    if not share.names:
-        return ""
-    expected = _headers(share, epoch)
-    seen = memoryview(bytearray(len(expected)))
-    to, from_, lengths = _places(share)
-    copy_runs(seen, memoryview(table), from_, to, lengths)
-    if seen == expected:
-        return ""
-    size = _HEADER.size
-    places = range(0, len(seen), size)
-    wrong = next(at for at in places if seen[at : at + size] != expected[at : at + size])
-    return f"block {share.blocks[wrong // size]} of the source holds something else"
+class ExpectedEntry:
+    """What a peer's table must hold as long as a delivery's blocks keep their content."""
+
+    def __init__(self, epoch: Epoch, entry: int, announced: tuple[int, int], share: BlockMapping):
+        """`announced` by the peer: the entry's number and the attempt."""
+        self._share = share
+        self._at = entry * _ENTRY.size
+        self._entry = (*announced, epoch)
+        self._headers = _headers(share, epoch) if share.names else memoryview(b"")
+        self._places = _places(share) if share.names else None
+
+    def mismatch(self, table: mmap.mmap) -> str:
+        """How the peer's table differs; empty: not at all."""
+        found = _ENTRY.unpack_from(table, self._at)[:3]
+        if found != self._entry:
+            return GIVEN_UP if not found[0] else "another delivery's entry"
+        if self._places is None:
+            return ""
+        to, from_, lengths = self._places
+        seen = memoryview(bytearray(len(self._headers)))
+        copy_runs(seen, memoryview(table), from_, to, lengths)
+        if seen == self._headers:
+            return ""
+        size = _HEADER.size
+        places = range(0, len(seen), size)
+        wrong = next(at for at in places if seen[at : at + size] != self._headers[at : at + size])
+        return f"block {self._share.blocks[wrong // size]} of the source holds something else"
 
 
 def _headers(share: BlockMapping, epoch: Epoch) -> memoryview:
