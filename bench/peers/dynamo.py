@@ -1,7 +1,7 @@
 """pdserve beside NVIDIA Dynamo, and beside the routers of SGLang and vLLM: rates, times, CPU.
 
     python -m bench.peers.dynamo --dynamo PYTHON [--sglang PYTHON] [--vllm PYTHON]
-        [--rounds N] [--seconds S] [--profile PY_SPY] [--write FILE]
+        [--rounds N] [--seconds S] [--rows ROW …] [--profile PY_SPY] [--write FILE]
 
 Each PYTHON is the interpreter of an environment:
 
@@ -17,10 +17,12 @@ mocker's polynomials, 1,000 times as fast. Neither uses etcd or NATS: Dynamo has
 TCP, pdserve has gossip. Both know what each worker caches, and choose by it. Another arm has
 Dynamo's fastest tokenizer, `fastokens`, for the rows with long prompts.
 
-Frontend and router share one core. Dynamo's router is a part of its frontend; pdserve's is a
-process. All else of a system shares the other core with the load generator. Arms take turns within
-a round, after a run of each row that is not counted. Figures are medians over rounds, ratios are
-medians of each round's ratio. On two quiet cores, five rounds take some eleven minutes.
+Frontend and router share one core. Dynamo's router is a part of its frontend. pdserve has one arm
+that is placed like that (`--role=frontend --with-router`), by which aims are judged, and one whose
+router is a process of its own. All else of a system shares the other core with the load generator.
+Arms take turns within a round, after a run of each row that is not counted. Figures are medians
+over rounds, ratios are medians of each round's ratio. On two quiet cores, five rounds take some
+thirteen minutes.
 
 No two requests have the same prompt: `bench/peers/frontends/load.py` says how they are made and how
 answers are checked. The mocker does not send real tokens, but as many chunks. Dynamo's frontend
@@ -87,14 +89,16 @@ def run(args: argparse.Namespace, folder: Path) -> Findings:
     load = Load(generator, folder, vocabulary())
     with contextlib.ExitStack() as stack:
         arms = list(start(args, stack, generator, model_of(write_model(folder / "model"))))
-        pairs = [(row, arm) for row in ROWS for arm in arms if takes_part(row, arm)]
+        rows = [row for row in ROWS if row.name in args.rows] or ROWS
+        pairs = [(row, arm) for row in rows for arm in arms if takes_part(row, arm)]
         probes = {(row.name, arm.name): load.probe(row, arm) for row, arm in pairs}
         able = [(row, arm) for row, arm in pairs if not probes[row.name, arm.name].wrong]
         for row, arm in able:
             load.measure(row, arm, probes[row.name, arm.name], 1_000_000, _WARM_SECONDS)
         findings = Findings(
             ours=arms[0].name,
-            rivals=[arm.name for arm in arms[1:] if arm.tokenises],
+            apart=arms[1].name,
+            rivals=[arm.name for arm in arms[2:] if arm.tokenises],
             samples=rounds(args, load, able, probes),
             probes=probes,
             systems=[
@@ -110,9 +114,10 @@ def run(args: argparse.Namespace, folder: Path) -> Findings:
 def start(
     args: argparse.Namespace, stack: contextlib.ExitStack, generator: Path, model: Path
 ) -> Iterator[System]:
-    """Starts the arms; the first is compared with the others that tokenise."""
+    """Starts the arms; the first two are compared with the others that tokenise."""
     enter = stack.enter_context
-    yield enter(pdserve(model, args.policy))
+    yield enter(pdserve(model, args.policy, inside=True))
+    yield enter(pdserve(model, args.policy, inside=False))
     yield enter(dynamo(args.dynamo, model, "kv"))
     yield enter(dynamo(args.dynamo, model, "kv", "fastokens"))
     if args.sglang:
@@ -194,6 +199,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--policy", default="ttft", help="of pdserve")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.2)
+    parser.add_argument(
+        "--rows", nargs="+", choices=[row.name for row in ROWS], default=[], help="only these"
+    )
     parser.add_argument("--profile", type=Path, help="py-spy, for the rows below 1.0")
     parser.add_argument("--write", type=Path, help="write the report there as Markdown")
     return parser.parse_args()

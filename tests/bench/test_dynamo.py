@@ -187,3 +187,15 @@ def test_the_page_has_profiles_if_they_were_taken() -> None:
     made = findings((0.5,))
     made.profiles["one token, 16 connections"] = {"frontend": [("work (b.py)", 0.8)]}
     assert "- frontend: work (b.py) 80%" in page(made, [])
+
+
+def test_aims_are_judged_by_the_arm_that_is_placed_alike() -> None:
+    made = findings((2.0, 2.0, 2.0))
+    row = "one token, 16 connections"
+    text = page(made, [])
+    assert f"| {row} | theirs | requests/s | 2.00 | 2.00 to 2.00 | 1, met |" in text
+    samples = {**made.samples, (row, "own"): [sample(0.5), sample(0.25), sample(0.75)]}
+    both = Findings("ours", ["theirs"], samples, made.probes, apart="own")
+    text = page(both, [])
+    assert f"| {row} | theirs | requests/s | 2.00 (0.50) | 2.00 to 2.00 | 1, met |" in text
+    assert behind(both) == []

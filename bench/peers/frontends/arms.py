@@ -1,8 +1,8 @@
 """Starts the systems that are compared, each placed alike.
 
 Frontend and router have one core, all else the other: workers, engine cores, load generator.
-Dynamo's router is in its frontend's process. SGLang's and vLLM's routers stand before two servers
-that answer with ready-made bytes.
+Dynamo's router is in its frontend's process; pdserve's is, too, or is a process of its own.
+SGLang's and vLLM's routers stand before two servers that answer with ready-made bytes.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class System:
     """False: it passes requests on and does not know tokens."""
     idle: int = 0
     """PSS of all processes before the load, in bytes."""
-    python: list[int] = field(default_factory=list)
-    """Processes whose profile py-spy can take."""
+    python: dict[str, int] = field(default_factory=dict)
+    """Processes whose profile py-spy can take, by what they do."""
 
     def cpu(self) -> tuple[float, float]:
         """CPU seconds so far: of frontend and router, and of all others."""
@@ -65,21 +65,29 @@ class System:
 
 
 @contextlib.contextmanager
-def pdserve(model: Path, policy: str) -> Iterator[System]:
-    """Starts frontend, router and workers, each a process; engine cores are children of workers."""
+def pdserve(model: Path, policy: str, *, inside: bool) -> Iterator[System]:
+    """Starts frontend, router and workers; engine cores are children of workers. `inside`: the
+    router is in the frontend's process, else in its own."""
     program = [sys.executable, "-m", "pdserve"]
     seed, port = f"127.0.0.1:{free_port()}", free_port()
     worker = [*program, "--role=worker", "--join", seed, "--model", str(model), "--engine", "sim"]
     worker += ["--served-model-name", "bench", "--threads", "1", "--block-size", str(_BLOCK)]
     worker += ["--engine-option", "preset=dynamo-mocker", "--engine-option", "slowdown=0.001"]
     worker += ["--max-model-len", str(_LONGEST)]
-    commands = [
-        ([*program, "--role=frontend", "--join", seed, "--port", str(port)], FRONT),
-        ([*program, "--role=router", "--listen", seed, "--policy", policy], FRONT),
-        *[(worker, OTHER)] * WORKERS,
-    ]
-    with _running(f"pdserve, {policy}", port, commands, 2, {}) as system:
-        system.python = list(system.front)
+    frontend = [*program, "--role=frontend", "--port", str(port)]
+    router = ["--listen", seed, "--policy", policy]
+    front = (
+        {"frontend with its router": [*frontend, "--with-router", *router]}
+        if inside
+        else {
+            "frontend": [*frontend, "--join", seed],
+            "router": [*program, "--role=router", *router],
+        }
+    )
+    commands = [(command, FRONT) for command in front.values()] + [(worker, OTHER)] * WORKERS
+    name = f"pdserve, {policy}{', router inside' if inside else ''}"
+    with _running(name, port, commands, len(front), {}) as system:
+        system.python = dict(zip(front, system.front, strict=False))
         yield system
 
 

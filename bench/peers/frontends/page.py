@@ -40,11 +40,14 @@ class Findings:
     """All measurements."""
 
     ours: str
+    """The arm by which aims are judged: it is placed as the rivals are."""
     rivals: Sequence[str]
     """Names of the arms to which ratios are shown; each in the rows that it has."""
     samples: Mapping[tuple[str, str], Sequence[Sample]]
     """By row and arm, in order of rounds."""
     probes: Mapping[tuple[str, str], Probe]
+    apart: str = ""
+    """The arm of ours whose router is a process of its own; empty: not measured."""
     systems: Sequence[tuple[str, float, int, int, int]] = ()
     """By arm: name, seconds to the first answer, processes, PSS idle and after the load."""
     profiles: dict[str, Mapping[str, Profile]] = field(default_factory=dict)
@@ -59,6 +62,8 @@ class Ratio:
     rival: str
     what: str
     rounds: Sequence[float]
+    apart: Sequence[float] = ()
+    """The same of the arm whose router is a process of its own."""
 
     @property
     def median(self) -> float:
@@ -73,7 +78,13 @@ class Ratio:
 def ratios(findings: Findings) -> list[Ratio]:
     """All ratios, by row and rival."""
     return [
-        Ratio(row, rival, what, _each(findings, row, rival, what))
+        Ratio(
+            row,
+            rival,
+            what,
+            _each(findings, findings.ours, row, rival, what),
+            _each(findings, findings.apart, row, rival, what),
+        )
         for row in ROWS
         for rival in findings.rivals
         if (row.name, rival) in findings.samples and (row.name, findings.ours) in findings.samples
@@ -81,10 +92,11 @@ def ratios(findings: Findings) -> list[Ratio]:
     ]
 
 
-def _each(findings: Findings, row: Row, rival: str, what: str) -> list[float]:
-    pairs = zip(
-        findings.samples[row.name, findings.ours], findings.samples[row.name, rival], strict=True
-    )
+def _each(findings: Findings, ours: str, row: Row, rival: str, what: str) -> list[float]:
+    """The ratio of each round; none if that arm of ours was not measured."""
+    if (row.name, ours) not in findings.samples:
+        return []
+    pairs = zip(findings.samples[row.name, ours], findings.samples[row.name, rival], strict=True)
     values = [(getattr(a, what), getattr(b, what)) for a, b in pairs]
     if what in _MORE_IS_BETTER:
         return [a / max(b, 1e-9) for a, b in values]
@@ -118,26 +130,36 @@ def _short(findings: Findings) -> Iterator[str]:
         f"Ratios of {findings.ours} to others; above 1 pdserve is better, in rates as in times and "
         f"CPU. {len(found) - len(lost)} of {len(found)} medians are at least 1."
     )
+    if findings.apart:
+        yield (
+            f"Its frontend and router are one process, as Dynamo's are. {findings.apart} has a "
+            "process for each; its ratios follow in brackets."
+        )
     if lost:
         yield ""
         yield "Below 1:"
         yield ""
     for one in lost:
-        yield f"- {one.row.name}, to {one.rival}: {_WORDS[one.what]} {one.median:.2f}"
+        yield f"- {one.row.name}, to {one.rival}: {_WORDS[one.what]} {one.median:.2f}{_apart(one)}"
 
 
 def _ratios(findings: Findings) -> Iterator[str]:
     found = ratios(findings)
     rounds = max((len(one.rounds) for one in found), default=0)
     numbers = " | ".join(map(str, range(1, rounds + 1)))
-    yield f"| load | to | compared | median | lowest to highest | aim | {numbers} |"
+    apart = "median (router apart)" if findings.apart else "median"
+    yield f"| load | to | compared | {apart} | lowest to highest | aim | {numbers} |"
     yield f"|---|---|---|---:|---|---|{'---:|' * rounds}"
     for one in found:
         each = " | ".join(f"{value:.2f}" for value in one.rounds)
         yield (
-            f"| {one.row.name} | {one.rival} | {_WORDS[one.what]} | {one.median:.2f} "
+            f"| {one.row.name} | {one.rival} | {_WORDS[one.what]} | {one.median:.2f}{_apart(one)} "
             f"| {min(one.rounds):.2f} to {max(one.rounds):.2f} | {_met(one)} | {each} |"
         )
+
+
+def _apart(one: Ratio) -> str:
+    return f" ({statistics.median(one.apart):.2f})" if one.apart else ""
 
 
 def _met(one: Ratio) -> str:

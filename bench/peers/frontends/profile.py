@@ -32,15 +32,14 @@ Profile = list[tuple[str, float]]
 
 
 def take(spy: Path, load: Load, row: Row, system: System, folder: Path) -> dict[str, Profile]:
-    """Runs the row once more, with py-spy beside it. Profile by process: frontend, router."""
+    """Runs the row once more, with py-spy beside it. Profile by process."""
     command = load.command(row, system, 0, _SECONDS + 2)
     client = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    names = ("frontend", "router")
     try:
-        files = {name: folder / f"{_plain(row.name)}-{name}.txt" for name in names}
+        files = {name: folder / f"{_plain(f'{row.name} {name}')}.txt" for name in system.python}
         spies = [
             subprocess.Popen(_spy(spy, pid, files[name]), stderr=subprocess.DEVNULL)
-            for name, pid in zip(names, system.python, strict=False)
+            for name, pid in system.python.items()
         ]
         for one in spies:
             one.wait(_SECONDS + 30)
