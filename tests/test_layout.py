@@ -91,6 +91,7 @@ ASYNCIO = {
     "pdserve/observe/loop_lag.py": "measures the loop itself",
     "pdserve/observe/probes.py": "a small listener for /live, /health and /metrics",
     "pdserve/runtime/node.py": "joins, leaves and rejoins; waits for links and parts",
+    "pdserve/runtime/peers/local_link.py": "requests that wait for a node of the same process",
     "pdserve/runtime/peers/peer_ref.py": "asks many nodes under one deadline",
     "pdserve/runtime/supervisor.py": "restarts after a pause",
     "pdserve/runtime/tasks.py": "owns background tasks",

@@ -106,7 +106,7 @@ class _Handler:
     def on_tell(self, link: Link, method: int, body: Buffer) -> None: ...
 
     def on_request(self, call: IncomingCall) -> None:
-        call.reply(ECHO.decode_request(call.body))
+        call.reply(call.read(ECHO))
 
     def on_stream(self, stream: IncomingStream, method: int, body: Buffer) -> None:
         stream.accept(_Reader(stream), window=(8 << 20) if method == _ITEMS else (16 << 20))

@@ -188,13 +188,10 @@ class MessageSink:
 
 
 class IncomingCall(Protocol):
-    """A peer's request. Answer it once; later answers are dropped."""
+    """A request of another node. Answer it once; later answers are dropped."""
 
     on_cancel: Callable[[], None] | None
     """Called once if the answer is no longer wanted: cancelled, past its deadline, link lost."""
-
-    @property
-    def link(self) -> Link: ...
 
     @property
     def life(self) -> NodeLife:
@@ -204,8 +201,9 @@ class IncomingCall(Protocol):
     @property
     def method(self) -> int: ...
 
-    @property
-    def body(self) -> Buffer: ...
+    def read(self, method: Method[Q, R]) -> Q:
+        """The message. Errors: `ProtocolError` if it does not decode."""
+        ...
 
     @property
     def deadline(self) -> Seconds:

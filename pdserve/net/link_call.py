@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
@@ -20,11 +20,15 @@ from pdserve.wire.parser import Buffer
 
 if TYPE_CHECKING:
     from pdserve.net.connection_driver import ConnectionDriver
+    from pdserve.wire.codec import Method
     from pdserve.wire.protocol import Connection
 
 __all__ = ["CallLink", "LinkCall"]
 
 _log = logging.getLogger(__name__)
+
+Q = TypeVar("Q")
+R = TypeVar("R")
 
 
 class CallLink(Link, Protocol):
@@ -64,6 +68,9 @@ class LinkCall(msgspec.Struct, eq=False):
     @property
     def deadline(self) -> Seconds:
         return self.kept or self.link.now() + self.milliseconds / 1000
+
+    def read(self, method: Method[Q, R]) -> Q:
+        return method.decode_request(self.body)
 
     def reply(self, message: object) -> None:
         if not self.done:

@@ -42,6 +42,7 @@ from pdserve.net.endpoint import Endpoint
 from pdserve.net.settings import NetSettings
 from pdserve.net.timers import Timers
 from pdserve.runtime.peers.handlers import ActorTable
+from pdserve.runtime.peers.local_link import LocalLink, Neighbours
 from pdserve.runtime.peers.peer_ref import PeerRef
 from pdserve.runtime.registry import Registry
 from pdserve.runtime.tasks import Tasks
@@ -106,9 +107,10 @@ class Node:
         entropy: Callable[[int], bytes],
         random: Random,
         wall: Callable[[], Seconds],
+        neighbours: Neighbours | None = None,
     ) -> None:
         """`wall` is the wall clock, which numbers the epochs. `entropy` is for nonces, `random` for
-        what a simulation must repeat."""
+        what a simulation must repeat. `neighbours`: the nodes of this process."""
         self.id = config.node
         self.config = config
         self.random = random
@@ -138,10 +140,9 @@ class Node:
         self.bodies = BodyBudget(config.net.requests)
         """Budget for the bodies of peers' open requests, over all lives."""
         self._refused: Counter[str] = Counter()  # of earlier lives
-        self._actors = ActorTable(self.tasks)
-        self._actors.streams[PARTS] = lambda stream, body: self._living().gossip.opened(
-            stream, body
-        )
+        self.actors = ActorTable(self.tasks)
+        self._neighbours = neighbours or Neighbours()
+        self.actors.streams[PARTS] = lambda stream, body: self._living().gossip.opened(stream, body)
         self._fetching: dict[bytes, asyncio.Future[bytes]] = {}
         self.timers = Timers(self._loop)
         """Deadlines and intervals of whatever lives on this node; they end with it."""
@@ -190,7 +191,7 @@ class Node:
 
     def host(self, actor: object) -> None:
         """Serve what the actor's methods declare: see `runtime.peers.handlers`."""
-        self._actors.host(actor)
+        self.actors.host(actor)
 
     def on_member(self, listener: Callable[[MemberEvent], None]) -> Callable[[], None]:
         """Call `listener` on every change of membership, beginning with the present members.
@@ -236,6 +237,7 @@ class Node:
         self._closed = True
         self.timers.close()
         await self.tasks.close()
+        self._neighbours.leave(self, f"{self.id} was closed")
         for life in tuple(self._past):  # its end may have been cut short just now
             await life.close()
         if self._life is not None:
@@ -304,6 +306,14 @@ class Node:
         except TimeoutError:
             raise DeadlineExceeded(f"no connection to {node} within {timeout:g} s") from None
 
+    def local_link(self, node: NodeId) -> LocalLink | None:
+        """The way to a member in this process; None: it is in another one."""
+        found = self._neighbours.link(self, node)
+        if found is None:
+            return None
+        member = self.registry.get(node)
+        return found if member is not None and member.epoch == found.peer.epoch else None
+
     async def part(self, owner: NodeId, hash: bytes, *, timeout: Seconds) -> bytes:
         """Fetch a large part of a member's card; concurrent callers share one fetch.
 
@@ -346,6 +356,7 @@ class Node:
         self._listen = life.listening
         self._life = life
         self.lives += 1
+        self._neighbours.enter(self)
         self._tell_card(life)
         life.gossip.start(start)
 
@@ -353,6 +364,7 @@ class Node:
         """Peers have declared this life dead and dropped its state; drop it here too, and begin
         another."""
         old, self._life = self._life, None
+        self._neighbours.leave(self, f"{self.id} begins another life")
         self.registry.clear("own rejoin")
         self._stop_fetching("this node rejoins with a new epoch")
         if old is not None:
@@ -457,7 +469,7 @@ class Node:
         if method == TELL:
             self._hear_gossip(link, body)
             return
-        hear = self._actors.notices.get(method)
+        hear = self.actors.notices.get(method)
         if hear is None:
             _log.debug(
                 "a one-way message of %s has the unknown method %d; dropped", link.peer.node, method
@@ -467,14 +479,14 @@ class Node:
 
     def on_request(self, call: IncomingCall) -> None:
         """Pass a request to its handler. Errors: `NoMethod` if there is none."""
-        answer = self._actors.answers.get(call.method)
+        answer = self.actors.answers.get(call.method)
         if answer is None:
             raise NoMethod(f"method {call.method} is not served by {self.config.role} nodes")
         answer(call)
 
     def on_stream(self, stream: IncomingStream, method: int, body: Buffer) -> None:
         """Pass a new stream to its handler. Errors: `NoMethod` if there is none."""
-        opened = self._actors.streams.get(method)
+        opened = self.actors.streams.get(method)
         if opened is None:
             raise NoMethod(f"no stream of method {method} at {self.config.role} nodes")
         opened(stream, body)

@@ -11,6 +11,7 @@ each package defines its own numbers.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
@@ -33,6 +34,7 @@ __all__ = [
     "decoder",
     "encode",
     "encoder_for",
+    "is_immutable",
 ]
 
 T = TypeVar("T")
@@ -88,11 +90,12 @@ class Method(Generic[Q, R]):
     them.
     """
 
-    __slots__ = ("decode_request", "id", "name", "reply", "unpack_reply")
+    __slots__ = ("decode_request", "id", "name", "reply", "request", "unpack_reply")
 
     def __init__(self, number: int, name: str, request: type[Q], reply: type[R]) -> None:
         self.id = _checked_number(number)
         self.name = name
+        self.request = request
         self.decode_request: Callable[[Buffer], Q] = decoder(request)
         check_type(reply)
         self.reply = reply
@@ -110,11 +113,12 @@ class Method(Generic[Q, R]):
 class Notice(Generic[Q]):
     """One kind of one-way message: its number, a name for logs, its type."""
 
-    __slots__ = ("decode", "id", "name")
+    __slots__ = ("decode", "id", "message", "name")
 
     def __init__(self, number: int, name: str, message: type[Q]) -> None:
         self.id = _checked_number(number)
         self.name = name
+        self.message = message
         self.decode: Callable[[Buffer], Q] = decoder(message)
 
     def __repr__(self) -> str:
@@ -148,6 +152,47 @@ def check_type(kind: Any) -> None:
         ):
             raise TypeError(f"{info.cls.__name__} is not array_like: its names would travel")
         waiting += _parts(info)
+
+
+_UNCHANGING: Final = (
+    inspect.NoneType,
+    inspect.BoolType,
+    inspect.IntType,
+    inspect.FloatType,
+    inspect.StrType,
+    inspect.BytesType,
+    inspect.LiteralType,
+    inspect.EnumType,
+    inspect.UnionType,
+    inspect.TupleType,
+    inspect.VarTupleType,
+    inspect.FrozenSetType,
+    inspect.Metadata,
+)
+"""Types whose values cannot change if those of their parts cannot."""
+
+
+def is_immutable(kind: Any) -> bool:
+    """True if no value of `kind` can change: frozen Structs of texts, numbers and tuples."""
+    return _is_immutable(kind)
+
+
+@cache
+def _is_immutable(kind: Any) -> bool:
+    seen: set[int] = set()
+    waiting = [inspect.type_info(kind)]
+    while waiting:
+        info = waiting.pop()
+        if id(info) in seen:
+            continue
+        seen.add(id(info))
+        if isinstance(info, inspect.StructType):
+            if not info.cls.__struct_config__.frozen:
+                return False
+        elif not isinstance(info, _UNCHANGING):
+            return False
+        waiting += _parts(info)
+    return True
 
 
 def _parts(info: inspect.Type) -> Iterator[inspect.Type]:

@@ -82,7 +82,7 @@ class Worker(RecordingHandler):
         self.seen: Counter[bytes] = Counter()
 
     def on_request(self, call) -> None:
-        payload = WORK.decode_request(call.body).payload
+        payload = call.read(WORK).payload
         self.seen[payload] += 1
         delay = self.world.random.choice((0.0, 0.0, 0.01, 0.3))
         answer = Echo(hashlib.sha256(payload).digest())

@@ -37,6 +37,7 @@ from tests.support.net_support import (
 
 if TYPE_CHECKING:
     from pdserve.net.base import IncomingCall
+from pdserve.net.link_call import LinkCall
 
 now = asyncio.get_running_loop
 
@@ -438,6 +439,7 @@ async def test_events_behind_the_end_of_a_link_go_nowhere() -> None:
         def stop(call: IncomingCall) -> None:
             t.at_b.calls.append(call)
             call.on_cancel = lambda: cancelled.append(call)
+            assert isinstance(call, LinkCall)
             call.link.abort("stop")
 
         cancelled: list[IncomingCall] = []
@@ -605,6 +607,7 @@ def test_calls_and_answers_carry_prompts_in_that_form_too(features: int) -> None
     )
 
     def answer(call: IncomingCall) -> None:
+        assert isinstance(call, LinkCall)
         forms.append(msgpack.unpackb(call.body)[2])
         call.reply(kind.decode_request(call.body))
 

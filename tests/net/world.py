@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from pdserve.ids import NodeId
 from pdserve.net.settings import NetSettings
@@ -20,14 +21,18 @@ if TYPE_CHECKING:
     from pdserve.net.link import PeerLink
 
 
-def virtually(test: Callable[[], Coroutine[object, object, None]]) -> Callable[[], None]:
-    """Run a test in virtual time."""
+P = ParamSpec("P")
 
-    def run() -> None:
-        virtual_time.run(test())
+
+def virtually(test: Callable[P, Coroutine[object, object, None]]) -> Callable[P, None]:
+    """Run a test in virtual time, with its parameters and fixtures."""
+
+    def run(*args: P.args, **named: P.kwargs) -> None:
+        virtual_time.run(test(*args, **named))
 
     run.__name__ = test.__name__
     run.__doc__ = test.__doc__
+    vars(run)["__signature__"] = inspect.signature(test)
     return run
 
 

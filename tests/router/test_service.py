@@ -166,7 +166,7 @@ async def test_the_worker_alone_can_end_a_booking() -> None:
     async with world() as w:
         router, worker, backend = await w.router("r"), await w.worker("a"), await w.frontend("f")
         await w.settled()
-        router.node._actors.notices[RELEASE.id] = lambda peer, body: None
+        router.node.actors.notices[RELEASE.id] = lambda peer, body: None
         await backend.open(request(), Sink())
         await w.nodes.until(lambda: router.charged("a") == 0)
         worker.end(1)

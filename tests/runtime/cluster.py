@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pdserve.ids import NodeId
 from pdserve.net.transport.memory import MemoryWorld
 from pdserve.runtime.node import Node, NodeConfig
+from pdserve.runtime.peers.local_link import Neighbours
 from tests.support.net_support import KEY
 
 if TYPE_CHECKING:
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 class Cluster:
     """Every node on a host of its own name, port 7000; the first is everybody's seed."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, *, together: bool = False) -> None:
+        """`together`: all nodes are of one process."""
+        self.neighbours = Neighbours() if together else None
         self.random = random.Random(seed)
         self.world = MemoryWorld(random.Random(seed + 1))
         self.nodes: dict[str, Node] = {}
@@ -48,6 +51,7 @@ class Cluster:
             entropy=source.randbytes,
             random=random.Random(self.random.getrandbits(64)),
             wall=lambda: 1_700_000_000 + self.loop.time(),
+            neighbours=self.neighbours,
         )
 
     async def add(self, name: str, *, role: str = "worker") -> Node:
@@ -82,9 +86,9 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(seed: int = 0) -> AsyncIterator[Cluster]:
+async def cluster(seed: int = 0, *, together: bool = False) -> AsyncIterator[Cluster]:
     """A cluster; afterwards nothing is left of it."""
-    made = Cluster(seed)
+    made = Cluster(seed, together=together)
     try:
         yield made
     finally:

@@ -222,7 +222,7 @@ class Agreed:
         self.nodes.nodes[name] = node
         made = self.watch(name, node, file, kept)
         if deaf:
-            self.deaf[name] = node._actors.answers.pop(SECRET.id)
+            self.deaf[name] = node.actors.answers.pop(SECRET.id)
         await node.start()
         node.publish_card(NodeCard(role="worker"), {})
         if needs:
@@ -230,7 +230,7 @@ class Agreed:
         return made
 
     def hear(self, name: str) -> None:
-        self.nodes.nodes[name]._actors.answers[SECRET.id] = self.deaf.pop(name)
+        self.nodes.nodes[name].actors.answers[SECRET.id] = self.deaf.pop(name)
 
     async def end(self, name: str) -> None:
         node = self.nodes.nodes.pop(name)
@@ -506,7 +506,7 @@ def test_an_end_in_the_middle_leaves_nothing_behind(caplog: pytest.LogCaptureFix
             await agreed.add("c")
             await agreed.settle()
             for name in ("a", "c"):
-                nodes.nodes[name]._actors.answers[SECRET.id] = lambda call: None  # it never answers
+                nodes.nodes[name].actors.answers[SECRET.id] = lambda call: None  # it never answers
             await agreed.add("b", needs=False)
             node = nodes.nodes["b"]
             await nodes.until(lambda: len(offers_of(node.registry).claims) == 2)

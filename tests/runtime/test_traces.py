@@ -128,7 +128,7 @@ async def test_the_askers_deadline_shortens_the_wait() -> None:
 @virtually
 async def test_a_frontend_of_the_release_before_is_named() -> None:
     async with scene("f1", "f2") as s:
-        del s.nodes.nodes["f2"]._actors.answers[TRACES.id]
+        del s.nodes.nodes["f2"].actors.answers[TRACES.id]
         assert "has no traces" in (await s.ask()).silent["f2"]
 
 

@@ -127,7 +127,7 @@ class RecordingHandler:
     def on_request(self, call: IncomingCall) -> None:
         self._changed.set()
         if call.method == ECHO.id:
-            call.reply(ECHO.decode_request(call.body))
+            call.reply(call.read(ECHO))
         elif call.method == REFUSE.id:
             raise self.refusal
         else:

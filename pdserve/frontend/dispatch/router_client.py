@@ -199,8 +199,9 @@ class RouterClient:
     ) -> RouteDecision:
         """Asks one router; waits until the request's deadline, or until the router is suspected
         while a healthy one exists."""
+        ref = self._node.ref(router)
         try:
-            link = await self._node.link(router, timeout=_LINK_TIMEOUT)
+            await ref.reach(timeout=_LINK_TIMEOUT)
         except DeadlineExceeded as error:
             # Only the dial has timed out; the request may have time left.
             raise DialTimeout(error.message) from None
@@ -212,7 +213,7 @@ class RouterClient:
             async with asyncio.timeout(None) as given_up:
                 asking[given_up] = None
                 try:
-                    return await link.request(
+                    return await ref.ask(
                         ROUTE, question, timeout=timeout, late=partial(self._came_late, router)
                     )
                 finally:

@@ -27,6 +27,7 @@ from pdserve.net.transport.memory import MemoryWorld
 from pdserve.net.transport.tcp import TcpNetwork
 from pdserve.runtime.hash_secret import HashSecrets
 from pdserve.runtime.node import Node, NodeConfig
+from pdserve.runtime.peers.local_link import Neighbours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -61,6 +62,7 @@ class NodeFactory:
         self._host = socket.gethostname().partition(".")[0] or "localhost"
         self._world = MemoryWorld(random.Random()) if private else None
         self._settings = NetSettings()
+        self._neighbours = Neighbours()
         self._environ = environ
         self._tls: Certificates | None = None
         self.keys: KeyFile | None = None
@@ -145,6 +147,7 @@ class NodeFactory:
             entropy=os.urandom,
             random=random.Random(secrets.randbits(64)),
             wall=time.time,
+            neighbours=self._neighbours,
         )
 
     def secrets(

@@ -8,7 +8,7 @@
 The decorators mark methods; `Node.host` enters an actor's marked methods into the node's table. A
 method that replaces a marked one, in a subclass or a test, needs a mark of its own.
 An actor of another node is reached by `runtime.peers.peer_ref`. Messages are decoded here, so that
-actors see records only; what they mean is the actors' business.
+actors see records only, wherever the other node is; what they mean is the actors' business.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class ActorTable:
     def __init__(self, tasks: Tasks) -> None:
         self.answers: dict[int, Callable[[IncomingCall], None]] = {}
         self.notices: dict[int, Callable[[Peer, Buffer], None]] = {}
+        self.records: dict[int, Callable[[Any, Peer], None]] = {}
+        """The same as `notices`, for messages that need no decoding."""
         self.streams: dict[int, Callable[[IncomingStream, Buffer], None]] = {}
         self.tasks = tasks
 
@@ -63,10 +65,8 @@ def answers(method: Method[Q, R]) -> Callable[[Answer[S, Q, R]], Answer[S, Q, R]
     answers later, with the call's `reply` or `fail`."""
 
     def enter(handler: Callable[[Q, IncomingCall], R | None], table: ActorTable) -> None:
-        decode = method.decode_request
-
         def on_call(call: IncomingCall) -> None:
-            reply = handler(decode(call.body), call)
+            reply = handler(call.read(method), call)
             if reply is not None:
                 call.reply(reply)
 
@@ -93,10 +93,10 @@ def answers_later(
                 call.fail(error)
 
         def on_call(call: IncomingCall) -> None:
-            message = method.decode_request(call.body)
+            message = call.read(method)
             if len(running) >= at_once:
                 raise Overloaded(f"too many requests at once: {method.name}", retry_after=1.0)
-            name = f"{method.name} for {call.link.peer.node}"
+            name = f"{method.name} for {call.life.node}"
             task = table.tasks.spawn(work(message, call), name)
             running[task] = None
             task.add_done_callback(lambda ended: running.pop(ended, None))
@@ -116,6 +116,7 @@ def hears(notice: Notice[Q]) -> Callable[[Hear[S, Q]], Hear[S, Q]]:
 
     def enter(handler: Callable[[Q, Peer], None], table: ActorTable) -> None:
         table.notices[notice.id] = lambda peer, body: handler(notice.decode(body), peer)
+        table.records[notice.id] = handler
 
     return _marker(enter)
 

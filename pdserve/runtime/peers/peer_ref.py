@@ -1,8 +1,9 @@
 """References to other nodes: how a role asks, tells and opens streams.
 
 A reference names a node, or one life of it; a later life then counts as gone. It holds no link and
-may be kept or thrown away: each message finds the node's present link, or dials one. What can be
-said is in `runtime.rpc_methods`; who serves it, in `runtime.peers.handlers`.
+may be kept or thrown away: each message finds the node's present link, or dials one. Requests and
+one-way messages to a node of the same process take a local link (`runtime.peers.local_link`). What
+can be said is in `runtime.rpc_methods`; who serves it, in `runtime.peers.handlers`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdserve.ids import Epoch, NodeId, Seconds
-    from pdserve.net.base import Link
+    from pdserve.net.base import Link, Peer
     from pdserve.runtime.node import Node
+    from pdserve.runtime.peers.local_link import LocalLink
     from pdserve.wire.codec import Method, Notice
 
 __all__ = ["PeerRef", "ask_all"]
@@ -40,6 +42,18 @@ class LinkSource(Protocol):
     def link_nowait(self, node: NodeId) -> Link | None: ...
 
     async def link(self, node: NodeId, *, timeout: Seconds) -> Link: ...
+
+    def local_link(self, node: NodeId) -> LocalLink | None: ...
+
+
+class _Way(Protocol):
+    """A link of either kind."""
+
+    @property
+    def peer(self) -> Peer: ...
+
+
+W = TypeVar("W", bound=_Way)
 
 
 class PeerRef:
@@ -63,6 +77,11 @@ class PeerRef:
         """
         return self._checked(await self._source.link(self.node, timeout=timeout))
 
+    async def reach(self, *, timeout: Seconds) -> None:
+        """Dials the node if there is no link of either kind. Errors: those of `link`."""
+        if self._source.local_link(self.node) is None:
+            await self.link(timeout=timeout)
+
     async def ask(
         self,
         method: Method[Q, R],
@@ -73,6 +92,10 @@ class PeerRef:
     ) -> R:
         """Sends a request and waits for the answer, the dial included. Errors: those of `link` and
         of `net.base.Link.request`, which explains `late`."""
+        local = self._source.local_link(self.node)
+        if local is not None:
+            asking = self._checked(local).request(method, message, timeout=timeout, late=late)
+            return await asking
         until = self._source.now() + timeout
         link = await self.link(timeout=timeout)
         left = max(_LEAST, until - self._source.now())
@@ -81,12 +104,16 @@ class PeerRef:
     def tell(self, notice: Notice[Q], message: Q) -> None:
         """Sends a one-way message on the present link; none is dialled. Errors: `LinkLost` (not
         sent), `Overloaded`, `PayloadTooLarge`."""
+        local = self._source.local_link(self.node)
+        if local is not None:
+            self._checked(local).tell(notice, message)
+            return
         link = self._source.link_nowait(self.node)
         if link is None:
             raise LinkLost(f"there is no link to {self.node}", sent=False)
         self._checked(link).tell(notice.id, encoder_for(link.peer.features)(message))
 
-    def _checked(self, link: Link) -> Link:
+    def _checked(self, link: W) -> W:
         if self.epoch is not None and link.peer.epoch != self.epoch:
             raise LinkLost(f"life {self.epoch} of {self.node} is over", sent=False)
         return link

@@ -25,6 +25,7 @@ from pdserve.router.config import RouterConfig
 from pdserve.router.node import RouterNode
 from pdserve.runtime.hash_secret import FixedHashSecret
 from pdserve.runtime.node import Node, NodeConfig
+from pdserve.runtime.peers.local_link import Neighbours
 from pdserve.sim.replay.engine import TimedEngine
 from pdserve.sim.replay.kv_network import KvNetwork
 from pdserve.sim.rng_tree import RngTree
@@ -116,6 +117,8 @@ class ReplayCluster:
         self._dice = RngTree(config.seed)
         self._net = MemoryWorld(self._dice.fork("network"))
         self._net.set_conditions(delay_min=config.delay, delay_max=config.delay)
+        self._processes = [Neighbours() for _ in range(config.frontends)]
+        """Those of frontends, with their routers if each has its own."""
         self._seed = f"{_Names(config.routers).of('router', 0)}:{_PORT}"
         routing = router_config(config)
         self.routers = [_router(node, routing) for node in self._nodes("router", config.routers)]
@@ -165,9 +168,17 @@ class ReplayCluster:
 
     def _nodes(self, role: str, count: int, name: str = "") -> list[Node]:
         names = _Names(count)
-        return [self._node(names.of(name or role, index), role) for index in range(count)]
+        return [
+            self._node(names.of(name or role, index), role, self._process(role, index))
+            for index in range(count)
+        ]
 
-    def _node(self, name: str, role: str) -> Node:
+    def _process(self, role: str, index: int) -> Neighbours | None:
+        """The process of a frontend or its own router; None: the node is alone in its process."""
+        shared = self._config.with_router and role in ("frontend", "router")
+        return self._processes[index] if shared else None
+
+    def _node(self, name: str, role: str, process: Neighbours | None) -> Node:
         loop, address = asyncio.get_running_loop(), f"{name}:{_PORT}"
         config = NodeConfig(
             node=NodeId(name),
@@ -186,6 +197,7 @@ class ReplayCluster:
             entropy=self._dice.fork("entropy", name).randbytes,
             random=self._dice.fork("node", name),
             wall=lambda: _EPOCH + loop.time(),
+            neighbours=process,
         )
 
     def _worker_config(self, index: int, mode: WorkerMode) -> WorkerConfig:

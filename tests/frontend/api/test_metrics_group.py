@@ -69,13 +69,13 @@ async def test_any_of_them_answers_for_its_group_and_no_other() -> None:
 @virtually
 async def test_one_that_does_not_answer_is_a_degradation_until_it_does() -> None:
     async with frontends(a="x", b="x") as (nodes, made):
-        answer = nodes.nodes["b"]._actors.answers[SCRAPE.id]
+        answer = nodes.nodes["b"].actors.answers[SCRAPE.id]
         nodes.nodes["b"].host(silent(SCRAPE))
         start = nodes.loop.time()
         assert await made["a"].completed() == 1
         assert nodes.loop.time() - start < 1.5
         assert "b: " in made["a"].degradations.reasons()["frontend_silent"]
-        nodes.nodes["b"]._actors.answers[SCRAPE.id] = answer
+        nodes.nodes["b"].actors.answers[SCRAPE.id] = answer
         assert await made["a"].completed() == 3
         assert not made["a"].degradations.reasons()
 
@@ -109,14 +109,14 @@ async def test_one_without_a_card_is_asked_whether_it_belongs() -> None:
 async def test_many_scrapes_at_once_ask_the_siblings_once() -> None:
     async with frontends(a="x", b="x") as (nodes, made):
         asked = 0
-        answer = nodes.nodes["b"]._actors.answers[SCRAPE.id]
+        answer = nodes.nodes["b"].actors.answers[SCRAPE.id]
 
         def count(call) -> None:
             nonlocal asked
             asked += 1
             answer(call)
 
-        nodes.nodes["b"]._actors.answers[SCRAPE.id] = count
+        nodes.nodes["b"].actors.answers[SCRAPE.id] = count
         assert await asyncio.gather(*(made["a"].completed() for _ in range(20))) == [3.0] * 20
         assert asked == 1
 

@@ -75,20 +75,22 @@ class Desk:
 
 
 @asynccontextmanager
-async def desk() -> AsyncIterator[tuple[Node, Desk]]:
-    """A node `a`, which asks, and the desk of a node `b`."""
-    async with cluster() as nodes:
+async def desk(*, together: bool = False) -> AsyncIterator[tuple[Node, Desk]]:
+    """A node `a`, which asks, and the desk of a node `b`. `together`: both are of one process."""
+    async with cluster(together=together) as nodes:
         a, b = await nodes.add("a"), await nodes.add("b")
         await nodes.until(nodes.converged)
         yield a, Desk(b)
 
 
 B = NodeId("b")
+both_ways = pytest.mark.parametrize("together", [False, True], ids=["link", "local link"])
 
 
+@both_ways
 @virtually
-async def test_a_request_is_answered_at_once_or_later() -> None:
-    async with desk() as (a, _):
+async def test_a_request_is_answered_at_once_or_later(together: bool) -> None:
+    async with desk(together=together) as (a, _):
         ref = a.ref(B)
         assert (await ref.ask(ECHO, Echo(b"from "), timeout=3.0)).payload == b"from a"
         assert (await ref.ask(ECHO, Echo(b"later"), timeout=3.0)).payload == b"now"
@@ -96,18 +98,20 @@ async def test_a_request_is_answered_at_once_or_later() -> None:
             await ref.ask(REFUSE, Echo(), timeout=3.0)
 
 
+@both_ways
 @virtually
-async def test_a_task_answers_with_its_result_or_error() -> None:
-    async with desk() as (a, at_b):
+async def test_a_task_answers_with_its_result_or_error(together: bool) -> None:
+    async with desk(together=together) as (a, at_b):
         at_b.go_on.set()
         assert (await a.ref(B).ask(HANG, Echo(b"x"), timeout=3.0)).payload == b"x"
         with pytest.raises(NoWorker, match="there is none"):
             await a.ref(B).ask(HANG, Echo(b"fail"), timeout=3.0)
 
 
+@both_ways
 @virtually
-async def test_a_bug_in_a_task_is_answered_at_once_too() -> None:
-    async with desk() as (a, at_b):
+async def test_a_bug_in_a_task_is_answered_at_once_too(together: bool) -> None:
+    async with desk(together=together) as (a, at_b):
         at_b.go_on.set()
         begun = a.now()
         with pytest.raises(PdserveError) as error:
@@ -116,9 +120,10 @@ async def test_a_bug_in_a_task_is_answered_at_once_too() -> None:
         assert a.now() < begun + 1.0
 
 
+@both_ways
 @virtually
-async def test_a_caller_that_gives_up_ends_the_task() -> None:
-    async with desk() as (a, at_b):
+async def test_a_caller_that_gives_up_ends_the_task(together: bool) -> None:
+    async with desk(together=together) as (a, at_b):
         asking = asyncio.create_task(a.ref(B).ask(HANG, Echo(), timeout=30.0))
         await asyncio.sleep(0.1)
         asking.cancel()
@@ -129,9 +134,10 @@ async def test_a_caller_that_gives_up_ends_the_task() -> None:
         assert (at_b.begun, at_b.cancelled) == (2, 2)
 
 
+@both_ways
 @virtually
-async def test_tasks_are_bounded_and_places_come_back() -> None:
-    async with desk() as (a, at_b):
+async def test_tasks_are_bounded_and_places_come_back(together: bool) -> None:
+    async with desk(together=together) as (a, at_b):
         ask = a.ref(B).ask
         asking = [asyncio.create_task(ask(HANG, Echo(), timeout=9.0)) for _ in range(AT_ONCE)]
         await asyncio.sleep(0.1)
@@ -143,9 +149,10 @@ async def test_tasks_are_bounded_and_places_come_back() -> None:
         assert at_b.begun == AT_ONCE + 1
 
 
+@both_ways
 @virtually
-async def test_one_way_messages_come_in_order() -> None:
-    async with desk() as (a, at_b):
+async def test_one_way_messages_come_in_order(together: bool) -> None:
+    async with desk(together=together) as (a, at_b):
         await a.link(B, timeout=1.0)
         for number in range(20):
             a.ref(B).tell(NOTE, Echo(bytes([number])))

@@ -76,6 +76,9 @@ class Party:
     def link_nowait(self, node: NodeId) -> Link | None:
         return self.endpoint.link(node)
 
+    def local_link(self, node: NodeId) -> None:
+        return None
+
     def on_member(self, listener: Callable[[MemberEvent], None]) -> Callable[[], None]:
         self._listeners[listener] = None
         for member in tuple(self.members.values()):

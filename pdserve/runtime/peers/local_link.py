@@ -1,0 +1,281 @@
+"""Passes requests and one-way messages between nodes of one process, without a connection.
+
+    Neighbours   the nodes of one process
+    LocalLink    one node's way to ask and tell another one
+
+To both nodes a local link is like a link: messages arrive in order, after the code that sent them
+has run; each request has one answer, error or deadline; a caller that gives up cancels the work.
+When a life of either node ends, requests under way fail with `LinkLost`.
+
+Records that cannot change are passed as they are (`wire.codec.is_immutable`). Others are encoded
+and decoded, so that no two nodes share what one of them may change. Streams use links (`net.link`):
+nodes of one process have those, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+
+import msgspec
+
+from pdserve.errors import DeadlineExceeded, LinkLost, Overloaded, PdserveError
+from pdserve.ids import NodeLife, Seconds
+from pdserve.net.base import Peer
+from pdserve.net.lazy_deadline import LazyDeadline
+from pdserve.wire.codec import Method, encode, is_immutable
+from pdserve.wire.error_codec import error_of, failure_of
+from pdserve.wire.handshake import Versions
+from pdserve.wire.limits import Limits
+
+if TYPE_CHECKING:
+    from pdserve.ids import Epoch, NodeId
+    from pdserve.net.base import IncomingCall
+    from pdserve.net.timers import Timers
+    from pdserve.runtime.peers.handlers import ActorTable
+    from pdserve.wire.codec import Notice
+
+__all__ = ["LocalCall", "LocalLink", "LocalNode", "Neighbours"]
+
+_log = logging.getLogger(__name__)
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+_MOST: Final = Limits().pending
+"""Most requests under way on a local link, and most messages that wait for the end of a turn."""
+
+
+class LocalNode(Protocol):
+    """The part of a node that is needed."""
+
+    id: NodeId
+    actors: ActorTable
+    timers: Timers
+
+    @property
+    def epoch(self) -> Epoch: ...
+
+    @property
+    def address(self) -> str: ...
+
+    def now(self) -> Seconds: ...
+
+    def call_soon(self, callback: Callable[[], None]) -> None: ...
+
+    def on_request(self, call: IncomingCall) -> None: ...
+
+
+class Neighbours:
+    """The nodes of one process that take part in the cluster, and the local links between them."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[NodeId, LocalNode] = {}
+        self._links: dict[tuple[NodeId, NodeId], LocalLink] = {}
+        """By the node that asks and the node that is asked."""
+
+    def enter(self, node: LocalNode) -> None:
+        """A life of the node has begun."""
+        self._nodes[node.id] = node
+
+    def leave(self, node: LocalNode, why: str) -> None:
+        """The node's life is over: its local links end. Idempotent."""
+        if self._nodes.get(node.id) is not node:
+            return
+        del self._nodes[node.id]
+        for pair in [pair for pair in self._links if node.id in pair]:
+            self._links.pop(pair).end(why)
+
+    def link(self, source: LocalNode, target: NodeId) -> LocalLink | None:
+        """The local link from `source`; None: `target` is not in this process now."""
+        pair = source.id, target
+        found = self._links.get(pair)
+        if found is None and source.id in self._nodes and target != source.id:
+            node = self._nodes.get(target)
+            if node is not None:
+                found = self._links[pair] = LocalLink(source, node)
+        return found
+
+
+class LocalCall(msgspec.Struct, eq=False):
+    """One request on a local link; implements `net.base.IncomingCall`."""
+
+    way: LocalLink
+    id: int
+    kind: Method[Any, Any]
+    message: Any
+    deadline: Seconds
+    future: asyncio.Future[Any]
+    arrived: bool = False
+    done: bool = False
+    on_cancel: Callable[[], None] | None = None
+
+    @property
+    def life(self) -> NodeLife:
+        peer = self.way.source
+        return NodeLife(peer.node, peer.epoch)
+
+    @property
+    def method(self) -> int:
+        return self.kind.id
+
+    def read(self, method: Method[Q, R]) -> Q:
+        return self.message  # type: ignore[no-any-return]
+
+    def reply(self, message: object) -> None:
+        kind = self.kind
+        answer = message if is_immutable(kind.reply) else kind.unpack_reply(encode(message))
+        if self._ends():
+            self.future.set_result(answer)
+
+    def fail(self, error: BaseException) -> None:
+        if not isinstance(error, PdserveError):
+            _log.error("method %d failed", self.method, exc_info=error)
+        if self._ends():
+            # A copy without its cause, as a peer gets it: the exception may be kept and raised
+            # again here.
+            self.future.set_exception(error_of(failure_of(error)))
+
+    def _ends(self) -> bool:
+        """Ends the call; False if it has ended."""
+        if self.done:
+            return False
+        self.done = True
+        self.way.calls.pop(self.id, None)
+        return not self.future.done()
+
+    def cancelled(self) -> None:
+        """Ends the work: the answer is no longer needed."""
+        self.done = True
+        self.way.calls.pop(self.id, None)
+        callback, self.on_cancel = self.on_cancel, None
+        if callback is not None:
+            callback()
+
+
+class LocalLink:
+    """How `source` asks and tells `target`, for one life of each."""
+
+    def __init__(self, source: LocalNode, target: LocalNode) -> None:
+        self.source = _peer(source)
+        self.peer = _peer(target)
+        """The node that is asked."""
+        self.over = ""
+        """Why it has ended; empty: it has not."""
+        self.calls: dict[int, LocalCall] = {}
+        """Requests without an answer."""
+        self._target = target
+        self._node = source
+        self._create_future = asyncio.get_running_loop().create_future
+        self._count = 0
+        self._waiting: deque[Callable[[], None]] = deque()
+        """What arrives at the end of this turn of the event loop."""
+        self._due = LazyDeadline(source.timers, self._expire)
+
+    async def request(
+        self,
+        method: Method[Q, R],
+        message: Q,
+        *,
+        timeout: Seconds,
+        late: Callable[[R], None] | None = None,
+    ) -> R:
+        """Sends a request and waits for the answer, as `net.base.Link.request`."""
+        call = self._ask(method, message, self._node.now() + timeout)
+        future: asyncio.Future[R] = call.future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.cancelled():
+                call.cancelled()
+            elif late is not None and future.exception() is None:
+                # The answer and the cancellation came in the same turn of the loop.
+                late(future.result())
+            raise
+
+    def tell(self, notice: Notice[Q], message: Q) -> None:
+        """Sends a one-way message. Errors: `LinkLost` (not sent), `Overloaded`."""
+        if not is_immutable(notice.message):
+            message = notice.decode(encode(message))
+        self._put(partial(self._hear, notice.id, message))
+
+    def end(self, why: str) -> None:
+        """Ends all requests: those that have not arrived as not sent."""
+        self.over = why
+        self._due.close()
+        for call in tuple(self.calls.values()):
+            if not call.future.done():
+                call.future.set_exception(LinkLost(why, sent=call.arrived))
+            call.cancelled()
+
+    def _ask(self, method: Method[Q, R], message: Q, deadline: Seconds) -> LocalCall:
+        if len(self.calls) >= _MOST:
+            raise Overloaded(f"{len(self.calls)} requests are under way with {self.peer.node}")
+        if not is_immutable(method.request):
+            message = method.decode_request(encode(message))
+        self._count += 1
+        call = LocalCall(self, self._count, method, message, deadline, self._create_future())
+        self._put(partial(self._serve, call))
+        self.calls[call.id] = call
+        if deadline < self._due.due:
+            self._due.watch(deadline)
+        return call
+
+    # ------------------------------------------------------------------ arrivals
+
+    def _put(self, arrival: Callable[[], None]) -> None:
+        """Passes a message on at the end of this turn, after those before it."""
+        if self.over:
+            raise LinkLost(self.over, sent=False)
+        if len(self._waiting) >= _MOST:
+            raise Overloaded(f"{_MOST} messages to {self.peer.node} wait for the event loop")
+        if not self._waiting:
+            self._node.call_soon(self._deliver)
+        self._waiting.append(arrival)
+
+    def _deliver(self) -> None:
+        """Passes on what was sent until now; what this sends arrives in the next turn."""
+        waiting, self._waiting = self._waiting, deque()
+        while waiting:
+            waiting.popleft()()
+
+    def _serve(self, call: LocalCall) -> None:
+        if call.done:
+            return
+        call.arrived = True
+        try:
+            self._target.on_request(call)
+        except Exception as error:
+            call.fail(error)
+
+    def _hear(self, number: int, message: object) -> None:
+        hear = self._target.actors.records.get(number)
+        if hear is None or self.over:
+            _log.debug("a one-way message to %s is not heard: %d", self.peer.node, number)
+            return
+        try:
+            hear(message, self.source)
+        except Exception:
+            _log.exception("a one-way message of method %d to %s", number, self.peer.node)
+
+    def _expire(self, now: Seconds) -> Seconds:
+        """Ends requests that are past their deadlines; returns the earliest one left."""
+        earliest = inf
+        for call in tuple(self.calls.values()):
+            if call.deadline > now:
+                earliest = min(earliest, call.deadline)
+                continue
+            if not call.future.done():
+                call.future.set_exception(DeadlineExceeded("the peer did not answer in time"))
+            call.cancelled()
+        return earliest
+
+
+def _peer(node: LocalNode) -> Peer:
+    newest = Versions()
+    return Peer(node.id, node.epoch, node.address, newest.most, newest.features)
