@@ -64,12 +64,18 @@ void check(const Pattern& pattern) {
   }
 }
 
+std::array<bool, 128> members(std::uint64_t low, std::uint64_t high) {
+  std::array<bool, 128> found{};
+  for (std::size_t i = 0; i < found.size(); ++i) found[i] = (i < 64 ? low : high) >> (i & 63) & 1;
+  return found;
+}
+
 Pattern pattern_of(const PatternParts& parts) {
   const auto& [sets, steps, starts, alternatives, keep_gaps] = parts;
   require(starts.size() == 128, "starts must have an entry for each ASCII character");
   Pattern pattern;
   for (const auto& [low, high, classes, inverted, ranges] : sets)
-    pattern.sets.push_back({{low, high}, classes, inverted, ranges});
+    pattern.sets.push_back({members(low, high), classes, inverted, ranges});
   for (const auto& [op, a, b, c] : steps) pattern.steps.push_back({static_cast<Op>(op), a, b, c});
   std::copy(starts.begin(), starts.end(), pattern.starts.begin());
   pattern.alternatives = alternatives;

@@ -11,8 +11,17 @@ namespace {
 
 constexpr std::size_t kCacheEntries = 1u << 16;  // 4 MiB
 constexpr std::size_t kCachedBytes = 31;
+constexpr std::size_t kWaiting = 16;  // pieces whose entries are on their way at once
 constexpr std::size_t kShort = 32;  // up to here, looking at all neighbours beats a queue
 constexpr std::size_t kPairs = 256 * 256;
+constexpr auto kOnesThenZeros = [] {
+  std::array<unsigned char, 2 * sizeof(PieceCache::Key)> bytes{};
+  for (std::size_t i = 0; i < bytes.size() / 2; ++i) bytes[i] = 0xFF;
+  return bytes;
+}();
+// Spread the words of a key, each by itself: the products do not wait for each other.
+constexpr std::uint64_t kOdd[] = {0x9E3779B97F4A7C15ull, 0xC2B2AE3D27D4EB4Full,
+                                  0x165667B19E3779F9ull, 0xD6E8FEB86659FD93ull};
 
 std::uint64_t mixed(std::uint64_t x) {
   x *= 0x9E3779B97F4A7C15ull;
@@ -20,6 +29,27 @@ std::uint64_t mixed(std::uint64_t x) {
 }
 
 std::uint64_t pair_of(Id left, Id right) { return static_cast<std::uint64_t>(left) << 32 | right; }
+
+// Sets a key to a piece and zeros. A copy of fixed size, of which the piece is kept, takes less time
+// than one of any size.
+void fill(PieceCache::Key& key, std::string_view piece, std::size_t readable) {
+  if (readable < sizeof(key)) {
+    key = {};
+    std::memcpy(key.data(), piece.data(), piece.size());
+    return;
+  }
+  PieceCache::Key kept;
+  std::memcpy(key.data(), piece.data(), sizeof(key));
+  std::memcpy(kept.data(), kOnesThenZeros.data() + sizeof(key) - piece.size(), sizeof(kept));
+  for (std::size_t i = 0; i < key.size(); ++i) key[i] &= kept[i];
+}
+
+// Four words are compared sooner than memcmp is called.
+bool equal(const PieceCache::Key& some, const PieceCache::Key& other) {
+  std::uint64_t differs = 0;
+  for (std::size_t i = 0; i < some.size(); ++i) differs |= some[i] ^ other[i];
+  return differs == 0;
+}
 
 }  // namespace
 
@@ -118,17 +148,17 @@ void Merges::apply_long(std::string_view piece, Ids& ids) const {
 
 PieceCache::PieceCache() : entries_(kCacheEntries) {}
 
-PieceCache::Entry* PieceCache::look(std::string_view piece, Key& key, bool& found) {
+PieceCache::Entry* PieceCache::place(std::string_view piece, std::size_t readable, Key& key) {
   if (piece.size() > kCachedBytes) return nullptr;
-  std::memcpy(key.data(), piece.data(), piece.size());
+  fill(key, piece, readable);
   reinterpret_cast<unsigned char*>(key.data())[kCachedBytes] =
       static_cast<unsigned char>(piece.size());
-  const std::uint64_t hash = mixed(key[0] ^ mixed(key[1] ^ mixed(key[2] ^ mixed(key[3]))));
-  Entry& entry = entries_[hash & (kCacheEntries - 1)];
-  std::uint64_t differs = 0;  // four words are compared sooner than memcmp is called
-  for (std::size_t i = 0; i < key.size(); ++i) differs |= entry.key[i] ^ key[i];
-  found = differs == 0;
-  return &entry;
+  const std::uint64_t hash =
+      mixed(key[0] * kOdd[0] ^ key[1] * kOdd[1] ^ key[2] * kOdd[2] ^ key[3] * kOdd[3]);
+  Entry* const two = &entries_[hash & (kCacheEntries - 2)];
+  __builtin_prefetch(two, 1);
+  __builtin_prefetch(two + 1, 1);
+  return two;
 }
 
 Encoder::Encoder(Splitter splitter, Merges merges, Vocabulary added, Vocabulary whole)
@@ -157,11 +187,21 @@ Encoder::Lookup Encoder::index(const Vocabulary& vocabulary) {
 
 bool Encoder::encode(std::string_view text, Ids& out) {
   if (!splitter_.knows(text)) return false;
+  out.reserve(out.size() + text.size() / 4);  // usual texts have fewer ids
   const std::unique_lock<std::mutex> lock(cache_mutex_, std::try_to_lock);
   PieceCache* const cache = lock.owns_lock() ? &cache_ : nullptr;
   Ids scratch;
+  std::array<Waiting, kWaiting> waiting;
+  std::size_t count = 0;
+  const auto encode_all = [&] {
+    for (std::size_t i = 0; i < count; ++i) encode_piece(waiting[i], scratch, out);
+    count = 0;
+  };
   const auto piece = [&](std::size_t begin, std::size_t end) {
-    encode_piece(text.substr(begin, end - begin), cache, scratch, out);
+    Waiting& next = waiting[count++];
+    next.piece = text.substr(begin, end - begin);
+    next.entries = cache ? cache->place(next.piece, text.size() - begin, next.key) : nullptr;
+    if (count == waiting.size()) encode_all();
   };
   std::size_t begin = 0;
   for (std::size_t at = 0; at < text.size();) {
@@ -176,10 +216,12 @@ bool Encoder::encode(std::string_view text, Ids& out) {
       continue;
     }
     splitter_.split(text, begin, at, piece);
+    encode_all();
     out.push_back(id);
     begin = at += length;
   }
   splitter_.split(text, begin, text.size(), piece);
+  encode_all();
   return true;
 }
 
@@ -195,22 +237,21 @@ std::size_t Encoder::added_at(std::string_view text, std::size_t at, Id& id) con
   return 0;
 }
 
-void Encoder::encode_piece(std::string_view piece, PieceCache* cache, Ids& scratch,
-                           Ids& out) const {
-  bool found = false;
-  PieceCache::Key key{};
-  PieceCache::Entry* const entry = cache ? cache->look(piece, key, found) : nullptr;
-  if (found) {
-    out.insert(out.end(), entry->ids.begin(), entry->ids.begin() + entry->count);
+void Encoder::encode_piece(const Waiting& waiting, Ids& scratch, Ids& out) const {
+  const auto& [piece, key, entries] = waiting;
+  for (std::size_t i = 0; entries && i < 2; ++i) {
+    if (!equal(entries[i].key, key)) continue;
+    for (std::uint32_t k = 0; k < entries[i].count; ++k) out.push_back(entries[i].ids[k]);
     return;
   }
   merge(piece, scratch);
   out.insert(out.end(), scratch.begin(), scratch.end());
-  if (!entry || scratch.size() > entry->ids.size()) return;
+  if (!entries || scratch.size() > entries->ids.size()) return;
   // Nothing fails from here on: a key without its ids would be found later.
-  entry->key = key;
-  entry->count = static_cast<std::uint32_t>(scratch.size());
-  std::copy(scratch.begin(), scratch.end(), entry->ids.begin());
+  entries[1] = entries[0];
+  entries->key = key;
+  entries->count = static_cast<std::uint32_t>(scratch.size());
+  std::copy(scratch.begin(), scratch.end(), entries->ids.begin());
 }
 
 void Encoder::merge(std::string_view piece, Ids& ids) const {

@@ -16,12 +16,40 @@ std::uint32_t code_point(const char* text) {
   return (b[0] & 0x07u) << 18 | (b[1] & 0x3Fu) << 12 | (b[2] & 0x3Fu) << 6 | (b[3] & 0x3Fu);
 }
 
+const CharSet& set_of(const Pattern& pattern, const Step& step) {
+  return pattern.sets[static_cast<std::size_t>(step.a)];
+}
+
 bool is_inner(char byte) { return (static_cast<unsigned char>(byte) & 0xC0) == 0x80; }
+
+// Whether no character is in both sets; false also where that would take long to find out.
+bool apart(const CharSet& some, const CharSet& others) {
+  for (std::size_t i = 0; i < some.ascii.size(); ++i)
+    if (some.ascii[i] && others.ascii[i]) return false;
+  if (!some.ranges.empty() || !others.ranges.empty() || (some.inverted && others.inverted))
+    return false;
+  if (!some.inverted && !others.inverted) return (some.classes & others.classes) == 0;
+  const auto [inside, outside] = some.inverted ? std::pair(others.classes, some.classes)
+                                               : std::pair(some.classes, others.classes);
+  return (inside & ~outside) == 0;
+}
 
 }  // namespace
 
 Splitter::Splitter(const std::uint8_t* classes, std::vector<Pattern> patterns)
-    : classes_(classes), patterns_(std::move(patterns)) {}
+    : classes_(classes), patterns_(std::move(patterns)) {
+  for (Pattern& pattern : patterns_) {
+    for (std::size_t i = 0; i < pattern.alternatives.size(); ++i) pattern.all |= 1u << i;
+    for (std::size_t i = 0; i + 1 < pattern.steps.size(); ++i) {
+      Step& now = pattern.steps[i];
+      const Step& next = pattern.steps[i + 1];
+      if (now.op != Op::kSet) continue;
+      const bool must = next.op == Op::kSet && next.b > 0;
+      now.keeps = next.op == Op::kDone ||
+                  (must && apart(set_of(pattern, now), set_of(pattern, next)));
+    }
+  }
+}
 
 bool Splitter::knows(std::string_view text) const {
   constexpr std::uint64_t kBeyondAscii = 0x8080808080808080ull;
@@ -41,7 +69,7 @@ bool Splitter::knows(std::string_view text) const {
 
 bool Splitter::has(const CharSet& set, const char* text, std::size_t at) const {
   const auto first = static_cast<unsigned char>(text[at]);
-  if (first < 0x80) return set.ascii[first >> 6] >> (first & 63) & 1;
+  if (first < 0x80) return set.ascii[first];
   const std::uint32_t point = code_point(text + at);
   bool found = set.classes >> classes_[point] & 1;
   for (const auto& [low, high] : set.ranges) found = found || (low <= point && point <= high);
@@ -51,13 +79,11 @@ bool Splitter::has(const CharSet& set, const char* text, std::size_t at) const {
 std::size_t Splitter::match(const Pattern& pattern, const char* text, std::size_t at,
                             std::size_t end) const {
   const auto first = static_cast<unsigned char>(text[at]);
-  std::uint32_t left = first < 0x80 ? pattern.starts[first] : ~0u;
-  for (const std::int32_t begin : pattern.alternatives) {
-    if (left & 1) {
-      const std::size_t stop = run(pattern, static_cast<std::size_t>(begin), text, at, end);
-      if (stop != kNone) return stop;
-    }
-    left >>= 1;
+  std::uint32_t left = first < 0x80 ? pattern.starts[first] : pattern.all;
+  for (; left != 0; left &= left - 1) {
+    const auto begin = static_cast<std::size_t>(pattern.alternatives[__builtin_ctz(left)]);
+    const std::size_t stop = run(pattern, begin, text, at, end);
+    if (stop != kNone) return stop;
   }
   return kNone;
 }
@@ -69,13 +95,27 @@ std::size_t Splitter::run(const Pattern& pattern, std::size_t step, const char* 
     switch (now.op) {
       case Op::kDone:
         return at;
-      case Op::kSet:
-        return repeat(pattern, step, text, at, end);
+      case Op::kSet: {
+        const CharSet& set = set_of(pattern, now);
+        const std::size_t most = static_cast<std::size_t>(now.c);
+        std::size_t left = most;
+        for (; left > 0 && at < end; --left) {
+          const auto first = static_cast<unsigned char>(text[at]);
+          if (!(first < 0x80 ? set.ascii[first] : has(set, text, at))) break;
+          at += width(first);
+        }
+        const std::size_t count = most - left, least = static_cast<std::size_t>(now.b);
+        if (count < least) return kNone;
+        ++step;
+        if (count > least && !now.keeps)
+          return give_back(pattern, step, text, count - least, at, end);
+        break;
+      }
       case Op::kJump:
         step = static_cast<std::size_t>(now.a);
         break;
       case Op::kNotAhead:
-        if (at < end && has(pattern.sets[static_cast<std::size_t>(now.a)], text, at)) return kNone;
+        if (at < end && has(set_of(pattern, now), text, at)) return kNone;
         ++step;
         break;
       case Op::kFork: {
@@ -88,33 +128,16 @@ std::size_t Splitter::run(const Pattern& pattern, std::size_t step, const char* 
   }
 }
 
-// Takes as many characters of a set as it can, and gives back one after the other until the rest
-// matches.
-std::size_t Splitter::repeat(const Pattern& pattern, std::size_t step, const char* text,
-                             std::size_t at, std::size_t end) const {
-  const Step& now = pattern.steps[step];
-  const CharSet& set = pattern.sets[static_cast<std::size_t>(now.a)];
-  std::size_t count = 0;
-  const auto least = static_cast<std::size_t>(now.b), most = static_cast<std::size_t>(now.c);
-  const auto [low, high] = set.ascii;
-  for (; count < most && at < end; ++count) {
-    const auto first = static_cast<unsigned char>(text[at]);
-    if (first < 0x80) {
-      if (!((first < 64 ? low : high) >> (first & 63) & 1)) break;
-      ++at;
-    } else {
-      if (!has(set, text, at)) break;
-      at += width(first);
-    }
-  }
-  for (; count >= least; --count) {
-    const std::size_t stop = run(pattern, step + 1, text, at, end);
-    if (stop != kNone) return stop;
-    if (count == least) break;
+// Goes on at `step` behind a run of characters, which gives back up to `spare` of them, one after the
+// other, until the rest matches.
+std::size_t Splitter::give_back(const Pattern& pattern, std::size_t step, const char* text,
+                                std::size_t spare, std::size_t at, std::size_t end) const {
+  for (;; --spare) {
+    const std::size_t stop = run(pattern, step, text, at, end);
+    if (stop != kNone || spare == 0) return stop;
     do --at;
     while (is_inner(text[at]));
   }
-  return kNone;
 }
 
 }  // namespace pdserve::bpe

@@ -81,6 +81,12 @@ KINDS: dict[str, list[dict[str, Any]]] = {
     "tekken": [*map(split, TEKKEN), BYTES],
     "matches_only": [split(LLAMA_3[0]) | {"behavior": "Removed", "invert": True}, BYTES],
     "some_matches": [split(r"[^\S\p{Lu}\d]+|\P{N}{2}|[+-]\s"), BYTES],
+    "given_back": [
+        split(
+            r"\p{Lu}?\p{L}+|\p{N}{1,3}\p{Nd}|[^\p{N}\s]*[\p{Ll}\s]|[^a]{2,4}[^\p{L}]|[!-<]*[^\p{L}]"
+        ),
+        BYTES,
+    ],
     "bytes": [BYTES],
 }
 COVERED = {
@@ -345,13 +351,13 @@ tokenizer = Tokenizer.from_bytes(files("pdserve.bundled").joinpath("tokenizer.js
 words = ["".join(letters) for letters in itertools.product(" ", *["bcdfghjklmnpqrstvwxz"] * 4)]
 right = tokenizer.encode_batch(words, False)
 assert tokenizer.choose_encoder().fast
-grown, size, room = [], 0, 0
+text = "".join(words)
+grown, size, room = [], 0, len(text) // 4
 for word, ids in zip(words, right):
     if room - size < len(ids):  # the ids are copied to more memory here
         room = size + max(size, len(ids))
         grown.append((word, ids))
     size += len(ids)
-text = "".join(words)
 with open("/proc/self/status") as file:
     space = int(next(line for line in file if line.startswith("VmSize")).split()[1]) << 10
 _, most = resource.getrlimit(resource.RLIMIT_AS)

@@ -45,7 +45,7 @@ class Merges {
   std::vector<std::uint64_t> first_;  // merges of two bytes
 };
 
-// Remembers the ids of short pieces. Its size never changes: a piece replaces the one in its place.
+// Remembers the ids of short pieces. Its size never changes: a piece replaces the older one of two.
 class PieceCache {
  public:
   PieceCache();
@@ -55,9 +55,10 @@ class PieceCache {
     std::uint32_t count;
     std::array<Id, 7> ids;
   };
-  // The entry for `piece`, or nullptr if a piece of this length is not remembered. `found` says
-  // whether the entry has it; if not, the caller may replace it, with `key`, which comes empty.
-  Entry* look(std::string_view piece, Key& key, bool& found);
+  // The first of the two entries that may have `piece`, on their way from memory; nullptr if a piece of
+  // this length is not remembered. Sets `key` to the piece's. `readable`: bytes from its first one to the end of
+  // the text.
+  Entry* place(std::string_view piece, std::size_t readable, Key& key);
 
  private:
   std::vector<Entry> entries_;
@@ -77,10 +78,15 @@ class Encoder {
 
  private:
   using Lookup = std::unordered_map<std::string_view, Id>;
+  struct Waiting {
+    std::string_view piece;
+    PieceCache::Key key;
+    PieceCache::Entry* entries;  // two; nullptr: not remembered
+  };
 
   static Lookup index(const Vocabulary& vocabulary);
   std::size_t added_at(std::string_view text, std::size_t at, Id& id) const;
-  void encode_piece(std::string_view piece, PieceCache* cache, Ids& scratch, Ids& out) const;
+  void encode_piece(const Waiting& waiting, Ids& scratch, Ids& out) const;
   void merge(std::string_view piece, Ids& ids) const;
 
   Splitter splitter_;

@@ -11,7 +11,7 @@ namespace pdserve::bpe {
 
 // What pdserve/text/tokenization/split_pattern.py makes of a pattern; it says what each part means.
 struct CharSet {
-  std::array<std::uint64_t, 2> ascii;
+  std::array<bool, 128> ascii;
   std::uint32_t classes;  // a bit per class of characters beyond ASCII
   bool inverted;          // of the members beyond ASCII
   std::vector<std::pair<std::uint32_t, std::uint32_t>> ranges;
@@ -22,6 +22,7 @@ enum class Op : std::int32_t { kSet, kFork, kJump, kNotAhead, kDone };
 struct Step {
   Op op;
   std::int32_t a, b, c;
+  bool keeps = false;  // a set whose characters the next set lacks: giving one back helps nothing
 };
 
 struct Pattern {
@@ -29,6 +30,7 @@ struct Pattern {
   std::vector<Step> steps;
   std::array<std::uint32_t, 128> starts;  // by first byte: a bit per alternative that may match
   std::vector<std::int32_t> alternatives;  // where each begins in `steps`
+  std::uint32_t all = 0;  // a bit per alternative
   bool keep_gaps;                          // text that nothing matches is a piece, too
 };
 
@@ -71,8 +73,8 @@ class Splitter {
                     std::size_t end) const;
   std::size_t run(const Pattern& pattern, std::size_t step, const char* text, std::size_t at,
                   std::size_t end) const;
-  std::size_t repeat(const Pattern& pattern, std::size_t step, const char* text, std::size_t at,
-                     std::size_t end) const;
+  std::size_t give_back(const Pattern& pattern, std::size_t step, const char* text,
+                        std::size_t spare, std::size_t at, std::size_t end) const;
   bool has(const CharSet& set, const char* text, std::size_t at) const;
 
   const std::uint8_t* classes_;
