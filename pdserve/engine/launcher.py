@@ -12,7 +12,7 @@ import socket
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
-from pdserve.engine.process import CoreProcess
+from pdserve.engine.process import CoreProcess, process_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -66,13 +66,16 @@ class ProcessLauncher:
         log_level: str = "info",
         log_fields: Mapping[str, str] = MappingProxyType({}),
         on_line: Callable[[str], None] | None = None,
+        engine: str = "",
     ) -> None:
         """`log_fields` are in each of the child's JSON lines. `on_line` gets each line of the
-        child's stderr; by default it is copied to ours."""
-        fields = [f"{name}={value}" for name, value in log_fields.items()]
-        self._log = ("--log-format", log_format, "--log-level", log_level, "--log-fields", *fields)
+        child's stderr; by default it is copied to ours. The child imports `engine` at once, before
+        it is told to load it."""
+        self._arguments = process_arguments(log_format, log_level, log_fields, engine)
         self._on_line = on_line
         self._process: CoreProcess | None = None
+        self._waiting: socket.socket | None = None
+        """The node's end of the socket of a process that `start_early` has started."""
         self.page: HeartbeatPage | None = None
 
     @property
@@ -80,11 +83,33 @@ class ProcessLauncher:
         """The child's process id; None before `launch`."""
         return None if self._process is None else self._process.pid
 
+    async def start_early(self) -> None:
+        """Start the process before `launch`, which then finds it waiting. Raises `OSError`."""
+        self._waiting = await self._start()
+
+    async def discard(self) -> None:
+        """End a process that was started early and not launched. Cancellation: it is killed."""
+        if self._waiting is not None:
+            self._waiting.close()
+            self._waiting = None
+            self.kill()
+            _ = await self.ended()
+
     async def launch(self) -> socket.socket:
+        waiting, self._waiting = self._waiting, None
+        if waiting is None or self._process is None:
+            return await self._start()
+        if self._process.exited.done():
+            waiting.close()
+            _ = await self._process.ended()
+            return await self._start()
+        return waiting
+
+    async def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                self._process = await CoreProcess.start(self._log, [theirs], self._on_line)
+                self._process = await CoreProcess.start(self._arguments, [theirs], self._on_line)
             (self.page,) = self._process.pages
         except BaseException:
             ours.close()

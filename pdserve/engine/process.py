@@ -17,11 +17,11 @@ from pdserve.observe.heartbeat import HeartbeatPage
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pdserve.ids import Seconds
 
-__all__ = ["CoreProcess"]
+__all__ = ["CoreProcess", "process_arguments"]
 
 _LINE_LIMIT = 8192
 _STDERR_GRACE: Seconds = 0.5
@@ -32,6 +32,19 @@ _ROUTINE = re.compile(
     r'|\{"time": "[^"]*", "level": "(debug|info|warning)"'
 )
 """Log lines of `observe.logs` (text or JSON) that are not errors."""
+
+
+def process_arguments(
+    log_format: str, log_level: str, log_fields: Mapping[str, str], engine: str
+) -> tuple[str, ...]:
+    """Return the command line's end: how the process logs, and the engine it imports at once."""
+    early = ("--engine", engine) if engine else ()
+    fields = (f"{name}={value}" for name, value in log_fields.items())
+    return (
+        *early,
+        *("--log-format", log_format, "--log-level", log_level),
+        *("--log-fields", *fields),
+    )
 
 
 class CoreProcess:

@@ -1,8 +1,9 @@
 """Launches several cores in one process that share their weights, for an all-in-one node.
 
 Each core has a client of its own, which launches, watches and restarts it as if it were alone. A
-run of the process is a *generation*: the first client that launches starts it, and the others find
-their socket waiting. A core whose client never launches waits for `StartCore` and costs nothing.
+run of the process is a *generation*: the first client that launches starts it, or `start_early`
+before any client, and the others find their socket waiting. A core whose client never launches
+waits for `StartCore` and costs nothing.
 
 A core that stops in order leaves the others running, and the process exits with the last one. Any
 other end takes all cores: a core that breaks down, a `kill` by one client, or a client that
@@ -18,7 +19,7 @@ import socket
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from pdserve.engine.process import CoreProcess
+from pdserve.engine.process import CoreProcess, process_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -44,12 +45,13 @@ class SharedCoreProcess:
         log_level: str = "info",
         log_fields: Mapping[str, str] = MappingProxyType({}),
         on_line: Callable[[str], None] | None = None,
+        engine: str = "",
     ) -> None:
         """`log_fields` are in each of the process's JSON lines. `on_line` gets each line of the
-        process's stderr; by default it is copied to ours."""
+        process's stderr; by default it is copied to ours. The process imports `engine` at once,
+        before a core is told to load it."""
         self._members = members
-        fields = [f"{name}={value}" for name, value in log_fields.items()]
-        self._log = ("--log-format", log_format, "--log-level", log_level, "--log-fields", *fields)
+        self._arguments = process_arguments(log_format, log_level, log_fields, engine)
         self._on_line = on_line
         self._generation: _Generation | None = None
         self._launching = asyncio.Lock()
@@ -58,6 +60,20 @@ class SharedCoreProcess:
     def pid(self) -> int | None:
         """Process id of the newest generation; None before the first."""
         return None if self._generation is None else self._generation.process.pid
+
+    async def start_early(self) -> None:
+        """Start the first process before any client launches its core. Raises `OSError`."""
+        async with self._launching:
+            if self._generation is None:
+                self._generation = await self._start()
+
+    async def discard(self) -> None:
+        """End a process that was started early and in which no core was launched. Cancellation: it
+        is killed."""
+        generation = self._generation
+        if generation is not None and not generation.claimed:
+            generation.kill()
+            _ = await generation.process.ended()
 
     def launcher(self, member: int) -> CoreLauncher:
         """Make the launcher for one run of core `member`, counted from 0."""
@@ -74,9 +90,11 @@ class SharedCoreProcess:
             if generation is None or not generation.has_place(member):
                 if generation is not None:
                     await generation.make_way()
-                generation = await _Generation.start(self._members, self._log, self._on_line)
-                self._generation = generation
+                self._generation = generation = await self._start()
             return generation, generation.claim(member)
+
+    async def _start(self) -> _Generation:
+        return await _Generation.start(self._members, self._arguments, self._on_line)
 
 
 class _Place:
@@ -129,15 +147,15 @@ class _Generation:
 
     @classmethod
     async def start(
-        cls, members: int, log: tuple[str, ...], on_line: Callable[[str], None] | None
+        cls, members: int, arguments: tuple[str, ...], on_line: Callable[[str], None] | None
     ) -> _Generation:
         """Start a process. Raises `OSError`. Cancellation: leaves nothing behind."""
         pairs = [socket.socketpair() for _ in range(members)]
         ours, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         reader, writer = os.pipe()
         try:
-            arguments = ["--ends", str(writer), *log]
-            process = await CoreProcess.start(arguments, theirs, on_line, inherits=[writer])
+            named = ["--ends", str(writer), *arguments]
+            process = await CoreProcess.start(named, theirs, on_line, inherits=[writer])
         except BaseException:
             os.close(reader)
             _close(ours)
@@ -148,6 +166,11 @@ class _Generation:
         return cls(process, ours, reader)
 
     # ------------------------------------------------------------------ places
+
+    @property
+    def claimed(self) -> bool:
+        """Whether a core was launched in the process."""
+        return bool(self._claimed)
 
     def has_place(self, member: int) -> bool:
         """Whether the process runs, as far as is known, and `member` was not launched in it yet."""

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
+from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, cast
 
 from pdserve.engine_core.core import EngineCore
+from pdserve.engine_core.engine_libraries import is_missing, lacking, needed_libraries, remedy
 from pdserve.engine_core.kit import Core, kv_transfer_unsupported
 from pdserve.errors import ConfigError
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENTRY_POINT_GROUP",
-    "check_installed",
+    "import_early",
     "installed_engines",
     "load_core",
     "make_engine",
@@ -38,28 +39,6 @@ __all__ = [
 ]
 
 ENTRY_POINT_GROUP = "pdserve.engines"
-
-_EXTRAS = {
-    "torch": "torch",
-    "numpy": "torch",
-    "safetensors": "torch",
-    "sglang": "sglang",
-    "tensorrt_llm": "trtllm",
-    "vllm": "vllm",
-}
-"""Import name of a library -> the extra of pdserve that installs it."""
-
-
-_NEEDS = {"torch": ("torch", "numpy")}
-"""Engine name -> libraries it needs that pdserve itself does not."""
-
-
-def check_installed(engine: str) -> None:
-    """Check that the engine's libraries are installed, without importing them. For pdserve's own
-    engines only. Raises `ConfigError`."""
-    for name in _NEEDS.get(engine, ()):
-        if importlib.util.find_spec(name) is None:
-            raise _lacking(engine, name)
 
 
 def installed_engines() -> list[str]:
@@ -73,15 +52,21 @@ def missing_parts(engine: str) -> list[str]:
     Asks the function `missing()` of the entry point's module, if it has one. Libraries of pdserve's
     own engines are looked for without importing them.
     """
-    lacking = [name for name in _NEEDS.get(engine, ()) if importlib.util.find_spec(name) is None]
-    if lacking or engine in _NEEDS:
-        return [f"the package {name}: {_remedy(name)}" for name in lacking]
+    needed = needed_libraries(engine)
+    if needed:
+        return [f"the package {name}: {remedy(name)}" for name in needed if is_missing(name)]
     point = _registered(engine, entry_points(group=ENTRY_POINT_GROUP))
     try:
         ask = getattr(importlib.import_module(point.module), "missing", list)
     except ImportError as error:
         return [str(error)]
     return list(ask())
+
+
+def import_early(engine: str) -> None:
+    """Import the engine's module before it is loaded, which then meets the errors ignored here."""
+    with suppress(Exception):
+        _ = _factory(engine)
 
 
 def load_core(
@@ -158,16 +143,4 @@ def _missing(engine: str, module_name: str, missing: str) -> ConfigError:
     """The error for a missing module: the engine's own, or a library that it imports."""
     if module_name == missing or module_name.startswith(f"{missing}."):
         return ConfigError(f"engine {engine!r}: there is no module {missing!r}")
-    return _lacking(engine, missing)
-
-
-def _lacking(engine: str, library: str) -> ConfigError:
-    return ConfigError(
-        f"engine {engine!r} needs {library!r}, which is not installed: {_remedy(library)}; or try "
-        "pdserve without a model's arithmetic, with --engine sim"
-    )
-
-
-def _remedy(library: str) -> str:
-    extra = _EXTRAS.get(library.partition(".")[0])
-    return f"pip install 'pdserve[{extra}]'" if extra else f"install {library!r}"
+    return lacking(engine, missing)

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING
 from pdserve.clock import SystemClock
 from pdserve.engine_core.core import EngineCore
 from pdserve.engine_core.core_socket import CoreSocket, CoreSocketClosed
-from pdserve.engine_core.engine_loader import load_core
+from pdserve.engine_core.engine_loader import import_early, load_core
 from pdserve.engine_core.kv_transfer.thread_connector import make_thread_connector
 from pdserve.engine_core.loras import check_loras
 from pdserve.engine_core.weight_sharing import WeightSharingGroup
@@ -293,6 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--ends", type=int, help="inherited pipe: gets the number of cores that end"
     )
     parser.add_argument("--parent", type=int, required=True, help="process to live and die with")
+    parser.add_argument("--engine", help="engine to import at once; errors wait for its load")
     parser.add_argument("--log-format", default="text")
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--log-fields", nargs="*", default=[], help="NAME=VALUE of each log line")
@@ -304,6 +305,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logs.configure(arguments.log_format, arguments.log_level, said=said)
     links = [CoreSocket(socket.socket(fileno=fd)) for fd in arguments.fd]
     pages = [HeartbeatPage.attach(fd) for fd in arguments.page]
+    if arguments.engine:
+        import_early(arguments.engine)
     if arguments.ends is None:
         return CoreLoop(links[0], SystemClock(), on_ready=_settle_memory, page=pages[0]).run()
     status = _run_together(links, pages, arguments.ends)

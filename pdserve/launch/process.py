@@ -1,8 +1,9 @@
 """Runs one pdserve process: starts its roles in order and stops them in order.
 
-The order: listen (so that a port in use is found before a model loads, and `/health` can report
-loading), join, load, announce, serve, drain, leave, close. The first signal drains, the second ends
-the process at once. The roles make the decisions; this file only orders them.
+The order: start the engine process, which imports meanwhile, listen (so that a port in use is found
+before a model loads, and `/health` can report loading), join, load, announce, serve, drain, leave,
+close. The first signal drains, the second ends the process at once. The roles make the decisions;
+this file only orders them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from pdserve.launch.config.resolve import has_worker_pair, roles_of
 from pdserve.launch.config.startup_log import log_config_sources, log_listening, warn_about_config
 from pdserve.launch.console import Console
 from pdserve.launch.drain import Drain, requests_in_words
+from pdserve.launch.early_engine import EarlyEngine
 from pdserve.launch.frontend_processes import is_child_frontend, with_shared_port
 from pdserve.launch.roles.base import RoleContext
 from pdserve.net.address import join
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from pdserve.launch.roles.frontend import FrontendRole
     from pdserve.launch.roles.worker import WorkerRole
     from pdserve.runtime.node import Node
+    from pdserve.worker.config import WorkerConfig
 
 _log = logging.getLogger(__name__)
 
@@ -200,6 +203,7 @@ class ServerProcess:
         """Callbacks that stop logging membership: a node that leaves cannot judge why others
         leave."""
         self._frontend: FrontendRole | None = None
+        self._engine: EarlyEngine | None = None
         self._workers: list[WorkerRole] = []
         self._tasks = Tasks("process")
         self._probes: ProbeServer | None = None
@@ -220,7 +224,7 @@ class ServerProcess:
         drain_timeout = 0.0
         try:
             log_config_sources(self._config)
-            self._make_parts()
+            await self._make_parts()
             self._watch_advertised()
             self._probes = self._make_probes()
             for part in self._parts:
@@ -239,13 +243,20 @@ class ServerProcess:
 
     # ------------------------------------------------------------------ beginning
 
-    def _make_parts(self) -> None:
-        """Creates the roles, with a router first, as the seed of the others in this process."""
-        for name in roles_of(self._config):
+    async def _make_parts(self) -> None:
+        """Creates the roles, with a router first, as the seed of the others in this process. The
+        engine process starts before any of them is imported."""
+        names = roles_of(self._config)
+        first = self._make_node(names[0], first=True)
+        if "worker" in names:
+            self._engine = EarlyEngine(self._context)
+            await self._engine.start()
+        for name in names:
             if name == "worker" and has_worker_pair(self._config):
                 self._make_pair()
             else:
-                self._parts.append(self._make_part(name, self._make_node(name)))
+                node = first if name == names[0] else self._make_node(name)
+                self._parts.append(self._make_part(name, node))
 
     def _watch_advertised(self) -> None:
         told = self._config.cluster.advertise
@@ -254,8 +265,7 @@ class ServerProcess:
                 watch_advertised_name(told, self._context.degradations), "advertised name"
             )
 
-    def _make_node(self, role: str, label: str = "") -> Node:
-        first = not self._parts
+    def _make_node(self, role: str, label: str = "", *, first: bool = False) -> Node:
         node = self._membership.node(role, first=first, label=label)
         node.on_superseded = self._on_superseded
         self._drain.serve(node)
@@ -273,11 +283,7 @@ class ServerProcess:
 
             return RouterRole(self._context, node)
         if role == "worker":
-            from pdserve.launch.roles.worker import WorkerRole
-
-            worker = WorkerRole(self._context, node, self._on_given_up)
-            self._workers.append(worker)
-            return worker
+            return self._make_worker(node, self._config.worker, 0)
         from pdserve.launch.roles.frontend import FrontendRole
 
         own = [part.node.id for part in self._parts if part.node.config.role == "router"]
@@ -289,15 +295,22 @@ class ServerProcess:
     def _make_pair(self) -> None:
         """Creates a prefill worker and a decode worker; the latter reports for both."""
         from pdserve.launch.roles.all_in_one import worker_pair
+
+        for number, config in enumerate(worker_pair(self._config.worker)):
+            node = self._make_node("worker", config.mode)
+            self._parts.append(self._make_worker(node, config, number))
+
+    def _make_worker(self, node: Node, config: WorkerConfig, core: int) -> WorkerRole:
+        """Creates a worker whose engine is core `core` of the engine process."""
         from pdserve.launch.roles.worker import WorkerRole
 
-        for config, launcher in worker_pair(self._context):
-            node = self._make_node("worker", config.mode)
-            worker = WorkerRole(
-                self._context, node, self._on_given_up, config=config, launcher=launcher
-            )
-            self._workers.append(worker)
-            self._parts.append(worker)
+        assert self._engine is not None
+        launcher = functools.partial(self._engine.launcher, core)
+        worker = WorkerRole(
+            self._context, node, self._on_given_up, config=config, launcher=launcher
+        )
+        self._workers.append(worker)
+        return worker
 
     @property
     def _worker(self) -> WorkerRole | None:
@@ -462,6 +475,8 @@ class ServerProcess:
         for part, error in zip(ending, ends, strict=True):
             if error is not None:
                 _log.error("the %s did not close in order", part.node.config.role, exc_info=error)
+        if self._engine is not None:
+            await self._engine.discard()
         if self._probes is not None:
             await self._probes.stop()
         if self._door is not None:

@@ -13,7 +13,6 @@ from pdserve.clock import ManualClock
 from pdserve.engine_core import engine_loader
 from pdserve.engine_core.core import EngineCore
 from pdserve.engine_core.engine_loader import (
-    check_installed,
     installed_engines,
     load_core,
     missing_parts,
@@ -122,14 +121,6 @@ def test_entry_points_of_other_packages_count(
     )
     assert installed_engines() == ["mine"]
     assert isinstance(load_core("mine", ManualClock()), InstantCore)
-
-
-def test_a_library_that_is_missing_is_named_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs 'torch'.*pdserve\[torch\].*--engine sim"):
-        check_installed("torch")
-    check_installed("sim")
-    check_installed("mine:engine")
 
 
 def _register(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:

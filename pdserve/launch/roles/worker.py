@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from pdserve.engine.client import CoreClient, CoreClientOptions
-from pdserve.engine.launcher import ProcessLauncher
 from pdserve.engine.port import EngineState
-from pdserve.engine_core.engine_loader import check_installed
+from pdserve.engine_core.engine_libraries import check_installed
 from pdserve.launch.cpus import read_cpu_limits
+from pdserve.launch.early_engine import process_launcher
 from pdserve.launch.kept_secret import SecretKeeper
 from pdserve.launch.kv_tiers import (
     NewDirectory,
@@ -27,7 +27,7 @@ from pdserve.launch.kv_tiers import (
 from pdserve.launch.metrics_samples import sample_node
 from pdserve.launch.ready_message import loaded_line
 from pdserve.launch.recent_windows import EngineRecent
-from pdserve.launch.roles.base import engine_log_fields, node_card, node_report
+from pdserve.launch.roles.base import node_card, node_report
 from pdserve.runtime.status import StatusService
 from pdserve.runtime.traces import TraceService
 from pdserve.worker.card import shows_tools
@@ -83,7 +83,7 @@ class WorkerRole:
         self._config = config = dataclasses.replace(
             config, threads=threads, transfer=transfer, tiers=tiers
         )
-        self._launcher = launcher or functools.partial(_process, context)
+        self._launcher = launcher or functools.partial(process_launcher, context)
         self.node = node
         self.worker = WorkerNode(
             node,
@@ -278,13 +278,3 @@ def _tier_owner(context: RoleContext, config: WorkerConfig) -> str:
     """The worker's name on its disk: the same one after a restart."""
     name = context.config.cluster.node_name or context.membership.card("worker").host
     return name if config.mode == "aggregated" else f"{name}-{config.mode}"
-
-
-def _process(context: RoleContext) -> ProcessLauncher:
-    process = context.config.process
-    return ProcessLauncher(
-        log_format=process.log_format,
-        log_level=process.log_level,
-        log_fields=engine_log_fields(context),
-        on_line=context.screen.write_line,
-    )
