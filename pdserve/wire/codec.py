@@ -11,17 +11,15 @@ each package defines its own numbers.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
-from msgspec import inspect
 
 from pdserve.errors import ProtocolError
 from pdserve.token_ids import listed_ids, packed_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from pdserve.wire.parser import Buffer
 
@@ -30,11 +28,10 @@ __all__ = [
     "UNDECODABLE",
     "Method",
     "Notice",
-    "check_type",
+    "decoded_kinds",
     "decoder",
     "encode",
     "encoder_for",
-    "is_immutable",
 ]
 
 T = TypeVar("T")
@@ -67,11 +64,16 @@ UNDECODABLE: Final = (
 """All exceptions that a decoder raises for malformed bytes."""
 
 
+decoded_kinds: Final[list[Any]] = []
+"""Every type that this process decodes. Tests check them all (`type_check.py`); at start-up that
+would take tens of milliseconds."""
+
+
 def decoder(kind: type[T]) -> Callable[[Buffer], T]:
     """Makes a function from bytes to `kind`, which raises `ProtocolError` for malformed bytes.
-    Raises `TypeError` at once if `kind` could hold untyped data.
+    `kind` must pass `type_check.check_type`.
     """
-    check_type(kind)
+    decoded_kinds.append(kind)
     decode = msgspec.msgpack.Decoder(kind).decode
     name = getattr(kind, "__name__", str(kind))
 
@@ -97,7 +99,7 @@ class Method(Generic[Q, R]):
         self.name = name
         self.request = request
         self.decode_request: Callable[[Buffer], Q] = decoder(request)
-        check_type(reply)
+        decoded_kinds.append(reply)
         self.reply = reply
         self.unpack_reply: Callable[[Buffer], R] = msgspec.msgpack.Decoder(reply).decode
         """Decodes an answer and raises any of `UNDECODABLE`; saves the hot path a call."""
@@ -129,85 +131,3 @@ def _checked_number(number: int) -> int:
     if not 0 <= number < 1 << 16:
         raise ValueError(f"method number {number} does not fit 16 bits")
     return number
-
-
-_NAMED = (inspect.DataclassType, inspect.TypedDictType)
-
-
-def check_type(kind: Any) -> None:
-    """Raises `TypeError` if a value of `kind` could hold untyped data, or a Struct that is no
-    array. `msgspec.Raw` is allowed: it is bytes until a typed decoder reads them.
-    """
-    seen: set[int] = set()
-    waiting = [inspect.type_info(kind)]
-    while waiting:
-        info = waiting.pop()
-        if id(info) in seen:
-            continue
-        seen.add(id(info))
-        if isinstance(info, (inspect.AnyType, inspect.CustomType, inspect.ExtType)):
-            raise TypeError(f"{kind!r} holds an untyped field")
-        if isinstance(info, _NAMED) or (
-            isinstance(info, inspect.StructType) and not info.array_like
-        ):
-            raise TypeError(f"{info.cls.__name__} is not array_like: its names would travel")
-        waiting += _parts(info)
-
-
-_UNCHANGING: Final = (
-    inspect.NoneType,
-    inspect.BoolType,
-    inspect.IntType,
-    inspect.FloatType,
-    inspect.StrType,
-    inspect.BytesType,
-    inspect.LiteralType,
-    inspect.EnumType,
-    inspect.UnionType,
-    inspect.TupleType,
-    inspect.VarTupleType,
-    inspect.FrozenSetType,
-    inspect.Metadata,
-)
-"""Types whose values cannot change if those of their parts cannot."""
-
-
-def is_immutable(kind: Any) -> bool:
-    """True if no value of `kind` can change: frozen Structs of texts, numbers and tuples."""
-    return _is_immutable(kind)
-
-
-@cache
-def _is_immutable(kind: Any) -> bool:
-    seen: set[int] = set()
-    waiting = [inspect.type_info(kind)]
-    while waiting:
-        info = waiting.pop()
-        if id(info) in seen:
-            continue
-        seen.add(id(info))
-        if isinstance(info, inspect.StructType):
-            if not info.cls.__struct_config__.frozen:
-                return False
-        elif not isinstance(info, _UNCHANGING):
-            return False
-        waiting += _parts(info)
-    return True
-
-
-def _parts(info: inspect.Type) -> Iterator[inspect.Type]:
-    """The types directly inside a type."""
-    if isinstance(info, inspect.StructType):
-        for field in info.fields:
-            yield field.type
-    elif isinstance(info, inspect.UnionType):
-        yield from info.types
-    elif isinstance(info, (inspect.CollectionType, inspect.VarTupleType)):
-        yield info.item_type
-    elif isinstance(info, inspect.TupleType):
-        yield from info.item_types
-    elif isinstance(info, (inspect.DictType, inspect.FrozenDictType)):
-        yield info.key_type
-        yield info.value_type
-    elif isinstance(info, inspect.Metadata):
-        yield info.type

@@ -7,7 +7,7 @@ To both nodes a local link is like a link: messages arrive in order, after the c
 has run; each request has one answer, error or deadline; a caller that gives up cancels the work.
 When a life of either node ends, requests under way fail with `LinkLost`.
 
-Records that cannot change are passed as they are (`wire.codec.is_immutable`). Others are encoded
+Records that cannot change are passed as they are (`wire.type_check.is_immutable`). Others are encoded
 and decoded, so that no two nodes share what one of them may change. Streams use links (`net.link`):
 nodes of one process have those, too.
 """
@@ -28,10 +28,11 @@ from pdserve.errors import DeadlineExceeded, LinkLost, Overloaded, PdserveError
 from pdserve.ids import NodeLife, Seconds
 from pdserve.net.base import Peer
 from pdserve.net.lazy_deadline import LazyDeadline
-from pdserve.wire.codec import Method, encode, is_immutable
+from pdserve.wire.codec import Method, encode
 from pdserve.wire.error_codec import error_of, failure_of
 from pdserve.wire.handshake import Versions
 from pdserve.wire.limits import Limits
+from pdserve.wire.type_check import is_immutable
 
 if TYPE_CHECKING:
     from pdserve.ids import Epoch, NodeId

@@ -14,7 +14,8 @@ from pdserve.ids import NodeId
 from pdserve.runtime.peers import local_link
 from pdserve.runtime.peers.handlers import answers, hears
 from pdserve.runtime.rpc_methods import EXPLAIN, MOVE, RELEASE, ROUTE
-from pdserve.wire.codec import Method, Notice, is_immutable
+from pdserve.wire.codec import Method, Notice
+from pdserve.wire.type_check import is_immutable
 from tests.net.world import virtually
 from tests.runtime.cluster import Cluster, cluster
 from tests.support.net_support import ECHO, HANG, REFUSE, Echo
