@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.router.policies.loader import load_policy
-from pdserve.router.service import RouterService
+from pdserve.router.service import SETTLE, RouterService
 from pdserve.runtime.topics.service import Topics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pdserve.ids import Seconds
     from pdserve.messages.node import NodeCard
     from pdserve.observe.degraded import Degradations
     from pdserve.router.config import RouterConfig
@@ -50,11 +51,11 @@ class RouterNode:
             config, policy, node, self.topics, card, degradations, on_move=on_move
         )
 
-    async def join(self, seeds: tuple[str, ...] = ()) -> None:
-        """Joins the cluster and answers routing requests. `seeds`: addresses to join by, besides
-        the configured ones."""
+    async def join(self, seeds: tuple[str, ...] = (), *, settle: Seconds = SETTLE) -> None:
+        """Joins the cluster and answers routing requests after `settle` seconds. `seeds`: addresses
+        to join by, besides the configured ones."""
         await self.node.start(beside=seeds)
-        self.service.open()
+        self.service.open(settle)
 
     def drain(self) -> None:
         """Announces the drain, so that frontends use other routers; decisions made so far stay."""

@@ -75,7 +75,7 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_SETTLE: Final[Seconds] = 0.3
+SETTLE: Final[Seconds] = 0.3
 """Time for a router that has joined to receive workers and their load before frontends ask it."""
 _SETTLE_LIMIT: Final[Seconds] = 3.0
 """Most time that a router which has joined waits for the cards of the workers that it knows."""
@@ -165,15 +165,16 @@ class RouterService:
         if config.rebalance:
             self._moves_paced.start()
 
-    def open(self) -> None:
-        """The node has joined: take routing requests once the view has settled."""
+    def open(self, settle: Seconds = SETTLE) -> None:
+        """The node has joined: take routing requests once the view has settled, after `settle`
+        seconds at the earliest."""
         until = self._node.now() + _SETTLE_LIMIT
-        self._node.timers.call_later(_SETTLE, partial(self._settle, until))
+        self._node.timers.call_later(settle, partial(self._settle, until))
 
     def _settle(self, until: Seconds) -> None:
         """Publish the card, so that frontends ask, once each worker's card is known."""
         if self._node.now() < until and self._lacks_cards():
-            self._node.timers.call_later(_SETTLE, partial(self._settle, until))
+            self._node.timers.call_later(SETTLE, partial(self._settle, until))
             return
         self._open = True
         self._node.publish_card(self._card, {})

@@ -41,10 +41,12 @@ if TYPE_CHECKING:
 
 __all__ = ["NodeFactory"]
 
-_PRIVATE_GOSSIP = GossipConfig(ping_interval=60.0, sync_interval=300.0, reunion_interval=300.0)
+_PRIVATE_GOSSIP = GossipConfig(
+    gossip_interval=0.005, ping_interval=60.0, sync_interval=300.0, reunion_interval=300.0
+)
 _PRIVATE_LINKS = NetSettings(ping_after=60.0, silent_after=180.0)
 """Nodes of one process end together, and no network is between them: they need not watch each
-other."""
+other. News need not wait to travel together: a model is served as soon as it has loaded."""
 
 
 class NodeFactory:

@@ -11,6 +11,7 @@ from pdserve.launch.metrics_samples import sample_node
 from pdserve.launch.roles.base import node_card, node_report
 from pdserve.observe.node_metrics import RouterSample
 from pdserve.router.node import RouterNode
+from pdserve.router.service import SETTLE
 from pdserve.runtime.status import StatusService
 from pdserve.runtime.traces import TraceService
 
@@ -63,7 +64,9 @@ class RouterRole:
         """Does nothing: nothing can fail before joining."""
 
     async def join(self, seeds: tuple[str, ...] = ()) -> None:
-        await self.router.join(seeds)
+        # Without other processes there is nothing to hear before the first decision.
+        settle = 0.0 if self._context.membership.private else SETTLE
+        await self.router.join(seeds, settle=settle)
 
     async def drain(self, timeout: Seconds) -> None:
         """Announces the drain, so that frontends use other routers; decisions made so far stay."""
