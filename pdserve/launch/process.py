@@ -35,7 +35,6 @@ from pdserve.launch.config.resolve import has_worker_pair, roles_of
 from pdserve.launch.config.startup_log import log_config_sources, log_listening, warn_about_config
 from pdserve.launch.console import Console
 from pdserve.launch.drain import Drain, requests_in_words
-from pdserve.launch.early_engine import EarlyEngine
 from pdserve.launch.frontend_processes import is_child_frontend, with_shared_port
 from pdserve.launch.roles.base import RoleContext
 from pdserve.net.address import join
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.launch.cluster.admin_door import AdminDoor
     from pdserve.launch.config.resolve import Config
+    from pdserve.launch.early_engine import EarlyEngine
     from pdserve.launch.roles.base import Role
     from pdserve.launch.roles.frontend import FrontendRole
     from pdserve.launch.roles.worker import WorkerRole
@@ -249,14 +249,19 @@ class ServerProcess:
         names = roles_of(self._config)
         first = self._make_node(names[0], first=True)
         if "worker" in names:
-            self._engine = EarlyEngine(self._context)
-            await self._engine.start()
+            await self._start_engine()
         for name in names:
             if name == "worker" and has_worker_pair(self._config):
                 self._make_pair()
             else:
                 node = first if name == names[0] else self._make_node(name)
                 self._parts.append(self._make_part(name, node))
+
+    async def _start_engine(self) -> None:
+        from pdserve.launch.early_engine import EarlyEngine
+
+        self._engine = EarlyEngine(self._context)
+        await self._engine.start()
 
     def _watch_advertised(self) -> None:
         told = self._config.cluster.advertise

@@ -1,4 +1,4 @@
-"""Looks into types that travel: whether they are typed through and through, and whether they change.
+"""Looks into types that travel: are they typed through and through, and can their values change?
 
 A typed decoder refuses unexpected containers while it parses. An untyped field would accept any
 nesting and any size that a frame can hold. `check_type` is for tests, which call it for all

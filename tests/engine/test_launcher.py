@@ -80,3 +80,37 @@ async def test_lines_of_stderr_are_passed_on_and_the_last_one_kept():
         text = await launcher.ended()
     assert text == "exited with code 1: what it logged before says why"
     assert launcher.pid is not None
+
+
+async def test_a_process_that_starts_early_waits_for_its_launch():
+    launcher = ProcessLauncher(engine=ENGINE)
+    await launcher.start_early()
+    pid = launcher.pid
+    with await launcher.launch() as sock:
+        assert launcher.pid == pid
+        sock.sendall(START + STOP)
+        async with asyncio.timeout(20):
+            assert "0" in await launcher.ended()
+
+
+async def test_a_process_that_ends_before_its_launch_is_started_again():
+    launcher = ProcessLauncher()
+    await launcher.start_early()
+    first = launcher.pid
+    launcher.kill()
+    async with asyncio.timeout(20):
+        await launcher.ended()
+    with await launcher.launch() as sock:
+        assert launcher.pid != first
+        sock.sendall(START + STOP)
+        async with asyncio.timeout(20):
+            assert "exited with code 0" in await launcher.ended()
+
+
+async def test_a_process_that_is_never_launched_is_discarded():
+    launcher = ProcessLauncher()
+    await launcher.discard()
+    await launcher.start_early()
+    async with asyncio.timeout(20):
+        await launcher.discard()
+        assert "SIGKILL" in await launcher.ended()

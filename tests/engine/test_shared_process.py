@@ -285,6 +285,33 @@ async def test_the_first_who_launches_starts_the_process_for_all(shared: SharedC
         sock.close()
 
 
+async def test_a_process_that_starts_early_waits_for_all(shared: SharedCoreProcess):
+    await shared.start_early()
+    pid = shared.pid
+    assert pid is not None
+    launchers = [shared.launcher(member) for member in range(2)]
+    socks = [await launcher.launch() for launcher in launchers]
+    assert shared.pid == pid
+    await shared.discard()
+    assert not is_gone(pid)
+    for sock in socks:
+        sock.sendall(START + STOP)
+    await ended(*launchers)
+    assert is_gone(pid)
+    for sock in socks:
+        sock.close()
+
+
+async def test_a_process_in_which_no_core_was_launched_is_discarded(shared: SharedCoreProcess):
+    await shared.discard()
+    await shared.start_early()
+    pid = shared.pid
+    assert pid is not None
+    async with asyncio.timeout(20):
+        await shared.discard()
+    assert is_gone(pid)
+
+
 async def test_killing_by_one_ends_all(shared: SharedCoreProcess):
     launchers = [shared.launcher(member) for member in range(2)]
     assert await ended(launchers[0]) == ["never started"]

@@ -13,6 +13,7 @@ from pdserve.clock import ManualClock
 from pdserve.engine_core import engine_loader
 from pdserve.engine_core.core import EngineCore
 from pdserve.engine_core.engine_loader import (
+    import_early,
     installed_engines,
     load_core,
     missing_parts,
@@ -121,6 +122,12 @@ def test_entry_points_of_other_packages_count(
     )
     assert installed_engines() == ["mine"]
     assert isinstance(load_core("mine", ManualClock()), InstantCore)
+
+
+def test_errors_of_an_early_import_wait_for_the_load(module: types.ModuleType):
+    import_early("no_such_module_here:create")
+    with pytest.raises(ConfigError, match="no module 'no_such_module_here'"):
+        load_core("no_such_module_here:create", ManualClock())
 
 
 def _register(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:

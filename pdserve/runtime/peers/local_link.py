@@ -7,9 +7,9 @@ To both nodes a local link is like a link: messages arrive in order, after the c
 has run; each request has one answer, error or deadline; a caller that gives up cancels the work.
 When a life of either node ends, requests under way fail with `LinkLost`.
 
-Records that cannot change are passed as they are (`wire.type_check.is_immutable`). Others are encoded
-and decoded, so that no two nodes share what one of them may change. Streams use links (`net.link`):
-nodes of one process have those, too.
+Records that cannot change are passed as they are (`wire.type_check.is_immutable`). Others are
+encoded and decoded, so that no two nodes share what one of them may change. Streams use links
+(`net.link`): nodes of one process have those, too.
 """
 
 from __future__ import annotations
