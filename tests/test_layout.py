@@ -350,6 +350,7 @@ SCENARIOS = {
     "test_layout.py": "this file",
     "test_documents.py": "ARCHITECTURE.md, docs/glossary.md and the index of README.md",
     "test_reliability.py": "docs/reliability.md",
+    "test_start_imports.py": "what each role imports until it has joined",
     "text/chat/test_public_templates.py": "templates of many families, beside transformers",
     "text/test_models_page.py": "docs/models.md",
     "text/tool_parsers/test_enforced_schemas.py": "every format enforces random schemas",

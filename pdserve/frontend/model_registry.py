@@ -28,11 +28,9 @@ from pdserve.errors import (
 )
 from pdserve.protocols.completion_responses import Model
 from pdserve.protocols.unsupported_fields import shorten
-from pdserve.text.chat.chat_template import ChatTemplates
 from pdserve.text.reasoning_parsers import REASONING_PARSERS, reasoning_format
 from pdserve.text.text_pool import LARGE_CHARS
-from pdserve.text.tokenization.fast_encoder import SLOW, EncoderChoice
-from pdserve.text.tokenization.tokenizer import Tokenizer
+from pdserve.text.tokenization.encoder_choice import SLOW, EncoderChoice
 from pdserve.text.tool_parsers import TOOL_PARSERS, tool_format
 
 if TYPE_CHECKING:
@@ -41,8 +39,10 @@ if TYPE_CHECKING:
     from pdserve.frontend.access.api_keys import ApiKey
     from pdserve.frontend.dispatch.backend import Backend
     from pdserve.messages.card import ModelCard
+    from pdserve.text.chat.chat_template import ChatTemplates
     from pdserve.text.reasoning_parsers.base import ReasoningFormat
     from pdserve.text.text_pool import TextPool
+    from pdserve.text.tokenization.tokenizer import Tokenizer
     from pdserve.text.tool_parsers.base import ToolFormat
 
 logger = logging.getLogger("pdserve.frontend.models")
@@ -90,6 +90,10 @@ class PreparedModel:
 
         `modules`: formats `module:attribute` that may be imported. Errors: `ConfigError`.
         """
+        # Imported with the first model, in its thread: the server listens and joins before.
+        from pdserve.text.chat.chat_template import ChatTemplates
+        from pdserve.text.tokenization.tokenizer import Tokenizer
+
         templates = ChatTemplates.from_card(card)
         if "default" in templates.names:
             # Computed here, so that the first request does not wait for it.

@@ -5,9 +5,7 @@ Only the chosen format's module is imported. No I/O beyond imports.
 
 from __future__ import annotations
 
-import difflib
 import importlib
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ConfigError
@@ -64,6 +62,10 @@ def _instance(what: str, name: str, kind: type) -> object:
 
 def _registered(what: str, name: str, built_in: Collection[str], group: str) -> str:
     """The target of an installed entry point."""
+    # For a format of another package, and for errors; slow to import.
+    import difflib
+    from importlib.metadata import entry_points
+
     points = {point.name: point.value for point in entry_points(group=group)}
     if name in points:
         return points[name]

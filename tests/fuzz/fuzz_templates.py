@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from pdserve.errors import InvalidRequest
 from pdserve.text.chat.chat_template import ChatTemplate
-from pdserve.text.chat.template_sandbox import TemplateLimits
+from pdserve.text.chat.template_limits import TemplateLimits
 from tests.fuzz.input import Input, look_at_refusal
 
 __all__ = ["fuzz", "seeds"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def test_a_name_or_a_place_gives_an_instance() -> None:
 
 def test_an_entry_point_of_another_package_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("theirs", f"{__name__}:Whole", "pdserve.x")
-    monkeypatch.setattr(format_loader, "entry_points", lambda group: [point])
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point])
     assert isinstance(load("theirs"), Whole)
     with pytest.raises(ConfigError, match="did you mean 'theirs'"):
         load("their")

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from pdserve.errors import DeadlineExceeded, Draining, InvalidRequest, Overloaded
+from pdserve.text.chat.template_limits import TemplateLimits
 from pdserve.text.chat.template_process import TemplateProcess
-from pdserve.text.chat.template_sandbox import TemplateLimits
 from pdserve.text.text_pool import INLINE_FAST, TextPool, TextPoolStats
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from tests.text import builders

@@ -23,7 +23,8 @@ from pdserve.text.chat.chat_messages import (
     prepare_messages,
 )
 from pdserve.text.chat.message_forms import ProbedForms
-from pdserve.text.chat.template_sandbox import TemplateLimits, TemplateSandbox, metered
+from pdserve.text.chat.template_limits import TemplateLimits
+from pdserve.text.chat.template_sandbox import TemplateSandbox, metered
 from pdserve.text.tokenization.tokenizer_config import parse_tokenizer_config
 
 if TYPE_CHECKING:

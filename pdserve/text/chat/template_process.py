@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pdserve.errors import Draining, InvalidRequest, Unavailable
-from pdserve.text.chat.chat_template import ChatTemplate
-from pdserve.text.chat.template_sandbox import TemplateLimits
+from pdserve.text.chat.template_limits import TemplateLimits
 from pdserve.text.killable_process import KillableProcess, limit_cpu_time, receive_jobs, send_answer
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Bytes, Seconds
     from pdserve.text.chat.chat_messages import ChatMessage
+    from pdserve.text.chat.chat_template import ChatTemplate
 
 UNTRUSTED_LIMITS = TemplateLimits(
     source_chars=128 * 1024, output_chars=8 * 2**20, work_chars=32 * 2**20, seconds=2.0
@@ -194,6 +194,9 @@ def _rendered(job: _Job) -> str:
 def _compiled(
     source: str, special_tokens: tuple[tuple[str, str], ...], limits: tuple[Any, ...]
 ) -> ChatTemplate:
+    # Only the child imports the template language for it.
+    from pdserve.text.chat.chat_template import ChatTemplate
+
     return ChatTemplate(source, dict(special_tokens), limits=TemplateLimits(*limits))
 
 

@@ -17,7 +17,6 @@ import re
 import time
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -34,21 +33,7 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
     from jinja2.runtime import Context
 
-
-@dataclass(frozen=True, slots=True)
-class TemplateLimits:
-    """Limits of one rendering. Real templates use less than a hundredth of them."""
-
-    source_chars: int = 512 * 1024
-    """Most characters of the template itself; compiling is linear in it."""
-    output_chars: int = 64 * 2**20
-    """Most characters of the rendered prompt."""
-    work_chars: int = 256 * 2**20
-    """Most characters made while rendering, intermediate strings included: the bound on memory."""
-    steps: int = 5_000_000
-    """Most loop iterations, calls and operators."""
-    seconds: float = 5.0
-    """Longest wall-clock time, checked at every step."""
+    from pdserve.text.chat.template_limits import TemplateLimits
 
 
 class TemplateTooCostly(jinja2.TemplateError):

@@ -13,7 +13,6 @@ Threads: any number may encode at once; the interpreter lock is released for lon
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 from unicodedata import is_normalized
 
@@ -23,6 +22,7 @@ from pdserve.text.tokenization.byte_level_bpe import (
     Uncovered,
     read_byte_level_bpe,
 )
+from pdserve.text.tokenization.encoder_choice import EncoderChoice
 from pdserve.text.tokenization.probe_texts import PLAIN_TEXTS, texts_with
 from pdserve.text.tokenization.token_text_table import is_panic
 from pdserve.text.tokenization.unicode_classes import character_classes, normalizable_classes
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from pdserve.text.tokenization.byte_level_bpe import ByteLevelBpe
 
-__all__ = ["SLOW", "EncoderChoice", "FastEncoder", "choose_encoder", "find_difference"]
+__all__ = ["FastEncoder", "choose_encoder", "find_difference"]
 
 _SHOWN: Final = 60
 """Characters of a text that a log line shows."""
@@ -47,21 +47,6 @@ _APART: Final = re.compile(
 )
 """Some characters that begin anew when text is normalised: Latin, Cyrillic, Japanese, Chinese, and
 Korean ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderChoice:
-    """Says if the extension encodes the texts of a tokenizer, and if not, the reason."""
-
-    fast: bool
-    uncovered: str = ""
-    """What the extension does not cover; empty if it covers everything."""
-    difference: str = ""
-    """A text to which it gives other ids, or its error; empty if there is none."""
-
-
-SLOW: Final = EncoderChoice(fast=False)
-"""The choice of a tokenizer before `choose_encoder`."""
 
 
 class FastEncoder:

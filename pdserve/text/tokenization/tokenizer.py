@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from pdserve.messages.card import ModelCard
-    from pdserve.text.tokenization.fast_encoder import EncoderChoice, FastEncoder
+    from pdserve.text.tokenization.encoder_choice import EncoderChoice
+    from pdserve.text.tokenization.fast_encoder import FastEncoder
 
 # Without it the library warns on standard error when a process forks after a parallel encode.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -17,7 +17,7 @@ from pdserve.errors import ConfigError, InvalidRequest
 from pdserve.messages.card import ModelCard
 from pdserve.text.chat.chat_messages import MAX_NESTING
 from pdserve.text.chat.chat_template import ChatTemplate, ChatTemplates
-from pdserve.text.chat.template_sandbox import TemplateLimits
+from pdserve.text.chat.template_limits import TemplateLimits
 from tests.support.seeds import is_long, number_for, run_seed
 from tests.text import builders, templates
 

@@ -11,8 +11,8 @@ import pytest
 
 from pdserve.errors import Draining, InvalidRequest, Unavailable
 from pdserve.text.chat import template_process
+from pdserve.text.chat.template_limits import TemplateLimits
 from pdserve.text.chat.template_process import TemplateProcess
-from pdserve.text.chat.template_sandbox import TemplateLimits
 
 LIMITS = TemplateLimits(seconds=30.0)
 """More than anything here takes on the busiest machine."""

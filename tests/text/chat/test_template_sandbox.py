@@ -7,7 +7,7 @@ import pytest
 from pdserve.clock import ManualClock
 from pdserve.errors import InvalidRequest
 from pdserve.text.chat.chat_template import ChatTemplate
-from pdserve.text.chat.template_sandbox import TemplateLimits
+from pdserve.text.chat.template_limits import TemplateLimits
 
 LIMITS = TemplateLimits(steps=20_000, work_chars=2**20, seconds=30.0)
 MESSAGES = [{"role": "user", "content": "hello"}]
