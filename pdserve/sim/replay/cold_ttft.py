@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
@@ -14,13 +15,13 @@ from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.token_ids import token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
     from pdserve.engine_core.kit import Core
     from pdserve.ids import Seconds
     from pdserve.messages.engine import EngineSpec
 
-__all__ = ["cold_ttft_by_length"]
+__all__ = ["LengthTimes", "cold_ttft_by_length", "measured_lengths"]
 
 _PER_OCTAVE: Final = 4
 """Lengths that are measured; between them times are nearly linear."""
@@ -28,19 +29,16 @@ _FIRST: Final = 16
 _MOST_STEPS: Final = 100_000
 
 
-def cold_ttft_by_length(spec: EngineSpec, longest: int) -> Callable[[int], Seconds]:
-    """Seconds to the first token by prompt length, up to `longest`; `spec` should have no noise."""
-    lengths = [_FIRST]
-    while lengths[-1] < longest:
-        lengths.append(min(longest, int(lengths[-1] * 2 ** (1 / _PER_OCTAVE)) + 1))
-    clock = ManualClock()
-    core = load_core(spec.engine, clock)
-    # Without a prefix cache every prompt is cold.
-    core.load(replace(spec, prefix_cache=False), lambda progress: None)
-    times = [_measure(core, clock, number, length) for number, length in enumerate(lengths, 1)]
-    core.close()
+@dataclass(frozen=True, slots=True)
+class LengthTimes:
+    """Times by prompt length: measured at some lengths, interpolated between them."""
 
-    def time_of(length: int) -> Seconds:
+    lengths: Sequence[int]
+    """Ascending."""
+    times: Sequence[Seconds]
+
+    def __call__(self, length: int) -> Seconds:
+        lengths, times = self.lengths, self.times
         right = min(max(1, bisect_left(lengths, length)), len(lengths) - 1)
         if right == 0:
             return times[0]
@@ -48,7 +46,25 @@ def cold_ttft_by_length(spec: EngineSpec, longest: int) -> Callable[[int], Secon
         share = (length - a) / (b - a)
         return max(0.0, times[right - 1] + share * (times[right] - times[right - 1]))
 
-    return time_of
+
+def measured_lengths(longest: int, per_octave: int = _PER_OCTAVE) -> list[int]:
+    """The lengths to measure, so that `longest` is the last one."""
+    lengths = [_FIRST]
+    while lengths[-1] < longest:
+        lengths.append(min(longest, int(lengths[-1] * 2 ** (1 / per_octave)) + 1))
+    return lengths
+
+
+def cold_ttft_by_length(spec: EngineSpec, longest: int) -> LengthTimes:
+    """Seconds to the first token by prompt length, up to `longest`; `spec` should have no noise."""
+    lengths = measured_lengths(longest)
+    clock = ManualClock()
+    core = load_core(spec.engine, clock)
+    # Without a prefix cache every prompt is cold.
+    core.load(replace(spec, prefix_cache=False), lambda progress: None)
+    times = [_measure(core, clock, number, length) for number, length in enumerate(lengths, 1)]
+    core.close()
+    return LengthTimes(lengths, times)
 
 
 def _measure(core: Core, clock: ManualClock, number: int, length: int) -> Seconds:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pdserve.sim.replay.record import ReplayRecord
     from pdserve.sim.workloads.trace_request import TraceRequest
 
-__all__ = ["ReplayFailed", "ReplayResult", "ReplayWatch", "replay"]
+__all__ = ["ReplayFailed", "ReplayResult", "ReplayStopped", "ReplayWatch", "replay"]
 
 _SETTLE_LOOKS: Final = 30
 """Number of checks after the last request, once a second; unwanted prefills may still run."""
@@ -64,6 +64,10 @@ class ReplayFailed(RuntimeError):
     """Production code raised an unhandled exception, or its counts do not add up: a bug."""
 
 
+class ReplayStopped(Exception):
+    """The caller of a replay has seen enough."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
     """The result of a replay."""
@@ -94,18 +98,21 @@ def replay(
     trace: Iterator[TraceRequest],
     on_end: Callable[[ReplayRecord, Seconds], None] = lambda record, now: None,
     watch: ReplayWatch | None = None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> ReplayResult:
     """Run a replay; `on_end` is called with each request that ends, and the time. The result does
-    not depend on `watch`.
+    not depend on `watch`. `enough` is asked after each request.
 
     Errors: `ConfigError` for values that cannot work, `ReplayFailed` as soon as a callback has
-    raised an exception, and what reading the trace raises.
+    raised an exception, `ReplayStopped` as soon as `enough` is true, and what reading the trace
+    raises.
     """
     config.validate()
     loop = ReplayLoop()
     with _collecting_rarely():
         try:
-            return _until_a_problem(loop, _run(config, trace, on_end, watch or _NoWatch(), loop))
+            work = _run(config, trace, on_end, enough, watch or _NoWatch(), loop)
+            return _until_a_problem(loop, work)
         finally:
             _close(loop)
 
@@ -153,23 +160,34 @@ async def _run(
     config: ReplayConfig,
     trace: Iterator[TraceRequest],
     on_end: Callable[[ReplayRecord, Seconds], None],
+    enough: Callable[[], bool],
     watch: ReplayWatch,
     loop: ReplayLoop,
 ) -> ReplayResult:
+    def ended(record: ReplayRecord) -> None:
+        on_end(record, callers.now())
+        if enough():
+            callers.stop(ReplayStopped())
+
     cluster = ReplayCluster(config)
     await cluster.start()
     backends = [frontend.backend for frontend in cluster.frontends]
     callers = TraceClients(
         backends,
         trace,
-        on_end=lambda r: on_end(r, callers.now()),
+        on_end=ended,
         on_asked=watch.asked,
         patience=config.patience,
     )
     watch.begin(cluster.workers, callers.now)
     sampler = _Sampler(cluster, callers, config.sample_every)
-    await callers.run()
-    sampler.stop()
+    try:
+        await callers.run()
+    except ReplayStopped:
+        await cluster.stop()
+        raise
+    finally:
+        sampler.stop()
     left = await _settled(cluster)
     workers = [_counters(worker) for worker in cluster.workers]
     moved = _moved(cluster)

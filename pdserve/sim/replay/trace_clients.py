@@ -73,6 +73,11 @@ class TraceClients:
         self._next()
         await self._over
 
+    def stop(self, reason: Exception) -> None:
+        """End `run` with `reason`, whatever is still open."""
+        if not self._over.done():
+            self._over.set_exception(reason)
+
     # ------------------------------------------------------------------ request times
 
     def _next(self) -> None:
@@ -185,6 +190,9 @@ class TraceClients:
     def _end(
         self, request: TraceRequest, record: ReplayRecord, outcome: str, said: list[int] | None
     ) -> None:
+        if self._over.done():
+            # The cluster is stopped below requests that nobody wants to see the end of.
+            return
         record.outcome = outcome
         record.end = self.now()
         self._open -= 1
