@@ -1,0 +1,1 @@
+"""Searches the smallest cluster that keeps an objective, by replaying a trace."""
