@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from pdserve.cli.main import main
-from pdserve.cli.simulate.cluster_size import config_of_size, smallest_size
 from pdserve.cli.simulate.report import ReplayProgress
-from pdserve.sim.replay.config import ReplayConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SMALL = (
     *("simulate", "--generate", "shared-prefix", "--generate-option", "requests=30"),
@@ -49,36 +45,76 @@ def test_the_first_lines_say_what_was_replayed(capsys) -> None:
     )
 
 
-@pytest.mark.parametrize("least", [1, 2, 3, 7, 64, 65])
-def test_the_smallest_size_is_found_with_few_replays(least: int) -> None:
-    asked: list[int] = []
-
-    def meets(size: int) -> bool:
-        asked.append(size)
-        return size >= least
-
-    assert smallest_size(meets, 64) == (least if least <= 64 else None)
-    assert len(asked) == len(set(asked)) <= 13
-    assert max(asked) <= 64
+PLAN = (
+    *("simulate", "--generate", "unique", "--generate-option", "requests=60", "--plan"),
+    *("--generate-option", "rate=40", "--generate-option", "output=20", "--block-size", "64"),
+    *("--kv-tokens", "200000"),
+)
 
 
-def test_a_size_is_searched_for_an_slo(capsys) -> None:
-    flags = ("--generate", "unique", "--generate-option", "requests=40", "--block-size", "64")
-    load = ("--generate-option", "rate=40", "--generate-option", "output=20")
-    command = ("simulate", *flags, *load, "--kv-tokens", "200000", "--size", "--good", "95%")
-    assert main([*command, "--slo", "ttft=300"]) == 0
-    *rows, _, verdict = capsys.readouterr().out.splitlines()
-    found = int(verdict.split()[0])
-    shares = {int(row.split()[0]): row.split("ttft")[1].split()[0] for row in rows[1:]}
-    assert float(shares[found].rstrip("%")) >= 95
-    assert all(float(s.rstrip("%")) < 95 for size, s in shares.items() if size < found)
-    assert main([*command, "--slo", "ttft=0.001", "--most-workers", "2"]) == 1
-    assert "no size that was tried" in capsys.readouterr().out
+def test_a_plan_names_the_cheapest_cluster_and_what_binds_it(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "plan.json"
+    flags = ("--slo-ttft", "400ms", "--good", "95%", "--price", "2.5", "--modes", "aggregated")
+    assert main([*PLAN, *flags, "--json", str(path)]) == 0
+    printed = capsys.readouterr()
+    assert "unique at 1x, engine h100-8b, policy ttft, disagg rule" in printed.out
+    assert "objective: 95% of the requests with first token within 400ms" in printed.out
+    made = json.loads(path.read_text())
+    size = made["aggregated"]["workers"]
+    assert size > 1
+    assert f"answer: {size} aggregated workers, {2.5 * size:g} an hour" in printed.out
+    assert f"3 may with {size - 1} aggregated" in printed.out
+    by_size = {(one["workers"], one["seed"]): one["met"] for one in made["replays"]}
+    assert by_size[size, 0]
+    assert by_size[size, 1]
+    assert not by_size[size - 1, 0] or not by_size[size - 1, 1]
+    assert all(size <= made["answer"]["workers"] for (size, _), met in by_size.items() if not met)
 
 
-def test_prefill_and_decode_workers_grow_in_their_ratio() -> None:
-    config = config_of_size(ReplayConfig(workers=0, prefill=1, decode=3), 2)
-    assert (config.workers, config.prefill, config.decode) == (0, 2, 6)
+def test_the_documented_plan_runs(capsys) -> None:
+    page = (Path(__file__).parents[2] / "docs/simulation.md").read_text(encoding="utf-8")
+    [line] = [
+        line
+        for line in page.splitlines()
+        if line.startswith("    pdserve simulate") and "--plan" in line
+    ]
+    assert main(shlex.split(line)[1:]) == 0
+    assert "answer: " in capsys.readouterr().out
+
+
+def test_a_plan_without_an_answer_says_why(capsys) -> None:
+    assert main([*PLAN, "--slo-ttft", "300ms", "--most-workers", "1"]) == 1
+    said = capsys.readouterr().out
+    assert "no cluster of up to 1 workers keeps the objective: raise --most-workers" in said
+    assert "binds: ttft: at least 1 of 60 requests miss it, 0 may with 1 aggregated" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ("--slo-ttft", "1ms"),
+            "60 of 60 requests miss ttft on an idle worker, 0 may; the slowest",
+        ),
+        (("--slo-itl", "1ms"), "one request alone has 6.1 ms between its tokens, more than 1ms"),
+        (("--slo-itl", "1s", "--kv-tokens", "640"), "tokens, and a worker takes at most"),
+        ((), "--plan needs an objective, such as --slo-ttft 500ms"),
+        (("--slo-ttft", "1s", "--workers", "2"), "--workers has no effect beside --plan"),
+        (("--slo-ttft", "1s", "--modes", "both"), "'both' is not a choice of aggregated and split"),
+        (("--slo-ttft", "1s", "--seeds", "0"), "--seeds must be at least 1"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(flags, words: str, capsys) -> None:
+    assert main([*PLAN, *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_plan_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need the extra `plot`")
+    path = tmp_path / "plan.png"
+    flags = ("--slo-ttft", "5s", "--slo-itl", "1s@p90", "--modes", "aggregated")
+    assert main([*PLAN, *flags, "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("more", [(), SPLIT], ids=["aggregated", "split"])

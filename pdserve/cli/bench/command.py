@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pdserve import __version__
 from pdserve.cli.bench.arrivals import arrival_times, parse_burstiness
 from pdserve.cli.bench.report import comparison, record_as_json, report
-from pdserve.cli.bench.summary import BenchSlo, parse_slo, summarise
+from pdserve.cli.bench.summary import BenchSlo, summarise
 from pdserve.cli.bench.workload import (
     SampleRequest,
     length_sampler,
@@ -29,6 +29,7 @@ from pdserve.cli.bench.workload import (
 )
 from pdserve.cli.outputs import check_writable, write
 from pdserve.cli.parser import Parser, value_of
+from pdserve.cli.slo_flags import add_slo_flags, slo_of
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.launch import exit_codes
 from pdserve.launch.config import units
@@ -48,6 +49,7 @@ _BAR: Final = 30
 _DEFAULT_REQUESTS: Final = 100
 _INPUT_TOKENS: Final = "512"
 _OUTPUT_TOKENS: Final = "128"
+_SLO_NAMES: Final = ("ttft", "itl", "e2e")
 _SEEDS: Final = 1 << 31
 """Seeds are drawn below this: short enough to type again."""
 
@@ -99,19 +101,13 @@ def _parser() -> Parser:
     _add_workload(parser.add_argument_group("workload: what is asked"))
     _add_load(parser.add_argument_group("load: when it is asked"))
     output = parser.add_argument_group("output")
-    output.add_argument("--slo", metavar="LIMITS", default="", help=_SLO)
+    add_slo_flags(output, _SLO_NAMES, "Goodput is the rate of good requests.", "")
     output.add_argument(
         "--json", metavar="FILE", help="Write every request and all results to this file."
     )
     output.add_argument("--plot", metavar="FILE", help="Draw a PNG: times, and load over time.")
     output.add_argument("--compare", metavar="FILE", nargs=2, help="Two JSON files side by side.")
     return parser
-
-
-_SLO: Final = (
-    "Count requests as good within these milliseconds, such as ttft=500,itl=50,e2e=10000; itl is "
-    "the mean gap of a request."
-)
 
 
 def _add_target(group: argparse._ArgumentGroup) -> None:
@@ -253,10 +249,15 @@ def _plan(parsed: argparse.Namespace) -> _Plan:
         asks,
         total,
         list(warm_up_requests(warm, words=words, vocabulary=vocabulary, seed=seed)),
-        parse_slo(parsed.slo),
+        _slo(parsed),
         value_of("--timeout", units.parse_duration, parsed.timeout),
         _count("--retries", parsed.retries),
     )
+
+
+def _slo(parsed: argparse.Namespace) -> BenchSlo | None:
+    limits = slo_of(parsed, _SLO_NAMES).limits
+    return BenchSlo(**limits) if limits else None
 
 
 def _check_used(parsed: argparse.Namespace) -> None:

@@ -65,6 +65,7 @@ def _tails(numbers: dict[str, Any]) -> Iterator[str]:
             f"goodput       {numbers['good']} requests ({numbers['good_share']:.1%}), "
             f"{numbers['goodput']:.2f}/s"
         )
+    yield from _limits(numbers.get("slo", {}))
     if numbers["retries"]:
         yield f"retries       {numbers['retries']}"
     if numbers["workers"]:
@@ -79,6 +80,14 @@ def _tails(numbers: dict[str, Any]) -> Iterator[str]:
     )
     for warning in result_warnings(numbers):
         yield f"WARNING: {warning}"
+
+
+def _limits(results: dict[str, Any]) -> Iterator[str]:
+    for name, one in results.items():
+        line = f"  {name:<12}{one['kept']:.1%} within {one['limit'] * 1e3:g} ms"
+        if one["wanted"] is not None:
+            line += f", {one['wanted'] * 100:g}% wanted: {'kept' if one['met'] else 'MISSED'}"
+        yield line
 
 
 def record_as_json(record: BenchRecord) -> dict[str, Any]:

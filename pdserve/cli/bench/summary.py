@@ -6,16 +6,21 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from pdserve.errors import ConfigError
-from pdserve.launch.config.units import parse_limits
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pdserve.cli.bench.record import BenchRecord
     from pdserve.ids import Seconds
+    from pdserve.sim.capacity.objective import SloLimit
 
-__all__ = ["BenchSlo", "GeneratorStats", "parse_slo", "percentiles", "result_warnings", "summarise"]
+__all__ = [
+    "BenchSlo",
+    "GeneratorStats",
+    "percentiles",
+    "result_warnings",
+    "slo_results",
+    "summarise",
+]
 
 _SLIP: Final[Seconds] = 0.02
 """A p99 delay between intended and actual send times above this is reported."""
@@ -29,29 +34,36 @@ _CACHED: Final = 0.05
 class BenchSlo:
     """Limits that a good request keeps; None: no limit."""
 
-    ttft: Seconds | None = None
-    itl: Seconds | None = None
+    ttft: SloLimit | None = None
+    itl: SloLimit | None = None
     """Limit of the mean gap between a request's tokens."""
-    e2e: Seconds | None = None
+    e2e: SloLimit | None = None
+
+    @property
+    def limits(self) -> dict[str, SloLimit]:
+        """The limits by name."""
+        pairs = (("ttft", self.ttft), ("itl", self.itl), ("e2e", self.e2e))
+        return {name: limit for name, limit in pairs if limit is not None}
 
     def kept(self, record: BenchRecord) -> bool:
         """True if the request was answered completely and kept the limits."""
-        pairs = ((record.ttft, self.ttft), (record.tpot, self.itl), (record.e2e, self.e2e))
-        return record.completed and all(
-            most is None or value is None or value <= most for value, most in pairs
-        )
+        return all(self.kept_limit(record, name) for name in self.limits) and record.completed
+
+    def kept_limit(self, record: BenchRecord, name: str) -> bool:
+        """True if the request was answered completely and kept one limit."""
+        value = {"ttft": record.ttft, "itl": record.tpot, "e2e": record.e2e}[name]
+        return record.completed and (value is None or value <= self.limits[name].time)
 
 
-def parse_slo(text: str) -> BenchSlo | None:
-    """Reads `ttft=500,itl=50,e2e=10s`; numbers without a unit are milliseconds. Errors:
-    `ConfigError`."""
-    if not text:
-        return None
-    try:
-        limits, _ = parse_limits(text, ("ttft", "itl", "e2e"))
-    except ValueError as error:
-        raise ConfigError(f"--slo: {error}") from None
-    return BenchSlo(**limits)
+def slo_results(records: Sequence[BenchRecord], slo: BenchSlo, dropped: int) -> dict[str, Any]:
+    """The share of requests that kept each limit, and whether that is the share it names."""
+    total = max(1, len(records) + dropped)
+    found = {}
+    for name, limit in slo.limits.items():
+        kept = sum(slo.kept_limit(record, name) for record in records) / total
+        met = None if limit.share is None else kept >= limit.share
+        found[name] = {"limit": limit.time, "kept": kept, "wanted": limit.share, "met": met}
+    return found
 
 
 @dataclass(slots=True)
@@ -110,6 +122,7 @@ def summarise(
         "good": good,
         "good_share": None if good is None else good / max(1, len(records) + pace.dropped),
         "goodput": None if good is None else good / seconds,
+        "slo": slo_results(records, slo, pace.dropped) if slo else {},
         "workers": dict(sorted(Counter(r.worker for r in done if r.worker).items())),
         "slip": percentiles(record.sent - record.intended for record in records),
         "lag": percentiles(pace.lags),

@@ -9,20 +9,22 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pdserve.cli.outputs import check_writable, write
 from pdserve.cli.parser import Parser
-from pdserve.cli.simulate.report import ReplayProgress, cluster_text, report
+from pdserve.cli.simulate.report import ReplayProgress, cluster_text, engine_text, report
+from pdserve.cli.slo_flags import add_slo_flags, slo_of
 from pdserve.errors import ConfigError
 from pdserve.launch import exit_codes
 from pdserve.launch.config import units
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from pdserve.ids import Seconds
+    from pdserve.sim.capacity.objective import Objective
     from pdserve.sim.replay.config import ReplayConfig, ReplaySlo
     from pdserve.sim.replay.run import ReplayResult
     from pdserve.sim.workloads.trace_request import TraceRequest
@@ -30,10 +32,14 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
+T = TypeVar("T")
+
 
 def run(arguments: list[str]) -> int:
     """Replays the trace, prints a table and writes the requested files."""
     parsed = _parser().parse(arguments)
+    if not (parsed.plan or parsed.slo or parsed.slo_ttft or parsed.slo_itl):
+        parsed.slo = _DEFAULT_SLO
     from pdserve.sim.replay.plot import check_library, draw
     from pdserve.sim.replay.run import replay
     from pdserve.sim.workloads.transform import transform_trace
@@ -43,8 +49,8 @@ def run(arguments: list[str]) -> int:
     config = _config(parsed)
     config.validate()
     trace, shape = _trace(parsed), _shape(parsed)
-    if parsed.size:
-        return _size(parsed, config, lambda: transform_trace(trace, shape))
+    if parsed.plan:
+        return _plan(parsed, config, trace, shape)
     outputs = [Path(path) for path in (parsed.json, parsed.plot) if path]
     check_writable(outputs)
     progress = ReplayProgress(_counted(transform_trace(trace, shape)))
@@ -70,10 +76,11 @@ def _parser() -> Parser:
     )
     _add_trace(parser.add_argument_group("trace: who asks, and when"))
     _add_cluster(parser.add_argument_group("cluster: who answers"))
+    _add_plan(parser.add_argument_group("plan: how many workers, and in which modes"))
     _add_handoffs(parser.add_argument_group("prefill and decode on different workers"))
     _add_engine(parser.add_argument_group("engine: how long it takes"))
     output = parser.add_argument_group("output")
-    output.add_argument("--slo", metavar="LIMITS", default="ttft=1000,cold=2", help=_SLO)
+    add_slo_flags(output, _SLO_NAMES, _COLD, _DEFAULT_SLO)
     output.add_argument("--json", metavar="FILE", help="Write all results to this file.")
     output.add_argument(
         "--plot", metavar="FILE", help="Draw a PNG: time to first token, load, hit rate."
@@ -81,10 +88,10 @@ def _parser() -> Parser:
     return parser
 
 
-_SLO: Final = (
-    "A request is good within these limits, such as ttft=500,itl=50: time to first token and mean "
-    "gap between tokens, in milliseconds unless a unit is given (ttft=1s). cold=X allows a first "
-    "token X times the prompt's time on an idle worker in addition. [ttft=1000,cold=2]"
+_SLO_NAMES: Final = ("ttft", "itl")
+_DEFAULT_SLO: Final = "ttft=1000,cold=2"
+_COLD: Final = (
+    "cold=X allows a first token X times the prompt's time on an idle worker in addition."
 )
 
 
@@ -134,16 +141,6 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="Each frontend has a router of its own and asks it first, instead of --routers.",
     )
-    group.add_argument(
-        "--size",
-        action="store_true",
-        help="Find the smallest number of workers with which --good of the requests meet --slo. "
-        "With --prefill and --decode both numbers grow in this ratio.",
-    )
-    group.add_argument(
-        "--good", metavar="SHARE", type=_as_share, default="99%", help="For --size. [99%%]"
-    )
-    _count(group, "--most-workers", 256, "For --size: give up above this.")
     group.add_argument("--policy", metavar="NAME", default="", help="Routing policy.")
     _many(group, "--policy-option", "Option of the policy.")
     _many(group, "--router-option", "Option of the router, such as queue-order=fifo.")
@@ -153,7 +150,39 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
         default="0:1",
         help="Share of workers that are slower, and by which factor. [0:1]",
     )
-    _number(group, "--delay", 0.0002, "Network delay between nodes in seconds.")
+    group.add_argument(
+        "--delay",
+        metavar="TIME",
+        type=_as_duration,
+        default="200us",
+        help="Network delay between nodes. [200us]",
+    )
+
+
+def _add_plan(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--plan",
+        action="store_true",
+        help="Find the cheapest cluster that keeps --slo-ttft and --slo-itl, and what binds it.",
+    )
+    group.add_argument(
+        "--good",
+        metavar="SHARE",
+        type=_as_share,
+        default="99%",
+        help="Share of the requests that must keep the limits which name no share. [99%%]",
+    )
+    group.add_argument(
+        "--modes",
+        metavar="NAMES",
+        type=_as_modes,
+        default="aggregated,split",
+        help="aggregated, split (prefill and decode workers), or both. [aggregated,split]",
+    )
+    _number(group, "--price", 1.0, "Price of a worker and hour.")
+    _count(group, "--most-workers", 256, "No larger cluster is tried.")
+    _count(group, "--seeds", 2, "The answer and its neighbours are replayed with so many seeds.")
+    _count(group, "--processes", 0, "Replays at once, at most the number of cores; 0: all cores.")
 
 
 def _add_handoffs(group: argparse._ArgumentGroup) -> None:
@@ -248,49 +277,43 @@ def _as_count(text: str) -> int:
 
 def _as_size(text: str) -> int:
     """Bytes."""
-    from argparse import ArgumentTypeError
-
-    try:
-        return units.parse_size(text)
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from None
+    return _argument(units.parse_size, text)
 
 
 def _as_share(text: str) -> float:
     """`99%` or `0.99`."""
+    return _argument(units.parse_share, text)
+
+
+def _as_modes(text: str) -> tuple[str, ...]:
+    from pdserve.cli.simulate.plan import parse_modes
+
+    return _argument(parse_modes, text)
+
+
+def _argument(parse: Callable[[str], T], text: str) -> T:
     from argparse import ArgumentTypeError
 
     try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise ArgumentTypeError(f"{text!r} is not a share such as 99% or 0.99")
-    return share
+        return parse(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 def _as_rate(text: str) -> float:
     """Bytes per second."""
-    from argparse import ArgumentTypeError
+    return _argument(_bytes_per_second, text)
 
+
+def _bytes_per_second(text: str) -> float:
     size, _, per = text.partition("/")
-    try:
-        if per.strip() not in ("", "s"):
-            raise ValueError(f"{text!r} is not a rate such as 25GB/s")
-        return float(units.parse_size(size))
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from None
+    if per.strip() not in ("", "s"):
+        raise ValueError(f"{text!r} is not a rate such as 25GB/s")
+    return float(units.parse_size(size))
 
 
 def _as_duration(text: str) -> Seconds:
-    from argparse import ArgumentTypeError
-
-    try:
-        if text.endswith("us"):
-            return float(text.removesuffix("us")) / 1e6
-        return units.parse_duration(text)
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from None
+    return _argument(units.parse_duration, text)
 
 
 def _config(parsed: argparse.Namespace) -> ReplayConfig:
@@ -329,7 +352,7 @@ def _config(parsed: argparse.Namespace) -> ReplayConfig:
         max_batch_tokens=parsed.max_batch_tokens,
         max_sequences=parsed.max_sequences,
         delay=parsed.delay,
-        slo=_slo(parsed.slo),
+        slo=_slo(parsed),
     )
 
 
@@ -339,16 +362,28 @@ def _workers(parsed: argparse.Namespace) -> int:
     return 0 if parsed.prefill or parsed.decode else 4
 
 
-def _slo(text: str) -> ReplaySlo:
+def _slo(parsed: argparse.Namespace) -> ReplaySlo:
     from pdserve.sim.replay.config import ReplaySlo
 
-    try:
-        limits, (cold,) = units.parse_limits(text, ("ttft", "itl"), ("cold",))
-    except ValueError as error:
-        raise ConfigError(f"--slo: {error}") from None
+    slo = slo_of(parsed, _SLO_NAMES, cold=True)
     # Without a limit of its own the first token may take any time.
-    ttft = limits.get("ttft", 0.0 if cold else math.inf)
-    return ReplaySlo(ttft=ttft, cold=cold, itl=limits.get("itl", 0.0))
+    ttft = 0.0 if slo.cold else math.inf
+    if "ttft" in slo.limits:
+        ttft = slo.limits["ttft"].time
+    itl = slo.limits["itl"].time if "itl" in slo.limits else 0.0
+    return ReplaySlo(ttft=ttft, cold=slo.cold, itl=itl)
+
+
+def _objective(parsed: argparse.Namespace) -> Objective:
+    from pdserve.sim.capacity.objective import Objective, SloLimit
+
+    slo = slo_of(parsed, _SLO_NAMES, cold=True)
+    limits = slo.limits
+    if slo.cold:
+        limits.setdefault("ttft", SloLimit(0.0))
+    return Objective(
+        ttft=limits.get("ttft"), itl=limits.get("itl"), cold=slo.cold, good=parsed.good
+    )
 
 
 def _shape(parsed: argparse.Namespace) -> TraceTransform:
@@ -397,23 +432,27 @@ def _floats(flag: str, text: str, between: str, *counts: int) -> list[float]:
     return values
 
 
-def _size(
+def _plan(
     parsed: argparse.Namespace,
     config: ReplayConfig,
-    requests: Callable[[], Iterator[TraceRequest]],
+    trace: Iterable[TraceRequest],
+    shape: TraceTransform,
 ) -> int:
-    """Searches the cluster's size and prints every size tried."""
-    from pdserve.cli.simulate.cluster_size import search_size, table
+    """Searches the cheapest cluster that keeps the objective."""
+    from pdserve.cli.simulate.plan import run_plan
+    from pdserve.sim.capacity.trial import TrialPlan
+    from pdserve.sim.replay.cold_ttft import LengthTimes
 
-    if parsed.json or parsed.plot:
-        raise ConfigError("--size writes no file: replay the size it finds with --json or --plot")
-    total = _counted(requests())
-    found, tried = search_size(
-        config, requests, parsed.good, parsed.most_workers, lambda: ReplayProgress(total).ended
-    )
-    ReplayProgress.clear()
-    print(table(tried, found, parsed.good, config))
-    return exit_codes.OK if found else exit_codes.FAILED
+    title = {
+        "trace": _source(parsed),
+        "engine": engine_text(config),
+        "policy": config.policy or "ttft",
+        "disagg": config.disagg,
+        "modes": list(parsed.modes),
+        "most": parsed.most_workers,
+    }
+    unknown = LengthTimes((1,), (0.0,))
+    return run_plan(parsed, TrialPlan(config, trace, shape, _objective(parsed), unknown), title)
 
 
 # ---------------------------------------------------------------- files
@@ -425,8 +464,12 @@ def _counted(trace: Iterable[TraceRequest]) -> int:
 
 
 def _title(parsed: argparse.Namespace, config: ReplayConfig) -> str:
+    return f"{_source(parsed)}, {cluster_text(config)}, seed {parsed.seed}"
+
+
+def _source(parsed: argparse.Namespace) -> str:
     source = Path(parsed.trace).name if parsed.trace else parsed.generate
-    return f"{source} at {parsed.speed:g}x, {cluster_text(config)}, seed {parsed.seed}"
+    return f"{source} at {parsed.speed:g}x"
 
 
 def _as_text(parsed: argparse.Namespace, result: ReplayResult) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pdserve.sim.replay.record import ReplayRecord
     from pdserve.sim.replay.run import ReplayResult
 
-__all__ = ["ReplayProgress", "cluster_text", "report", "slo_text"]
+__all__ = ["ReplayProgress", "cluster_text", "engine_text", "report", "slo_text"]
 
 _DRAW_EVERY: Final[Seconds] = 0.2
 _BAR: Final = 30
@@ -68,10 +68,14 @@ def cluster_text(config: ReplayConfig) -> str:
     """The cluster in a few words: `8 x h200-8b, policy ttft`."""
     parts = [(config.workers, ""), (config.prefill, " prefill"), (config.decode, " decode")]
     workers = " + ".join(f"{count}{word}" for count, word in parts if count)
-    engine = config.engine_options.get("preset") or (
+    return f"{workers} x {engine_text(config)}, policy {config.policy or 'ttft'}"
+
+
+def engine_text(config: ReplayConfig) -> str:
+    """The GPU and model whose times are simulated."""
+    return config.engine_options.get("preset") or (
         "h100-8b" if config.engine == "sim" else config.engine
     )
-    return f"{workers} x {engine}, policy {config.policy or 'ttft'}"
 
 
 def slo_text(slo: ReplaySlo) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZES = {name.lower(): factor for name, factor in (_BINARY | _DECIMAL).items()}
-_DURATIONS = {"ms": 0.001, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATIONS = {"us": 1e-6, "ms": 0.001, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z%]*)")
 
 _TRUE = ("1", "true", "yes", "on")
@@ -98,7 +98,7 @@ def parse_pairs(parts: Iterable[str]) -> dict[str, str]:
 def parse_model_times(parts: Iterable[str]) -> dict[str, Seconds]:
     """Converts `500ms` and `model=2s` to times by model; the empty name is that of all others.
 
-    A time needs its unit, because a number alone is milliseconds in `parse_limits`, and seconds in
+    A time needs its unit, because a number alone is milliseconds in `bench --slo`, and seconds in
     `parse_duration`.
     """
     times: dict[str, Seconds] = {}
@@ -116,33 +116,6 @@ def parse_model_times(parts: Iterable[str]) -> dict[str, Seconds]:
             raise ValueError(f"{part.strip()!r} is the second time for {model or 'all models'}")
         times[model] = time
     return times
-
-
-def parse_limits(
-    text: str, times: tuple[str, ...], factors: tuple[str, ...] = ()
-) -> tuple[dict[str, Seconds], list[float]]:
-    """Converts `ttft=500,itl=50ms,cold=2` to times in seconds by name, and factors in order (0: not
-    given).
-
-    A time without a unit is in milliseconds.
-    """
-    found: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = (one.strip() for one in part.partition("="))
-        if name not in times + factors:
-            example = ",".join(f"{one}=500" for one in times)
-            raise ValueError(f"{part.strip()!r} is not of the form {example} (milliseconds)")
-        try:
-            number, unit = _quantity(value, "a number")
-            found[name] = number
-            if name in times:
-                found[name] = parse_duration(value) if unit else number / 1000
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        if not found[name] > 0:
-            raise ValueError(f"{name}={value} must be more than 0")
-    limits = {name: found[name] for name in times if name in found}
-    return limits, [found.get(name, 0.0) for name in factors]
 
 
 def parse_count(text: str, least: int = 0, most: int | None = None) -> int:
