@@ -8,6 +8,7 @@ file does not encode, and does not know `tokenizers`.
 from __future__ import annotations
 
 from array import array
+from codecs import charmap_build, charmap_encode
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
@@ -177,13 +178,17 @@ def _single_bytes(vocab: Mapping[str, int], letters: Sequence[str]) -> list[int]
 
 
 def _whole(vocab: Mapping[str, int], letters: Sequence[str]) -> list[tuple[bytes, int]]:
-    values = {ord(letter): chr(byte) for byte, letter in enumerate(letters)}
-    known = {letter: None for letter in letters}
-    return [
-        (token.translate(values).encode("latin-1"), token_id)
-        for token, token_id in vocab.items()
-        if token and all(letter in known for letter in token)
-    ]
+    table = charmap_build("".join(letters))
+    pairs = ((_bytes_of(token, table), token_id) for token, token_id in vocab.items())
+    return [(piece, token_id) for piece, token_id in pairs if piece]
+
+
+def _bytes_of(token: str, table: Any) -> bytes | None:
+    """The bytes that a token's letters stand for; None if it has other characters."""
+    try:
+        return charmap_encode(token, "strict", table)[0]
+    except UnicodeEncodeError:
+        return None
 
 
 def _byte_letters() -> list[str]:

@@ -49,11 +49,18 @@ def plan_cuts(raw: tokenizers.Tokenizer) -> dict[str, int] | None:
     added = raw.get_added_tokens_decoder()
     if any(token.lstrip or token.rstrip or token.single_word for token in added.values()):
         return None
-    described: dict[str, Any] = json.loads(raw.to_str())
-    if described["model"].get("dropout") or not _sees_only_its_piece(described["pre_tokenizer"]):
+    if getattr(raw.model, "dropout", None) or not _sees_only_its_piece(_pre_tokenizer(raw)):
         return None
     cuts = {token.content: id for id, token in added.items() if not token.normalized}
     return cuts or None
+
+
+def _pre_tokenizer(raw: tokenizers.Tokenizer) -> dict[str, Any] | None:
+    """The description of the pre-tokenizer alone; that of the tokenizer has the vocabulary."""
+    if raw.pre_tokenizer is None:
+        return None
+    described: dict[str, Any] = json.loads(raw.pre_tokenizer.__getstate__())
+    return described
 
 
 def _sees_only_its_piece(pre_tokenizer: dict[str, Any] | None) -> bool:

@@ -54,6 +54,14 @@ def test_whole_pieces_are_the_vocabulary_in_bytes():
     assert "<think 漢>".encode() not in found
 
 
+def test_a_token_with_another_character_is_no_whole_piece():
+    vocab = FILE["model"]["vocab"]
+    odd = {"a b": len(vocab), "\u010aa": len(vocab) + 1, "漢": len(vocab) + 2, "": len(vocab) + 3}
+    found = read(model={"ignore_merges": True, "vocab": vocab | odd}).whole
+    assert (b"\na", len(vocab) + 1) in found
+    assert {token_id for _, token_id in found}.isdisjoint({odd["a b"], odd["漢"], odd[""]})
+
+
 @pytest.mark.parametrize(
     ("changes", "part"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
+from pdserve.text.tokenization import tokenization_cache
 from pdserve.text.tokenization.tokenization_cache import TokenizationCache, plan_cuts
 from pdserve.token_ids import TokenIds, token_ids
 from tests.support.seeds import is_long, number_for, run_seed
@@ -132,6 +134,22 @@ def test_a_pre_tokenizer_that_knows_where_a_text_begins_forbids_cuts():
             [pre_tokenizers.Digits(), pre_tokenizers.Metaspace(prepend_scheme=scheme)]
         )
         assert (plan_cuts(raw) is not None) is fine
+
+
+def test_a_model_that_leaves_merges_out_forbids_cuts():
+    raw = copy_of(builders.byte_level())
+    assert plan_cuts(raw) is not None
+    raw.model.dropout = 0.5
+    assert plan_cuts(raw) is None
+    raw.model.dropout = None
+    raw.pre_tokenizer = None
+    assert plan_cuts(raw) is not None
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_the_pre_tokenizer_is_described_as_in_the_file(build):
+    raw = build()
+    assert tokenization_cache._pre_tokenizer(raw) == json.loads(raw.to_str())["pre_tokenizer"]
 
 
 def test_threads_share_one_memory():
