@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from pdserve.perf_model.latency_model import LatencyModel
 from pdserve.perf_model.prediction_error import ErrorSummary, ErrorTracker, RatioWindow, bucket_of
 from pdserve.perf_model.regression import (
@@ -45,6 +47,8 @@ class PredictorConfig:
     """Number of a worker's first observations that do not count: it compiles kernels then."""
     refit_every: int = 50
     """Observations between two fits of the prefill time; the first comes after `first_fit`."""
+    settled_error: float = 0.05
+    """Relative error below which fits are four times as rare: they would change nothing."""
     first_fit: int = 20
     refit_steps: int = 200
     """Load reports between two fits of the decode step time."""
@@ -60,8 +64,7 @@ class PredictorConfig:
     """Most served models that are remembered."""
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
+class Observation(Struct, frozen=True):
     """What a router observed of one request up to its first token."""
 
     model: str
@@ -346,12 +349,20 @@ class Predictor:
         seconds, tokens = model.per_token
         model.per_token = (seconds * _FADE + work, tokens * _FADE + uncached)
         model.new_prompts += 1
-        enough = self._config.refit_every if model.fits else self._config.first_fit
+        enough = self._fit_after(model)
         # After prompts of a new kind, the model is fitted again soon.
         if fresh:
             model.new_prompts = max(model.new_prompts, enough - _SOON)
         if model.new_prompts >= enough:
             self._refit(seen.model, model)
+
+    def _fit_after(self, model: _Model) -> int:
+        """Observations from one fit to the next."""
+        config = self._config
+        if not model.fits:
+            return config.first_fit
+        settled = model.error.value < config.settled_error
+        return config.refit_every * (_RARER if settled else 1)
 
     def _refit(self, name: str, model: _Model) -> None:
         model.new_prompts = 0
@@ -388,3 +399,4 @@ _OUTLIER = 8.0
 _SOON = 5
 """Number of observations from the first of a new kind of prompts to the next fit."""
 _FADE = 0.995
+_RARER = 4

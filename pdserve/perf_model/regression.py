@@ -91,7 +91,8 @@ def fit_nonnegative(
 
 def _scaled(prior: Coefficients, rows: Iterable[RegressionRow]) -> Coefficients:
     """The prior, times what fits best: relative errors of both directions count alike."""
-    ratios = sorted(row.y / row.predicted(prior) for row in rows)
+    p0, p1, p2 = prior
+    ratios = sorted([y / (p0 + p1 * x1 + p2 * x2) for x1, x2, y in rows])
     scale = ratios[len(ratios) // 2] if ratios else 1.0
     return prior[0] * scale, prior[1] * scale, prior[2] * scale
 

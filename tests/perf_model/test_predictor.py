@@ -86,6 +86,20 @@ def test_before_enough_was_seen_it_says_so():
     assert predictor.model("m").fitted
 
 
+def test_fits_are_rare_while_they_would_change_nothing():
+    def fits(noise: float) -> int:
+        predictor, random, models = Predictor(), Random(1), [LatencyModel()]
+        for second in range(1000):
+            work = TRUTH.prefill(1000) * random.lognormvariate(0, noise)
+            predictor.observe(second, seen(FAST[0], work_seconds=work))
+            if predictor.model("m") != models[-1]:
+                models.append(predictor.model("m"))
+        return len(models) - 1
+
+    assert 1 <= fits(0.01) <= 8
+    assert fits(0.3) >= 15
+
+
 def test_a_workers_first_requests_do_not_count():
     predictor = Predictor(PredictorConfig(skip=3, first_fit=5))
     for worker in FAST:
