@@ -35,6 +35,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from msgspec import Struct
+
 from pdserve.ids import Bytes, NodeLife
 from pdserve.messages.routing import BookingRecord
 from pdserve.messages.tiers import LaneName
@@ -76,6 +78,8 @@ class BookingEnd(Enum):
     FRONTEND_GONE = "asker_gone"
     NEVER_SEEN = "never_seen"
     """Its worker did not report it in time."""
+
+    __hash__ = object.__hash__  # Enum's own is written in Python
 
 
 class BookedLoad(NamedTuple):
@@ -126,8 +130,7 @@ class DecisionBasis(NamedTuple):
     """True if only some workers of the model could take the request."""
 
 
-@dataclass(frozen=True, slots=True)
-class Booking:
+class Booking(Struct, frozen=True):
     """A request's place at one worker."""
 
     id: int

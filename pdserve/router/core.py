@@ -22,12 +22,14 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, log
 from operator import attrgetter
 from random import Random
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from pdserve.blocks.hashing import SHORT_HASH_BYTES
 from pdserve.errors import ConfigError, DeadlineExceeded, Draining, Overloaded, PdserveError
@@ -489,7 +491,8 @@ class RouterCore:
             last = self._random.choice(workers).node
         index, queue = self.index, self._queues.get(request.model)
         found = index.find(now, _reusable(request), request.names_id)
-        learnt = self.predictor.model(self.pool.model_of(workers[0].node))
+        name = self.pool.model_of(workers[0].node)
+        learnt = self.predictor.model(name)
         holders = self._holders(request) if self.pool.tiered else ()
         routed = self._wants_routed
         return RoutingState(
@@ -502,7 +505,7 @@ class RouterCore:
             routed=index.routed(now, request.names) if routed else _NOTHING,
             routed_blocks=index.routed_blocks() if routed else _NOTHING,
             model=learnt,
-            elsewhere=self._elsewhere(self.pool.model_of(workers[0].node)),
+            elsewhere=self._elsewhere(name),
             held=len(queue) if queue else 0,
             holders=holders,
             onboarding=onboarding_plans(

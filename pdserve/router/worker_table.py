@@ -93,6 +93,8 @@ class WorkerEligibility(Enum):
     PREFILL = "prefill"
     """Never chosen: other workers use it through the prefill queue."""
 
+    __hash__ = object.__hash__  # Enum's own is written in Python, and views are kept by these
+
 
 @dataclass(frozen=True, slots=True)
 class ModelView:

@@ -59,7 +59,7 @@ def some_states(count: int = 200) -> Iterator[RoutingState]:
         yield state_of(workers, last=random.choice(("", *nodes, "k")))
 
 
-class _Counting(WorkerView):
+class _Counting(WorkerView, frozen=True):
     """Counts how often a policy looks at a worker."""
 
     looks: ClassVar[int] = 0

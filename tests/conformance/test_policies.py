@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
@@ -26,6 +25,7 @@ from pdserve.router.policies.sticky import Sticky
 from pdserve.router.policies.ttft import Ttft
 from pdserve.router.policies.weighted import Weighted
 from pdserve.testing.policy_conformance import PolicyConformance
+from tests.support.records import replace
 
 if TYPE_CHECKING:
     from random import Random

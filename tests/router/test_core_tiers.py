@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from pdserve.router.policies.random import choose as anyone
 from pdserve.router.policies.ttft import Ttft
 from tests.router.prefix_index.support import Pool, names
 from tests.router.support import booked, facts, life, load, route
+from tests.support.records import replace
 
 if TYPE_CHECKING:
     from pdserve.router.bookings import Booking

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from tests.router import test_bookings_work as bookings
 from tests.router import test_core_tiers as decisions
 from tests.router import test_kv_sources as sources
 from tests.router import test_onboarding as plans
+from tests.support.records import replace
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

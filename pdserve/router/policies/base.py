@@ -21,6 +21,8 @@ from operator import attrgetter
 from random import Random
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from msgspec import Struct
+
 from pdserve.messages.routing import RouteRequest
 from pdserve.perf_model.latency_model import LatencyModel
 
@@ -55,11 +57,12 @@ class WorkerKv:
 
 
 _NO_KV = WorkerKv()
+_UNLEARNT = LatencyModel()
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerView:
-    """One worker as a policy sees it at the moment of the decision."""
+class WorkerView(Struct, frozen=True):
+    """One worker as a policy sees it at the moment of the decision. A Struct, because two are made
+    for each request, and a frozen dataclass costs four times as much."""
 
     node: NodeId
     epoch: Epoch
@@ -116,9 +119,8 @@ class WorkerView:
         return max(0.0, self.work - min(max(0.0, now - self.as_of), 0.9 * self.head))
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingState:
-    """The snapshot on which a decision rests."""
+class RoutingState(Struct, frozen=True):
+    """The snapshot on which a decision rests; a Struct as `WorkerView` is."""
 
     workers: tuple[WorkerView, ...]
     """Workers that may be chosen, at least one, by rising node id."""
@@ -127,21 +129,21 @@ class RoutingState:
     count: int = 0
     """Decisions made by this router so far."""
     now: Seconds = 0.0
-    overlaps: Mapping[NodeId, int] = field(default_factory=dict)
+    overlaps: Mapping[NodeId, int] = {}
     """Leading prompt blocks in each worker's device tier; a missing worker has none. May contain
     workers that may not be chosen.
     """
-    lower: Mapping[NodeId, tuple[int, int]] = field(default_factory=dict)
+    lower: Mapping[NodeId, tuple[int, int]] = {}
     """Per worker, leading prompt blocks in device and host tiers, and in device, host and disk
     tiers; a missing worker has what `overlaps` says.
     """
-    routed: Mapping[NodeId, int] = field(default_factory=dict)
+    routed: Mapping[NodeId, int] = {}
     """Leading prompt blocks that this router sent to each worker recently, cached or not; filled
     only for policies with `needs_routed`.
     """
-    routed_blocks: Mapping[NodeId, int] = field(default_factory=dict)
+    routed_blocks: Mapping[NodeId, int] = {}
     """Blocks remembered as sent, per worker."""
-    model: LatencyModel = field(default_factory=LatencyModel)
+    model: LatencyModel = _UNLEARNT
     """Learnt latency model of prefills and steps; the same for all workers, times their `speed`."""
     elsewhere: RemotePrefillEstimate | None = None
     """Learnt time of remote prefill, for `decode` workers; None: no prefill workers, or unknown."""
@@ -150,7 +152,7 @@ class RoutingState:
     holders: Sequence[KvHolder] = ()
     """Workers that can send leading blocks of the prompt, longest first; filled only if some worker
     has tiers."""
-    onboarding: Mapping[NodeId, Onboarding] = field(default_factory=dict)
+    onboarding: Mapping[NodeId, Onboarding] = {}
     """Per worker, how it would get a longer prefix from lower tiers or from another worker; a
     missing worker would use what its device has."""
 

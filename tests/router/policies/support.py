@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace as replaced
 
 from pdserve.testing.policy_conformance import ROUTE_REQUEST, state_of, view
+from tests.support.records import replace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import replace
 from itertools import pairwise, product
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from pdserve.router.policies.loader import load_policy
 from pdserve.router.policies.ttft import Ttft
 from tests.router.policies.support import ask, snapshot, weighed, worker
 from tests.router.support import life
+from tests.support.records import replace
 
 if TYPE_CHECKING:
     from pdserve.messages.routing import RouteRequest
