@@ -2,19 +2,26 @@
 
     python bench/startup.py [--rounds N] [--write bench/results/startup.md]
 
-Real processes run with `--engine=instant` and the bundled model. The arms take turns. Figures are
-medians over rounds with their range, ratios are medians of each round's ratio. A process serves
-when a request is answered: by the process itself (all in one), or by a cluster that lacked just
-this process. Nothing passes or fails.
+Real processes run with the bundled model and `--engine=instant`, where no other engine is named.
+The arms take turns. Figures are medians over rounds with their range, ratios are medians of each
+round's ratio. A process serves when a request is answered: by the process itself (all in one), or
+by a cluster that lacked just this process. One arm's worker has a tokenizer of 131,000 tokens,
+which is made here. Before the first round all modules are compiled. Nothing passes or fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
+import compileall
 import contextlib
+import functools
 import http.client
+import json
 import os
+import random
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -22,10 +29,12 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import pdserve
+import pdserve_engines
 from bench.machine import facts
 from tests.chaos.cluster import Cluster, Node, free_port
 from tests.chaos.load import ask
@@ -36,6 +45,10 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 MIB = 1 << 20
 PATIENCE = 60.0
+BUNDLED = Path(pdserve.__file__).parent / "bundled"
+LARGE = 131_000
+_LONGEST = 14
+"""Characters of the longest token that is drawn."""
 _SETTLE = 1.5
 """Seconds in which an engine loads, and caches of files are written."""
 
@@ -62,31 +75,64 @@ def python(code: str) -> tuple[float, float]:
     return time.time() - began, int(done.stdout) * resource.getpagesize() / MIB
 
 
-def served(frontend: Node) -> None:
-    """Sends requests without a pause until one is answered."""
+def until(holds: Callable[[], bool]) -> None:
+    """Asks without a pause until a request is answered as wanted."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, http.client.HTTPException):
-            if ask(frontend, max_tokens=1).status == 200:
+            if holds():
                 return
         time.sleep(0.005)
     raise TimeoutError("nothing is served")
 
 
-def all_in_one() -> tuple[float, float]:
-    """Starts one process with all roles."""
-    with cluster() as one:
-        began = time.time()
-        node = one.start("all-in-one", "", "--engine", "instant")
-        return node.wait_said("ready: ") - began, node.rss() / MIB
+def served(frontend: Node | PortOnly) -> None:
+    """Waits until a request is answered."""
+    until(lambda: ask(frontend, max_tokens=1).status == 200)  # type: ignore[arg-type]
 
 
-def with_others(role: str) -> Callable[[], tuple[float, float]]:
-    """Starts a cluster that lacks one role; the frontend's port is known before it starts."""
+def lives(frontend: PortOnly) -> None:
+    """Waits until `/live` is answered."""
+
+    def answered() -> bool:
+        connection = http.client.HTTPConnection(frontend.host, frontend.port, timeout=PATIENCE)
+        with contextlib.closing(connection):
+            connection.request("GET", "/live")
+            return connection.getresponse().status == 200
+
+    until(answered)
+
+
+def all_in_one(
+    engine: str, wait: Callable[[PortOnly], None] = served
+) -> Callable[[], tuple[float, float]]:
+    """Starts one process with all roles, and waits for its first answer."""
 
     def run() -> tuple[float, float]:
         with cluster() as one:
-            roles = {"router": one.router, "worker": one.worker, "frontend": one.frontend}
+            port = PortOnly(free_port())
+            began = time.time()
+            node = one.start("all-in-one", "", "--engine", engine, "--port", str(port.port))
+            wait(port)
+            return time.time() - began, node.rss() / MIB
+
+    return run
+
+
+def with_others(
+    role: str, model: Callable[[], Path] | None = None
+) -> Callable[[], tuple[float, float]]:
+    """Starts a cluster that lacks one role; the frontend's port is known before it starts. Workers
+    serve the model in the folder that `model` makes."""
+
+    def run() -> tuple[float, float]:
+        with cluster() as one:
+            folder = "" if model is None else model()
+            roles = {
+                "router": one.router,
+                "worker": lambda: one.worker(model=folder),
+                "frontend": one.frontend,
+            }
             others = {name: start() for name, start in roles.items() if name != role}
             for node in others.values():
                 node.wait_said(f"{node.name} at")
@@ -94,12 +140,45 @@ def with_others(role: str) -> Callable[[], tuple[float, float]]:
             port = free_port()
             began = time.time()
             node = one.frontend("--port", str(port)) if role == "frontend" else roles[role]()
-            frontend = others.get("frontend") or PortOnly(port)
-            served(frontend)  # type: ignore[arg-type]
+            served(others.get("frontend") or PortOnly(port))
             took = time.time() - began
             return took, node.rss() / MIB
 
     return run
+
+
+@functools.cache
+def large_model() -> Path:
+    """A model's folder with a tokenizer of 131,000 tokens."""
+    made = Path(tempfile.mkdtemp(prefix="pdserve-startup-"))
+    _ = atexit.register(shutil.rmtree, made, ignore_errors=True)
+    folder = Path(shutil.copytree(BUNDLED, made / BUNDLED.name))
+    change(folder / "tokenizer.json", lambda file: add_words(file["model"]))
+    change(folder / "config.json", lambda file: file.update(vocab_size=2 * LARGE))
+    return folder
+
+
+def change(path: Path, how: Callable[[dict[str, Any]], None]) -> None:
+    """Changes what a JSON file describes."""
+    described = json.loads(path.read_text())
+    how(described)
+    path.write_text(json.dumps(described))
+
+
+def add_words(model: dict[str, Any]) -> None:
+    """Adds merges of random tokens to a byte-level BPE model, up to `LARGE` tokens."""
+    draw = random.Random(0)
+    vocab, merges = model["vocab"], model["merges"]
+    known = [token for token in vocab if token.isascii() and token.isalpha()]
+    taken = max(vocab.values())
+    while len(vocab) < LARGE:
+        left, right = draw.choice(known), draw.choice(known)
+        if len(left + right) > _LONGEST or left + right in vocab:
+            continue
+        taken += 1
+        vocab[left + right] = taken
+        merges.append([left, right])
+        known.append(left + right)
 
 
 class PortOnly:
@@ -117,7 +196,7 @@ def three_at_once() -> tuple[float, float]:
         port = free_port()
         began = time.time()
         nodes = [one.router(), one.worker(), one.frontend("--port", str(port))]
-        served(PortOnly(port))  # type: ignore[arg-type]
+        served(PortOnly(port))
         took = time.time() - began
         return took, max(node.rss() for node in nodes) / MIB
 
@@ -137,12 +216,17 @@ def cluster():  # type: ignore[no-untyped-def]
 ARMS = (
     Arm("python -c pass", lambda: python("pass")),
     Arm("import aiohttp.web", lambda: python("import aiohttp.web")),
-    Arm("pdserve, all in one", all_in_one),
+    Arm("import torch", lambda: python("import torch")),
+    Arm("all in one: /live", all_in_one("instant", lives)),
+    Arm("all in one: answers", all_in_one("instant")),
+    Arm("all in one with torch: /live", all_in_one("torch", lives)),
+    Arm("all in one with torch: answers", all_in_one("torch")),
+    Arm("a router", lambda: router_alone()),
     Arm("a frontend joins", with_others("frontend")),
+    Arm("a frontend joins, 131,000 tokens", with_others("frontend", large_model)),
     Arm("a worker joins", with_others("worker")),
     Arm("three shells at once", three_at_once),
 )
-ROUTER = Arm("a router", lambda: router_alone())
 
 
 def router_alone() -> tuple[float, float]:
@@ -175,9 +259,10 @@ def report(arms: list[Arm], rounds: int) -> str:
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     return f"""# Start-up
 
-From exec to the first answer, with `--engine=instant` and the bundled model; medians of {rounds}
-rounds in which all arms took turns, and ranges. Repeat with `python bench/startup.py`. Resident
-memory is that of the node's own process; of three shells it is the largest one's.
+From exec to the first answer, with the bundled model, and with `--engine=instant` or the engine
+named; medians of {rounds} rounds in which all arms took turns, and ranges. Repeat with
+`python bench/startup.py`. Resident memory is that of the node's own process; of three shells it is
+the largest one's.
 
 {machine}
 - Load averages at the end: {load} (other work ran on the machine)
@@ -186,8 +271,11 @@ memory is that of the node's own process; of three shells it is the largest one'
 |---|---:|---:|---:|---:|
 {rows}
 
-A frontend or a worker joins a cluster that has the other two roles. A router counts as started when
-it listens; it is offered to frontends 0.3 s later, when it has heard of the workers' load.
+A frontend or a worker joins a cluster that has the other two roles. In one row the worker has a
+tokenizer of 131,000 tokens, which the frontend reads before it answers. `/live` and errors are
+answered while the engine loads. An all-in-one's engine process starts first and imports torch while
+the node imports its own modules. A router counts as started when it listens; it is offered to
+frontends 0.3 s later, when it has heard of the workers' load.
 """
 
 
@@ -196,13 +284,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--write", type=Path, default=HERE / "results" / "startup.md")
     options = parser.parse_args()
-    arms = [*ARMS[:3], ROUTER, *ARMS[3:]]
+    arms = [*ARMS]
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    for package in (pdserve, pdserve_engines):
+        _ = compileall.compile_dir(package.__path__[0], quiet=1)
     for _ in range(options.rounds):
         for arm in arms:
             seconds, resident = arm.run()
             arm.seconds.append(seconds)
             arm.resident.append(resident)
-            print(f"{arm.name:<24} {seconds:6.2f} s {resident:6.0f} MiB", flush=True)
+            print(f"{arm.name:<34} {seconds:6.2f} s {resident:6.0f} MiB", flush=True)
     options.write.write_text(report(arms, options.rounds))
 
 
