@@ -44,15 +44,13 @@ _log = logging.getLogger("pdserve.text")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-INLINE_CHARS = 1024
-"""Text up to this length is tokenised in place. Measured on one core: encoding takes 0.18 us a
-character; a thread costs 0.04 ms of the loop's time and adds 0.08 ms of latency. So at this length
-the loop is blocked for 0.2 ms instead of 0.04 ms."""
-INLINE_FAST: Final = 64
-"""Text that the extension encodes may be this many times as long in UTF-8, 64 KiB. A byte takes
-0.01 to 0.03 us, at most 0.1 us (bench/results/encode_text.md), so the loop is blocked for about
-1 ms. Handing it to a thread costs the frontend's process 0.2 to 0.3 ms: the loop and the thread
-take the interpreter's lock in turns."""
+INLINE_CHARS = 4096
+"""Text up to this length is tokenised in place: `tokenizers` takes 0.2 us a character, so the loop
+is blocked for about 1 ms. A thread costs the process 0.2 to 0.3 ms, because it and the loop take
+the interpreter's lock in turns."""
+INLINE_FAST: Final = 16
+"""Text that the extension encodes may be this many times as long, 64 KiB: it takes 0.01 to 0.03 us
+a byte, at most 0.1 us (bench/results/encode_text.md)."""
 LARGE_CHARS = 1 << 20
 """Jobs with more text than this run one at a time: tokenizers need about 150 bytes a character."""
 _SPARE: Final = 2

@@ -154,6 +154,7 @@ async def test_an_answer_that_was_generated_is_delivered():
     script = Script(tokens=tokens("hello world "), burst=50)
     async with frontend(script) as client:
         pool, release = client.service._pool, asyncio.Event()
+        pool.inline_chars = 1000
         loop = asyncio.get_running_loop()
 
         def hold() -> None:

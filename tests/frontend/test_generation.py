@@ -129,6 +129,7 @@ async def test_a_request_out_of_time_while_its_answer_waits_to_be_put_together()
     release = threading.Event()
     async with frontend(script, request_timeout=1.0) as client:
         pool = client.service._pool
+        pool.inline_chars = 1000
         busy = [asyncio.ensure_future(pool.run(1 << 20, release.wait)) for _ in range(2)]
         try:
             status, _, answer = await client.post(CHAT, HELLO | {"max_tokens": 2000})

@@ -322,7 +322,7 @@ async def test_long_text_leaves_the_event_loop(pool, monkeypatch):
     monkeypatch.setattr(Tokenizer, "is_fast", False)
     await plan_chat(chat(), context(pool))
     assert pool.stats().handed_over == 0
-    await plan_chat(chat(messages=[{"role": "user", "content": "x " * 1500}]), context(pool))
+    await plan_chat(chat(messages=[{"role": "user", "content": "x " * 3000}]), context(pool))
     assert pool.stats().handed_over == 1
     many = chat(messages=[{"role": "user", "content": ""}] * 200)
     await plan_chat(many, context(pool))

@@ -55,9 +55,9 @@ CASES: dict[str, dict[str, Any]] = {
             },
         ]
     },
-    "many messages": {"messages": [USER] * 40},
+    "many messages": {"messages": [USER] * 80},
     "many calls": {
-        "messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 40}]
+        "messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 80}]
     },
     "a tool": HELLO | {"tools": [TOOL]},
     "a document": HELLO | {"documents": [{}]},
@@ -117,9 +117,9 @@ FAST: Any = Extension()
 def test_text_that_the_extension_encodes_costs_less_but_items_do_not():
     few = request({"messages": [{"role": "user", "content": "x" * 6400}]})
     assert chat_cost(few, (), FAST) == 64 + 6400 // INLINE_FAST
-    many = request({"messages": [{"role": "user", "content": "x"}] * 16})
-    assert chat_cost(many, (), FAST) == 16 * 64 + 1 > INLINE_CHARS
-    assert texts_cost(["x"] * 16, FAST) > INLINE_CHARS
+    many = request({"messages": [{"role": "user", "content": "x"}] * 64})
+    assert chat_cost(many, (), FAST) == 64 * 64 + 4 > INLINE_CHARS
+    assert texts_cost(["x"] * 64, FAST) > INLINE_CHARS
     assert texts_cost(["x" * 6400], FAST) == 64 + 6400 // INLINE_FAST
     longest = INLINE_FAST * INLINE_CHARS
     assert texts_cost(["x" * (longest + 1)], FAST) == 64 + longest + 1
@@ -237,11 +237,11 @@ async def test_items_and_blocks_become_messages_in_a_thread(
 @pytest.mark.parametrize(
     ("plan", "decoder", "fields"),
     [
-        (plan_completion, COMPLETION, {"prompt": ["a"] * 20}),
-        (plan_completion, COMPLETION, {"prompt": "a", "bad_words": ["b"] * 20}),
-        (plan_embeddings, EMBEDDING, {"input": ["a"] * 20}),
-        (plan_rerank, RERANK, {"query": "a", "documents": ["a"] * 20}),
-        (plan_score, SCORE, {"text_1": ["a"] * 20, "text_2": ["a"] * 20}),
+        (plan_completion, COMPLETION, {"prompt": ["a"] * 70}),
+        (plan_completion, COMPLETION, {"prompt": "a", "bad_words": ["b"] * 40}),
+        (plan_embeddings, EMBEDDING, {"input": ["a"] * 70}),
+        (plan_rerank, RERANK, {"query": "a", "documents": ["a"] * 70}),
+        (plan_score, SCORE, {"text_1": ["a"] * 70, "text_2": ["a"] * 70}),
     ],
 )
 async def test_many_short_texts_are_tokenised_in_a_thread(plan: Any, decoder: Any, fields: Any):
