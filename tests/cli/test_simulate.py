@@ -157,6 +157,16 @@ def test_a_file_is_read_and_only_its_name_is_kept(tmp_path: Path) -> None:
     assert str(tmp_path) not in path.read_text()
 
 
+def test_a_trace_without_times_needs_a_rate(tmp_path: Path, capsys) -> None:
+    trace = tmp_path / "talks.json"
+    turn = {"from": "human", "value": "why? " * 40}
+    trace.write_text(json.dumps([{"conversations": [turn, turn]}] * 3))
+    assert main(["simulate", "--trace", str(trace)]) == 2
+    assert "talks.json has no arrival times: give --rate" in capsys.readouterr().err
+    assert main(["simulate", "--trace", str(trace), "--rate", "5"]) == 0
+    assert "3 requests in" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -143,7 +143,9 @@ def _add_workload(group: argparse._ArgumentGroup) -> None:
         "--trace", metavar="FILE", help="JSON lines or CSV, such as Mooncake's and Azure's."
     )
     group.add_argument(
-        "--columns", metavar="NAMES", help="Columns of --trace: at=NAME,input=NAME,output=NAME."
+        "--columns",
+        metavar="NAMES",
+        help="Columns of --trace: at=NAME,input=NAME,output=NAME, perhaps hash_ids=NAME,block=512.",
     )
     group.add_argument("--input-tokens", metavar="LENGTH", help=_LENGTH + " [512]")
     group.add_argument(
@@ -330,6 +332,8 @@ def _traced(
         seed=_count("--seed", parsed.seed or "0"),
     )
     trace = open_trace(Path(parsed.trace), parsed.columns or "")
+    if not (trace.timed or parsed.rate or parsed.concurrency):
+        raise ConfigError(f"{parsed.trace} has no arrival times: give --rate or --concurrency")
     # This pass also finds every bad line before the run.
     total = sum(1 for _ in transform_trace(trace, shape))
     asks = requests_from_trace(

@@ -98,18 +98,22 @@ _COLD: Final = (
 def _add_trace(group: argparse._ArgumentGroup) -> None:
     source = group.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--trace", metavar="FILE", help="JSON lines or CSV, such as Mooncake's and Azure's."
+        "--trace",
+        metavar="FILE",
+        help="JSON lines or CSV, such as Mooncake's and Azure's, or ShareGPT's conversations.",
     )
     source.add_argument(
         "--generate", metavar="KIND", help="shared-prefix, multi-turn, agentic or unique."
     )
     _many(group, "--generate-option", "Option of the generator, such as requests=500 or rate=3.")
+    _number(group, "--rate", 0.0, "Draw arrivals of so many requests per second; 0: the trace's.")
     _number(group, "--speed", 1.0, "Factor by which arrivals are sped up.")
     group.add_argument(
         "--columns",
         metavar="NAMES",
         default="",
-        help="Columns of another trace: at=NAME,input=NAME,output=NAME (at_ms: milliseconds).",
+        help="Columns of another trace: at=NAME,input=NAME,output=NAME (at_ms: milliseconds; "
+        "hash_ids=NAME,block=512: ids of blocks that prompts share).",
     )
     group.add_argument(
         "--jitter",
@@ -397,6 +401,7 @@ def _shape(parsed: argparse.Namespace) -> TraceTransform:
         speed=parsed.speed,
         limit=parsed.limit,
         seed=parsed.seed,
+        rate=parsed.rate,
     )
 
 
@@ -406,7 +411,10 @@ def _trace(parsed: argparse.Namespace) -> Iterable[TraceRequest]:
 
         if parsed.generate_option:
             raise ConfigError("--generate-option belongs to --generate, not to --trace")
-        return open_trace(Path(parsed.trace), parsed.columns)
+        trace = open_trace(Path(parsed.trace), parsed.columns)
+        if not trace.timed and not parsed.rate:
+            raise ConfigError(f"{parsed.trace} has no arrival times: give --rate, such as --rate 5")
+        return trace
     from pdserve.sim.workloads.generate import generator
 
     options = _pairs("--generate-option", parsed.generate_option)

@@ -17,16 +17,16 @@ from pdserve.sim.workloads.lines import bad_line, read_lines
 from pdserve.sim.workloads.trace_request import TraceRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from pdserve.sim.workloads.trace_request import PromptPiece
 
-__all__ = ["BLOCK", "MooncakeTrace"]
+__all__ = ["BLOCK", "OWN_CONTENT", "MooncakeTrace", "block_pieces"]
 
 BLOCK: Final = 512
 """Tokens per id."""
-_OWN: Final = 1 << 29
+OWN_CONTENT: Final = 1 << 29
 """Contents of prompts without ids: above the ids of the known traces, below what `tokens_of` tells
 apart."""
 
@@ -45,6 +45,8 @@ _decoder = msgspec.json.Decoder(_Line)
 class MooncakeTrace:
     """The requests of a file, read anew by each iteration."""
 
+    timed: Final = True
+
     def __init__(self, path: Path) -> None:
         self._path = path
 
@@ -56,22 +58,26 @@ class MooncakeTrace:
             except msgspec.MsgspecError as error:
                 what = f"{error}; expected timestamp (ms), input_length, output_length, hash_ids"
                 raise bad_line(self._path, number, what) from None
-            wanted = -(-line.input_length // BLOCK)
-            if line.hash_ids and len(line.hash_ids) != wanted:
-                what = (
-                    f"input_length {line.input_length} needs {wanted} hash_ids of {BLOCK} tokens, "
-                    f"not {len(line.hash_ids)}; leave hash_ids out if prompts share nothing"
-                )
-                raise bad_line(self._path, number, what)
-            pieces = _pieces(line, count)
+            try:
+                pieces = block_pieces(line.hash_ids, line.input_length, BLOCK)
+            except ValueError as error:
+                raise bad_line(self._path, number, str(error)) from None
+            pieces = pieces or ((OWN_CONTENT + count, line.input_length),)
             # An engine answers with one token at least.
             output = max(1, line.output_length)
             yield TraceRequest(count, line.timestamp / 1000, pieces, output)
 
 
-def _pieces(line: _Line, count: int) -> tuple[PromptPiece, ...]:
-    if not line.hash_ids:
-        return ((_OWN + count, line.input_length),)
-    *whole, last = line.hash_ids
-    rest = line.input_length - len(whole) * BLOCK
-    return (*((content, BLOCK) for content in whole), (last, rest))
+def block_pieces(ids: Sequence[int], length: int, block: int) -> tuple[PromptPiece, ...]:
+    """The pieces of a prompt whose blocks have these ids; none without ids. Errors:
+    `ValueError`."""
+    if not ids:
+        return ()
+    wanted = -(-length // block)
+    if len(ids) != wanted:
+        raise ValueError(
+            f"input_length {length} needs {wanted} hash_ids of {block} tokens, not {len(ids)}; "
+            "leave hash_ids out if prompts share nothing"
+        )
+    *whole, last = ids
+    return (*((content, block) for content in whole), (last, length - len(whole) * block))

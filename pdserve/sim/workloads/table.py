@@ -1,45 +1,55 @@
 """Reads traces in tables (CSV with a header, or JSON lines): arrival times and lengths.
 
-The traces have no prompts, so two requests never share a prefix. Azure's CSV is one of them;
-`--columns` names the columns of others. A time is in seconds, or an ISO 8601 date and time.
+Two prompts share a prefix only if a column names their blocks. Azure's CSV is such a table without
+one; `--columns` names the columns of others. A time is in seconds, or an ISO 8601 date and time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import difflib
 import math
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
 from pdserve.errors import ConfigError
 from pdserve.sim.workloads.lines import bad_line, read_lines
+from pdserve.sim.workloads.mooncake import BLOCK, OWN_CONTENT, block_pieces
 from pdserve.sim.workloads.trace_request import TraceRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from pdserve.ids import Seconds
+    from pdserve.sim.workloads.trace_request import PromptPiece
 
 __all__ = ["Columns", "TableTrace", "columns_of", "known_columns"]
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Names of the three columns that a replay needs."""
+    """Names of the columns that a replay reads."""
 
     at: str
-    """Arrival times."""
+    """Arrival times; empty: none, all requests arrive at time 0."""
     input: str
     """Prompt lengths in tokens."""
     output: str
     """Answer lengths in tokens."""
     scale: float = 1.0
     """Seconds per unit of a time that is a number."""
+    hash_ids: str = ""
+    """Ids of a prompt's blocks, as in Mooncake's traces; empty: none."""
+    block: int = BLOCK
+    """Tokens of a block."""
 
 
 _KNOWN: Final = (
@@ -50,24 +60,46 @@ _KNOWN: Final = (
     Columns("timestamp", "input_length", "output_length", 0.001),  # Mooncake without its blocks
 )
 _EXAMPLE: Final = "--columns at=NAME,input=NAME,output=NAME"
+_KEYS: Final = ("at", "at_ms", "input", "output", "hash_ids", "block")
 
 
 def columns_of(text: str) -> Columns:
-    """Parse `at=NAME,input=NAME,output=NAME`; `at_ms` for times in milliseconds.
+    """Parse `at=NAME,input=NAME,output=NAME`; `at_ms` for times in milliseconds; perhaps
+    `hash_ids=NAME,block=TOKENS`.
 
     Errors: `ConfigError`.
     """
     named: dict[str, str] = {}
     for part in text.split(","):
-        name, equals, value = part.partition("=")
-        if not equals or not value.strip():
+        name, equals, value = (one.strip() for one in part.partition("="))
+        if not equals or not value:
             raise ConfigError(f"--columns: {part!r} is not of the form name=column ({_EXAMPLE})")
-        named[name.strip()] = value.strip()
-    scale = 0.001 if "at_ms" in named else 1.0
-    at = named.pop("at_ms", None) or named.pop("at", None)
-    if at is None or set(named) != {"input", "output"}:
+        if name not in _KEYS:
+            hint = _nearest(name, _KEYS) or f". Known: {', '.join(_KEYS)}"
+            raise ConfigError(f"--columns: {name!r} is unknown{hint}")
+        named[name] = value
+    if not {"input", "output"} <= set(named) or {"at", "at_ms"} <= set(named):
         raise ConfigError(f"--columns {text!r}: name at (or at_ms), input and output: {_EXAMPLE}")
-    return Columns(at, named["input"], named["output"], scale)
+    block = named.get("block", str(BLOCK))
+    if not block.isdigit() or not 0 < int(block) <= _MOST_BLOCK:
+        raise ConfigError(f"--columns: block={block!r} is not a number of tokens such as 512")
+    return Columns(
+        named.get("at_ms") or named.get("at", ""),
+        named["input"],
+        named["output"],
+        0.001 if "at_ms" in named else 1.0,
+        named.get("hash_ids", ""),
+        int(block),
+    )
+
+
+_MOST_BLOCK: Final = 1 << 20
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name.lower(), [one.lower() for one in names], n=1)
+    found = [one for one in names if one.lower() in close]
+    return f", did you mean {found[0]!r}?" if found else ""
 
 
 def known_columns(header: Sequence[str]) -> Columns | None:
@@ -75,8 +107,9 @@ def known_columns(header: Sequence[str]) -> Columns | None:
     return next((one for one in _KNOWN if set(_names(one)) <= set(header)), None)
 
 
-def _names(columns: Columns) -> tuple[str, str, str]:
-    return columns.at, columns.input, columns.output
+def _names(columns: Columns) -> list[str]:
+    every = (columns.at, columns.input, columns.output, columns.hash_ids)
+    return [name for name in every if name]
 
 
 class TableTrace:
@@ -86,6 +119,7 @@ class TableTrace:
         """`columns`: None for a header with well-known names."""
         self._path = path
         self._columns = columns
+        self.timed = columns is None or bool(columns.at)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         """Raises `ConfigError` at the first bad line."""
@@ -95,6 +129,7 @@ class TableTrace:
             columns = columns or self._known(number, row)
             try:
                 at, prompt, output = _parse(row, columns)
+                pieces = _blocks(row, columns, prompt) or ((OWN_CONTENT + count, prompt),)
             except (ValueError, TypeError) as error:
                 what = f"{error}; expected a time and two lengths, {_EXAMPLE} names their columns"
                 raise bad_line(self._path, number, what) from None
@@ -102,7 +137,7 @@ class TableTrace:
             if at < begin:
                 raise bad_line(self._path, number, "is earlier than the first: sort the file")
             # An engine answers with one token at least.
-            yield TraceRequest(count, at - begin, ((count, prompt),), max(1, output))
+            yield TraceRequest(count, at - begin, pieces, max(1, output))
 
     def _known(self, number: int, row: Mapping[str, Any]) -> Columns:
         columns = known_columns(list(row))
@@ -143,13 +178,42 @@ def _split(path: Path, number: int, line: str) -> list[str]:
 
 
 def _parse(row: Mapping[str, Any], columns: Columns) -> tuple[Seconds, int, int]:
-    missing = [name for name in _names(columns) if name not in row]
-    if missing:
-        raise ValueError(f"there is no column {', '.join(missing)}")
-    prompt, output = _length(row[columns.input]), _length(row[columns.output])
+    for name in _names(columns):
+        if name not in row:
+            hint = _nearest(name, list(row)) or f"; there are {', '.join(map(str, row))}"
+            raise ValueError(f"there is no column {name}{hint}")
+    prompt = _field(row, columns.input, _length)
+    output = _field(row, columns.output, _length)
     if prompt < 1 or output < 0:
         raise ValueError(f"lengths {prompt} and {output}")
-    return _time(row[columns.at], columns.scale), prompt, output
+    if not columns.at:
+        return 0.0, prompt, output
+    return _field(row, columns.at, lambda value: _time(value, columns.scale)), prompt, output
+
+
+def _field(row: Mapping[str, Any], name: str, parse: Callable[[Any], T]) -> T:
+    """Errors: `ValueError` names the column."""
+    try:
+        return parse(row[name])
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"column {name}: {error}") from None
+
+
+def _blocks(row: Mapping[str, Any], columns: Columns, length: int) -> tuple[PromptPiece, ...]:
+    if not columns.hash_ids:
+        return ()
+    return _field(
+        row, columns.hash_ids, lambda value: block_pieces(_ids(value), length, columns.block)
+    )
+
+
+def _ids(value: Any) -> list[int]:
+    """Ids from a JSON list, or from text such as `1 2 3` or `[1, 2, 3]`."""
+    words = value.strip(" []").replace(",", " ").split() if isinstance(value, str) else value
+    ids = [int(one) for one in words or ()]
+    if any(not 0 <= one < OWN_CONTENT for one in ids):
+        raise ValueError(f"ids must be from 0 to {OWN_CONTENT - 1}")
+    return ids
 
 
 _MOST: Final = 1e18

@@ -1,4 +1,4 @@
-"""Transforms a trace before its replay: a part of it, jitter, another speed, a limit.
+"""Transforms a trace before its replay: other arrivals, a part of it, jitter, speed, a limit.
 
 The steps run in this order: the part refers to the original times, and the limit counts the final
 requests. Requests that follow a dropped one are dropped too. Memory is bounded by the arrivals
@@ -38,7 +38,10 @@ class TraceTransform:
     limit: int = 0
     """Most requests; 0: all."""
     seed: int = 0
-    """Seed of the jitter."""
+    """Seed of the jitter and of drawn arrivals."""
+    rate: float = 0.0
+    """Requests per second whose arrivals are drawn instead of the trace's; 0: the trace's. Requests
+    that follow others keep their conversation's."""
 
     def __post_init__(self) -> None:
         """Raises `ConfigError`."""
@@ -50,6 +53,8 @@ class TraceTransform:
             raise ConfigError(f"jitter {self.jitter:g} must not be negative")
         if not self.speed > 0:
             raise ConfigError(f"speed {self.speed:g} must be positive")
+        if self.rate < 0:
+            raise ConfigError(f"rate {self.rate:g} must not be negative")
         if self.limit < 0:
             raise ConfigError(f"limit {self.limit} must not be negative (0: no limit)")
 
@@ -57,6 +62,8 @@ class TraceTransform:
 def transform_trace(trace: Iterable[TraceRequest], shape: TraceTransform) -> Iterator[TraceRequest]:
     """Yield the requests in order of arrival, from time 0; reads `trace` twice if only a part of it
     is wanted."""
+    if shape.rate:
+        trace = _Drawn(trace, shape)
     begin, end = 0.0, float("inf")
     if (shape.begin, shape.end) != (0.0, 1.0):
         last = max((request.at for request in trace), default=0.0)
@@ -66,6 +73,21 @@ def transform_trace(trace: Iterable[TraceRequest], shape: TraceTransform) -> Ite
     kept = _limited(_jittered(_part(trace, begin, end), shape), shape.limit)
     for request in kept:
         yield replace(request, at=(request.at - begin) / shape.speed)
+
+
+class _Drawn:
+    """A trace with arrivals of a Poisson process, the same in each iteration."""
+
+    def __init__(self, trace: Iterable[TraceRequest], shape: TraceTransform) -> None:
+        self._trace = trace
+        self._shape = shape
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        random, at = Random(f"arrivals {self._shape.seed}"), 0.0
+        for request in self._trace:
+            if request.after is None:
+                at += random.expovariate(self._shape.rate)
+            yield replace(request, at=at)
 
 
 def _part(trace: Iterable[TraceRequest], begin: Seconds, end: Seconds) -> Iterator[TraceRequest]:

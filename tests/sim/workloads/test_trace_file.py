@@ -150,12 +150,28 @@ def test_tables_of_any_columns(tmp_path, lines, columns) -> None:
     ("lines", "columns", "words"),
     [
         (("a,b,c", "1,2,3"), "", "the columns are a, b, c: name three of them by --columns"),
-        (("a,b,c", "1,2,3"), "at=a,input=b,output=x", "there is no column x"),
+        (("a,b,c", "1,2,3"), "at=a,input=b,output=x", "there is no column x; there are a, b, c"),
+        (("When,b,c", "1,2,3"), "at=when,input=b,output=c", "no column when, did you mean 'When'?"),
         (("a,b,c", "1,2,3"), "at=a,input=b", "name at (or at_ms), input and output"),
+        (("a,b,c", "1,2,3"), "at=a,inputs=b,output=c", "'inputs' is unknown, did you mean 'input'"),
+        (("a,b,c", "1,2,3"), "zz=a", "'zz' is unknown. Known: at, at_ms, input"),
+        (("a,b,c", "1,many,3"), "at=a,input=b,output=c", "line 2: column b: could not convert"),
+        (
+            ("a,b,c", "1,2,3"),
+            "at=a,input=b,output=c,block=0",
+            "block='0' is not a number of tokens",
+        ),
+        (
+            ("a,b,h", "1,9,1 2"),
+            "at=a,input=b,output=a,hash_ids=h",
+            "column h: input_length 9 needs",
+        ),
+        (("a,b,h", "1,9,x"), "at=a,input=b,output=a,hash_ids=h", "column h: invalid literal"),
+        (("a,b,h", "1,9,-1"), "at=a,input=b,output=a,hash_ids=h", "column h: ids must be from 0"),
         (("a,b,c", "1,2,3"), "at=a,input", "is not of the form name=column"),
         (("a,b\rc,d", "1,2,3"), "", "expected fields with commas"),
         (("a,b,c", "1,2.5,3"), "at=a,input=b,output=c", "not a whole number of tokens"),
-        (('[{"conversations": []}]',), "", "a JSON array: write one object per line"),
+        (('[{"at": 1}]',), "", "a JSON array: write one object per line"),
     ],
 )
 def test_a_table_that_cannot_be_read_is_refused_with_a_remedy(
@@ -163,4 +179,68 @@ def test_a_table_that_cannot_be_read_is_refused_with_a_remedy(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         list(open_trace(write(tmp_path / "t", *lines), columns))
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("t,i,o,h", "0,100,5,4 7", '1,70,5,"[4, 8]"', "2,9,5,"),
+        (
+            '{"t": 0, "i": 100, "o": 5, "h": [4, 7]}',
+            '{"t": 1, "i": 70, "o": 5, "h": [4, 8]}',
+            '{"t": 2, "i": 9, "o": 5, "h": null}',
+        ),
+    ],
+)
+def test_a_column_of_block_ids_makes_shared_prefixes(tmp_path, lines) -> None:
+    columns = "at=t,input=i,output=o,hash_ids=h,block=64"
+    first, second, third = open_trace(write(tmp_path / "t", *lines), columns)
+    assert first.pieces == ((4, 64), (7, 36))
+    assert second.pieces == ((4, 64), (8, 6))
+    assert length_of(third.pieces) == 9
+
+
+def test_a_table_without_times_says_so(tmp_path) -> None:
+    trace = open_trace(write(tmp_path / "t", "i,o", "5,6", "7,8"), "input=i,output=o")
+    assert not trace.timed
+    assert [request.at for request in trace] == [0.0, 0.0]
+    assert open_trace(write(tmp_path / "m", GOOD)).timed
+
+
+TALK = {
+    "id": "a",
+    "conversations": [{"from": "human", "value": "x" * 40}, {"from": "gpt", "value": "é"}],
+}
+
+
+@pytest.mark.parametrize("shape", ["array", "one line", "lines"])
+def test_conversations_are_read(tmp_path, shape: str) -> None:
+    talks = [TALK, {"conversations": [{"from": "gpt", "value": "alone"}]}, TALK]
+    path = tmp_path / "t.json"
+    if shape == "lines":
+        write(path, *talks)
+    else:
+        path.write_text(json.dumps(talks, indent=1 if shape == "array" else None))
+    trace = open_trace(path)
+    assert not trace.timed
+    assert [(one.number, length_of(one.pieces), one.output_tokens) for one in trace] == [
+        (0, 10, 1),
+        (1, 10, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[{"conversations": 3}]', 'expected {"conversations"'),
+        ('{"conversations": []}', "no conversation of two messages"),
+        ('{"conversations": []}\n{"x": 1}', "line 2: "),
+    ],
+)
+def test_what_is_no_conversation_is_named(tmp_path, text: str, words: str) -> None:
+    path = tmp_path / "t"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        list(open_trace(path))
     assert words in caught.value.message

@@ -87,3 +87,14 @@ def test_who_follows_one_that_was_left_out_is_left_out(seed: int) -> None:
 def test_what_is_not_possible_is_said(wish, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         TraceTransform(**wish)
+
+
+def test_arrivals_are_drawn_at_a_rate() -> None:
+    trace = [TraceRequest(number, 0.0, ((number, 5),), 1) for number in range(500)]
+    shape = TraceTransform(rate=10)
+    made = list(transform_trace(trace, shape))
+    assert made == list(transform_trace(trace, shape))
+    assert 40 < made[-1].at < 60
+    assert [one.at for one in made] == sorted(one.at for one in made)
+    late = list(transform_trace(trace, TraceTransform(rate=10, begin=0.5)))
+    assert 200 < len(late) < 300
