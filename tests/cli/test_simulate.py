@@ -102,6 +102,7 @@ def test_a_plan_without_an_answer_says_why(capsys) -> None:
         (("--slo-ttft", "1s", "--workers", "2"), "--workers has no effect beside --plan"),
         (("--slo-ttft", "1s", "--modes", "both"), "'both' is not a choice of aggregated and split"),
         (("--slo-ttft", "1s", "--seeds", "0"), "--seeds must be at least 1"),
+        (("--slo-ttft", "1s", "--price", "-1"), "--price must not be negative"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(flags, words: str, capsys) -> None:

@@ -74,6 +74,8 @@ def _check(parsed: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} has no effect beside --plan, which chooses the workers")
     if not parsed.slo and parsed.slo_ttft is None and parsed.slo_itl is None:
         raise ConfigError("--plan needs an objective, such as --slo-ttft 500ms --slo-itl 50ms")
+    if parsed.price < 0:
+        raise ConfigError("--price must not be negative")
     for flag, value in (("--seeds", parsed.seeds), ("--most-workers", parsed.most_workers)):
         if value < 1:
             raise ConfigError(f"{flag} must be at least 1")

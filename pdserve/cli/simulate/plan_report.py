@@ -128,7 +128,7 @@ _MODES: Final = {"aggregated": "aggregated workers", "split": "prefill and decod
 def _named(made: CapacityPlan, shape: ClusterShape) -> str:
     seeds = len(made.search.of(shape))
     return (
-        f"{shape} workers, {shape.size * made.price:g} an hour; kept with {seeds} "
+        f"{shape} worker{'s' if shape.size > 1 else ''}, {shape.size * made.price:g} an hour; kept with {seeds} "
         f"seed{'s' if seeds > 1 else ''}"
     )
 
