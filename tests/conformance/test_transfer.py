@@ -14,6 +14,7 @@ from pdserve.transfer.cuda import nvidia
 from pdserve.transfer.cuda.nvidia import NvidiaDriver
 from pdserve.transfer.same_host.cuda_ipc import CudaIpcTransport
 from pdserve.transfer.same_host.shm import ShmTransport
+from pdserve.transfer.tcp import transport
 from pdserve.transfer.tcp.transport import TcpTransport
 from tests.net.certificates import tls_of
 from tests.support.fake_cuda import FakeCuda
@@ -42,6 +43,14 @@ class TestShm(TransferConformance):
 class TestTcp(TransferConformance):
     def make(self, key: NodeLife, regions: Sequence[Region], ask: CallPeer) -> KvTransport:
         return TcpTransport(key.node, key.epoch, regions, ask, host="127.0.0.1")
+
+
+class TestTcpInThreads(TestTcp):
+    """As large parts move, whatever their size."""
+
+    @pytest.fixture(autouse=True)
+    def nothing_is_small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(transport, "_INLINE", -1)
 
 
 class TestTcpUnderTls(TransferConformance):

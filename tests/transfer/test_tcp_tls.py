@@ -237,11 +237,11 @@ def test_runs_of_any_size_arrive_sealed() -> None:
         )
         thread.start()
         try:
-            record, size = receiver.receive()
+            record, size = receiver.wait(receiver.receive())
             assert (record, size) == (b"record", sum(sizes))
             places = [bytearray(size) for size in sizes]
             views = [memoryview(place) for place in places]
-            assert receiver.receive_payload(views, Always(threading.Lock()))
+            assert receiver.wait(receiver.receive_payload(views, Always(threading.Lock())))
             assert [bytes(place) for place in places] == payload
         finally:
             thread.join()
@@ -261,6 +261,6 @@ def test_the_end_lets_no_ciphertext_through() -> None:
         sender.send(b"record", [memoryview(bytes(50_000))])
         receiver.end()
         with pytest.raises(BulkError):
-            receiver.receive()
+            receiver.wait(receiver.receive())
         assert isinstance(receiver._socket, ssl.SSLSocket)
         assert receiver._socket.version() == "TLSv1.3"

@@ -1,12 +1,14 @@
-"""Reads and writes frames with payload over a blocking socket, from threads.
+"""Reads and writes frames with payload over a non-blocking socket.
 
     frame    header · record (msgpack) · payload · CRC-32 of the payload, or of a range of it
     header   magic, length of the record, CRC-32 of the record, length of the payload
 
 A record is checked before it is acted on, a payload before it is used, as far as its checksum goes.
-Payload is written from and read to its place in memory, many runs per system call. Within a frame
-every step must make progress before the deadline; between frames the reader waits until `end`. It
-does not know the records' meaning. One thread reads, another one writes.
+Payload is written from and read to its place in memory, many runs per system call. Reading is a
+generator that pauses where bytes are missing: the event loop or a thread runs it, one at a time,
+and waits in its own way. Writing waits in a thread; a small frame that needs no wait leaves from
+any thread. Within a frame every step must make progress before the deadline. It does not know the
+records' meaning.
 """
 
 from __future__ import annotations
@@ -16,16 +18,19 @@ import select
 import socket
 import struct
 import threading
-from typing import TYPE_CHECKING, Final
+from enum import Enum
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from pdserve.transfer.copying import crc32
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
 
     from pdserve.ids import Bytes, Seconds
 
-__all__ = ["BulkError", "BulkSocket", "Range"]
+__all__ = ["BulkError", "BulkSocket", "Range", "ReadPause", "Sent"]
+
+T = TypeVar("T")
 
 Range = tuple[int, int]
 """A half-open range of a payload's bytes."""
@@ -39,6 +44,23 @@ _AT_ONCE: Final[Bytes] = 1 << 20
 bytes are still in the cache."""
 _VIEWS: Final = 256
 """Most runs of one system call."""
+
+
+class ReadPause(Enum):
+    """Where a reader pauses."""
+
+    IDLE = "no frame has begun"
+    INSIDE = "the rest of a frame is not here"
+    FRAME = "a frame has ended"
+    LARGE = "a large payload follows"
+
+
+class Sent(Enum):
+    """What became of a frame that must not wait."""
+
+    ALL = "the socket has all of it"
+    REST = "`flush` sends the rest"
+    NOTHING = "another frame is under way: call `send`"
 
 
 class BulkError(Exception):
@@ -55,8 +77,13 @@ class BulkSocket:
             # A frame ends in a few bytes, which would wait until all before them are acknowledged.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
-        self._progress = progress
+        self.progress = progress
         self._closing = threading.Event()
+        self._writing = threading.Lock()
+        self._rest: list[memoryview] = []
+        """What `send_now` has left, under the lock."""
+        self.taken: Bytes = 0
+        """Bytes received so far, to observe progress."""
         self.sent: Bytes = 0
         """Bytes sent so far, to observe progress."""
 
@@ -67,6 +94,9 @@ class BulkSocket:
         with contextlib.suppress(OSError):  # the peer was faster
             # Not the method of a TLS socket: that one would go on in the clear.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def close(self) -> None:
         """Close the socket; both threads must have ended."""
@@ -79,27 +109,56 @@ class BulkSocket:
     ) -> None:
         """Send one frame; its checksum covers that range of the payload, None: all of it. Errors:
         `BulkError`."""
-        size = sum(map(len, views))
-        head = _HEADER.pack(_MAGIC, len(record), crc32(record), size)
-        self._send_all([memoryview(head), memoryview(record)])
-        if size:
-            running = _Checksum(checked or (0, size))
+        with self._writing:
+            self._flush()
+            size = sum(map(len, views))
+            unsent, running = _head(record, size), _Checksum(checked or (0, size))
             for batch in _batches(views):
                 running.add(batch)
-                self._send_all(batch)
-            self._send_all([memoryview(_TRAILER.pack(running.total))])
+                self._send_all([*unsent, *batch])
+                unsent = []
+            self._send_all([*unsent, *running.trailer(size)])
+
+    def send_now(
+        self, record: bytes, views: Sequence[memoryview] = (), checked: Range | None = None
+    ) -> Sent:
+        """Send a small frame without waiting, as far as the socket takes it. Errors:
+        `BulkError`."""
+        if len(views) > _VIEWS or not self._writing.acquire(blocking=False):
+            return Sent.NOTHING
+        try:
+            if self._rest:
+                return Sent.NOTHING
+            size = sum(map(len, views))
+            running = _Checksum(checked or (0, size))
+            running.add(views)
+            self._rest = self._take([*_head(record, size), *views, *running.trailer(size)])
+            return Sent.REST if self._rest else Sent.ALL
+        finally:
+            self._writing.release()
+
+    def flush(self) -> None:
+        """Send what `send_now` has left. Errors: `BulkError`."""
+        with self._writing:
+            self._flush()
+
+    def _flush(self) -> None:
+        rest, self._rest = self._rest, []
+        self._send_all(rest)
+
+    def _take(self, views: list[memoryview]) -> list[memoryview]:
+        """Send what the socket takes; returns the rest."""
+        try:
+            while views and (sent := self._write(views)):
+                self.sent += sent
+                views = _after(views, sent)
+        except OSError as error:
+            raise BulkError(str(error)) from error
+        return views
 
     def _send_all(self, views: list[memoryview]) -> None:
-        while views:
-            try:
-                sent = self._write(views)
-            except OSError as error:
-                raise BulkError(str(error)) from error
-            if not sent:
-                self._wait(select.POLLOUT, self._progress)
-                continue
-            self.sent += sent
-            views = _after(views, sent)
+        while views := self._take(views):
+            self._wait(select.POLLOUT, self.progress)
 
     def _write(self, views: list[memoryview]) -> Bytes:
         """Send; returns the bytes taken, 0 if there was no room. Errors: `OSError`."""
@@ -110,24 +169,23 @@ class BulkSocket:
 
     # ------------------------------------------------------------------ reading
 
-    def receive(self) -> tuple[bytes, Bytes]:
+    def receive(self) -> Generator[ReadPause, None, tuple[bytes, Bytes]]:
         """Receive the next frame's record and the length of its payload. Errors: `BulkError`, also
         at the end of the connection."""
         head = bytearray(_HEADER.size)
-        self._fill(memoryview(head)[:1], None)
-        self._fill(memoryview(head)[1:], self._progress)
+        yield from self._fill(memoryview(head), ReadPause.IDLE)
         magic, length, expected, size = _HEADER.unpack(head)
         if magic != _MAGIC or length > _RECORD:
             raise BulkError("the peer sent data that is not a frame")
         record = bytearray(length)
-        self._fill(memoryview(record), self._progress)
+        yield from self._fill(memoryview(record))
         if crc32(record) != expected:
             raise BulkError("a record's checksum is wrong")
         return bytes(record), size
 
     def receive_payload(
         self, views: Sequence[memoryview], guard: WriteGuard, checked: Range | None = None
-    ) -> bool:
+    ) -> Generator[ReadPause, None, bool]:
         """Read the payload into `views` while the guard allows it, else discard it; returns whether
         the checksum of that range is right. Errors: `BulkError`."""
         running = _Checksum(checked or (0, sum(map(len, views))))
@@ -138,42 +196,72 @@ class BulkSocket:
                 if count:
                     left = _after(left, count)
                 else:
-                    self._wait(select.POLLIN, self._progress)
+                    yield ReadPause.INSIDE
             running.add(batch)
-        return self._trailer() == running.total
+        return (yield from self._trailer()) == running.total
 
-    def skip_payload(self, size: Bytes) -> None:
+    def skip_payload(self, size: Bytes) -> Generator[ReadPause, None, None]:
         """Read a payload and discard it. Errors: `BulkError`."""
         scratch = memoryview(bytearray(min(size, _AT_ONCE)))
         while size:
             step = min(size, len(scratch))
-            self._fill(scratch[:step], self._progress)
+            yield from self._fill(scratch[:step])
             size -= step
-        self._trailer()
+        yield from self._trailer()
 
-    def _trailer(self) -> int:
+    def wait(self, steps: Generator[ReadPause, None, T]) -> T:
+        """Run a reader to its end, in a thread, waiting where it pauses. Errors: `BulkError`."""
+        try:
+            while True:
+                self.wait_for(next(steps))
+        except StopIteration as ended:
+            result: T = ended.value
+            return result
+
+    def wait_for(self, pause: ReadPause) -> None:
+        """Wait, in a thread, until a reader that paused here may go on. Errors: `BulkError`."""
+        if pause is ReadPause.IDLE:
+            self._wait(select.POLLIN, None)
+        elif pause is ReadPause.INSIDE:
+            self._wait(select.POLLIN, self.progress)
+
+    def _trailer(self) -> Generator[ReadPause, None, int]:
         trailer = bytearray(_TRAILER.size)
-        self._fill(memoryview(trailer), self._progress)
+        yield from self._fill(memoryview(trailer))
         value: int = _TRAILER.unpack(trailer)[0]
         return value
+
+    def _fill(
+        self, view: memoryview, pause: ReadPause = ReadPause.INSIDE
+    ) -> Generator[ReadPause, None, None]:
+        """Fill the view; `pause`: what to say before its first byte."""
+        while view:
+            count = self._received([view])
+            if count:
+                view, pause = view[count:], ReadPause.INSIDE
+            else:
+                yield pause
 
     def _read_guarded(self, views: list[memoryview], guard: WriteGuard) -> int:
         """Bytes taken off the connection, into the views only while the guard holds; 0: there are
         none."""
+        with guard.lock:
+            if not guard.allowed():
+                views = [memoryview(bytearray(min(sum(map(len, views)), _AT_ONCE)))]
+            return self._received(views)
+
+    def _received(self, views: list[memoryview]) -> Bytes:
+        """Bytes taken off the connection; 0: there are none. Errors: `BulkError`."""
         if self._closing.is_set():
             raise BulkError("closed here")
         try:
-            with guard.lock:
-                if not guard.allowed():
-                    views = [memoryview(bytearray(min(sum(map(len, views)), _AT_ONCE)))]
-                count = self._read(views)
+            count = self._read(views)
         except OSError as error:
             raise BulkError(str(error)) from error
-        if count is None:
-            return 0
-        if not count:
-            raise BulkError("the connection ended inside a frame")
-        return count
+        if count == 0:
+            raise BulkError("the peer has closed the connection")
+        self.taken += count or 0
+        return count or 0
 
     def _read(self, views: list[memoryview]) -> Bytes | None:
         """Receive; returns the bytes read, None if there are none yet, 0 at the end. Errors:
@@ -182,17 +270,6 @@ class BulkSocket:
             return self._socket.recvmsg_into(views)[0]
         except (BlockingIOError, InterruptedError):
             return None
-
-    def _fill(self, view: memoryview, patience: Seconds | None) -> None:
-        while view:
-            self._wait(select.POLLIN, patience)
-            try:
-                count = self._read([view])
-            except OSError as error:
-                raise BulkError(str(error)) from error
-            if count == 0:
-                raise BulkError("the peer has closed the connection")
-            view = view[count or 0 :]
 
     def _wait(self, events: int, patience: Seconds | None) -> None:
         ready = self._is_ready(events, patience)
@@ -225,6 +302,16 @@ class _Checksum:
             if piece:
                 self.total = crc32(piece, self.total)
             self._at += len(view)
+
+    def trailer(self, size: Bytes) -> list[memoryview]:
+        """What follows a payload of this size."""
+        return [memoryview(_TRAILER.pack(self.total))] if size else []
+
+
+def _head(record: bytes, size: Bytes) -> list[memoryview]:
+    """What precedes a payload of this size."""
+    head = _HEADER.pack(_MAGIC, len(record), crc32(record), size)
+    return [memoryview(head), memoryview(record)]
 
 
 class WriteGuard:

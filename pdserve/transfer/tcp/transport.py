@@ -1,8 +1,9 @@
-"""Implements the TCP backend, which works between any hosts: the source sends, and a thread of the
-destination places the bytes.
+"""Implements the TCP backend, which works between any hosts: the source sends, and the destination
+places the bytes.
 
-A path has its own connection beside the authenticated link: so blocks do not delay tokens, and
-threads, not the event loop, wait for the kernel. The connecting side must know the secret that was
+A path has its own connection beside the authenticated link, so blocks do not delay tokens. Small
+parts and reports are sent and received on the event loop; a thread sends what is larger or has to
+wait, and another one receives what is larger. The connecting side must know the secret that was
 sent over the link. If links are encrypted, so are these bytes: the path then has two connections,
 one for each direction, and the listening side must show the certificate that was named over the
 link.
@@ -19,6 +20,7 @@ ends holds. A delivery is done when the receiver reports that it has placed and 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import queue
 import secrets
@@ -36,7 +38,7 @@ from pdserve.net.transport.sockets import bind_all, connect_any, resolve_now
 from pdserve.transfer.block_mapping import BlockMapping
 from pdserve.transfer.copy_plan import PlanError
 from pdserve.transfer.path_base import DeliveryKey, PathBase
-from pdserve.transfer.tcp.framing import BulkError, BulkSocket, WriteGuard
+from pdserve.transfer.tcp.framing import BulkError, BulkSocket, ReadPause, Sent, WriteGuard
 from pdserve.transfer.tcp.handshake import (
     TOKEN_BYTES,
     proof,
@@ -52,7 +54,7 @@ from pdserve.transfer.verify import Verify, covers, sampled_range, stricter
 if TYPE_CHECKING:
     import socket
     import ssl
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from pdserve.ids import Bytes, Epoch, NodeId, NodeLife, Seconds
     from pdserve.messages.transfer import PathHello, RegionCard
@@ -61,9 +63,13 @@ if TYPE_CHECKING:
     from pdserve.transfer.block_mapping import RegionCopy
     from pdserve.transfer.grants import GrantEntry
     from pdserve.transfer.path_base import Delivery
+    from pdserve.transfer.tcp.framing import Range
     from pdserve.transfer.transport_base import HelloExchange
 
 __all__ = ["PROGRESS", "TcpTransport"]
+
+_Works = queue.SimpleQueue["Callable[[], None] | None"]
+"""What a thread has to do, in order; None ends it."""
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +77,11 @@ PROGRESS: Final[Seconds] = 10.0
 """How long a step inside a frame may take before the path fails."""
 _FRAME: Final[Bytes] = 4 << 20
 """Approximate payload of one frame; the sender checks between two frames whether it shall stop."""
+_INLINE: Final[Bytes] = 256 << 10
+"""Frames of at most so many bytes are sent and received on the event loop: about 100 us, as long as
+two changes of threads."""
+_FRAMES: Final = 16
+"""Most frames that are received before the event loop does something else."""
 _GREETING: Final[Seconds] = 10.0
 _STRANGERS: Final = 64
 """Most connections that have not proved their secret; one more ends the oldest one of the host with
@@ -145,7 +156,7 @@ class _OpenGrant(WriteGuard):
         self.ticket = granted.ticket
         self.open = True
         self.failed: dict[int, str] = {}
-        """Parts of which something is missing. The receiving thread's own."""
+        """Parts of which something is missing. The reader's own."""
         self.sizes: dict[int, Bytes] = {}
 
     def allowed(self) -> bool:
@@ -164,8 +175,16 @@ class TcpPath(PathBase):
         """The tokens that identify the peer's connections, if this node listens."""
         self.verify: Verify = "all"
         """What both ends have agreed on."""
-        self._turn = 0  # the sending thread's own
+        self._turns = itertools.count(1)
         self._loop = asyncio.get_running_loop()
+        self._home = threading.get_ident()
+        """The event loop's thread."""
+        self._reader: Generator[ReadPause, None, None] | None = None
+        self._reading = False
+        """Whether the event loop reads; else the receiving thread does, or the path has ended."""
+        self._midway = False
+        """Whether more frames of a part follow. The reader's own."""
+        self._stalling: asyncio.TimerHandle | None = None
         self._joined: dict[int, socket.socket] = {}  # not all are there
         self._out: BulkSocket | None = None
         self._in: BulkSocket | None = None
@@ -174,7 +193,9 @@ class TcpPath(PathBase):
         self._lock = threading.Lock()
         self._open: dict[tuple[int, int], _OpenGrant] = {}  # under the lock
         self._stopped_keys: set[DeliveryKey] = set()  # added to by the loop, read by the sender
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: _Works = queue.SimpleQueue()
+        self._large: _Works = queue.SimpleQueue()
+        """The receiving thread's work: to read on from a large payload."""
 
     def join(self, place: int, connection: socket.socket, of: int, *, dialled: bool) -> None:
         """The peer has proved its secret on one connection; starts the path once it has all of
@@ -189,85 +210,104 @@ class TcpPath(PathBase):
         else:
             sealed = [TlsSocket(cast("ssl.SSLSocket", ends[n]), progress) for n in range(of)]
             self._out, self._in = sealed if dialled else reversed(sealed)
-        self._start("send", self._sending, self._out)
-        self._start("receive", self._receiving, self._in)
+        self._start("send", self._queue)
+        self._start("receive", self._large)
+        self._reader = self._receiving(self._in)
+        self._watch_socket()
 
-    def _start(self, name: str, work: Callable[[BulkSocket], None], bulk: BulkSocket) -> None:
+    def _start(self, name: str, works: _Works) -> None:
         finished = self._loop.create_future()
         self._finished.append(finished)
         thread = threading.Thread(
-            target=self._thread,
-            args=(work, bulk, finished),
-            name=f"pdserve-tcp-{name}",
-            daemon=True,
+            target=self._thread, args=(works, finished), name=f"pdserve-tcp-{name}", daemon=True
         )
         self._threads.append(thread)
         thread.start()
 
-    def _thread(
-        self,
-        work: Callable[[BulkSocket], None],
-        bulk: BulkSocket,
-        finished: asyncio.Future[None],
-    ) -> None:
+    def _thread(self, works: _Works, finished: asyncio.Future[None]) -> None:
         reason = "closed here"
         try:
-            work(bulk)
-        except BulkError as error:
-            reason = str(error)
+            while (work := works.get()) is not None:
+                work()
         except Exception as error:
-            _log.exception("%r", self)
-            reason = repr(error)
+            reason = self._reason_of(error)
         self._tell(self.fail, "connection", reason)
         self._tell(finished.set_result, None)
 
+    def _reason_of(self, error: Exception) -> str:
+        """Why the path ends by this error."""
+        if isinstance(error, BulkError):
+            return str(error)
+        _log.error("%r", self, exc_info=error)
+        return repr(error)
+
     def _tell(self, call: Callable[..., object], *args: object) -> None:
-        """Call on the event loop, from a thread. The path's end waits for the threads, so the loop
-        is there."""
+        """Call on the event loop. The path's end waits for the threads, so the loop is there."""
+        if threading.get_ident() == self._home:
+            call(*args)
+            return
         self._loop.call_soon_threadsafe(call, *args)
 
     # ------------------------------------------------------------------ the source
 
     def _begin(self, outgoing: Delivery) -> None:
         self.out.check(outgoing.share, outgoing.ticket.blocks)
-        self._queue.put(partial(self._send_part, outgoing))
+        if outgoing.size > _INLINE:
+            self._queue.put(partial(self._send_part, outgoing))
+        else:
+            self._post(*self._frame(outgoing, 0, len(outgoing.share.blocks)))
+
+    def _post(
+        self, record: bytes, views: Sequence[memoryview] = (), checked: Range | None = None
+    ) -> None:
+        """Send a small frame, if possible without a change of threads."""
+        bulk = self._out
+        assert bulk is not None
+        try:
+            sent = bulk.send_now(record, views, checked)
+        except BulkError as error:
+            self._tell(self.fail, "connection", str(error))
+            return
+        if sent is Sent.NOTHING:
+            self._queue.put(partial(bulk.send, record, views, checked))
+        elif sent is Sent.REST:
+            self._queue.put(bulk.flush)
 
     def _abandon(self, key: DeliveryKey) -> None:
         self._stopped_keys.add(key)
 
-    def _sending(self, bulk: BulkSocket) -> None:
-        """Runs the sending thread."""
-        while (work := self._queue.get()) is not None:
-            work()
-
     def _send_part(self, outgoing: Delivery) -> None:
         """Send one part; runs in the thread."""
         assert self._out is not None
-        share, ticket = outgoing.share, outgoing.ticket
-        count = len(share.blocks)
+        count = len(outgoing.share.blocks)
         step = max(1, _FRAME * count // max(1, outgoing.size))
         for first in range(0, max(1, count), step):
             if outgoing.key in self._stopped_keys:
                 self._out.send(_encode(_Dropped(*outgoing.key)))
                 return
-            blocks = share.blocks[first : first + step]
-            piece = BlockMapping(share.place + first, blocks, b"", share.layers)
-            moves = self.out.moves(piece, ticket.blocks)
-            outgoing.runs += sum(len(move.runs) for move in moves)
-            self._turn += 1
-            checked = sampled_range(self.verify, self.out.size(piece), self._turn)
-            record = _Data(
-                *outgoing.key[:2],
-                ticket.attempt,
-                ticket.epoch,
-                outgoing.part,
-                piece.place,
-                len(blocks),
-                share.layers,
-                first + step >= count,
-                checked,
-            )
-            self._out.send(_encode(record), self._views(moves, source=True), checked)
+            self._out.send(*self._frame(outgoing, first, step))
+
+    def _frame(
+        self, outgoing: Delivery, first: int, step: int
+    ) -> tuple[bytes, list[memoryview], Range]:
+        """Record, payload and checked range of so many blocks."""
+        share, ticket = outgoing.share, outgoing.ticket
+        piece = share.part(first, step)
+        moves = self.out.moves(piece, ticket.blocks)
+        outgoing.runs += sum(len(move.runs) for move in moves)
+        checked = sampled_range(self.verify, self.out.size(piece), next(self._turns))
+        record = _Data(
+            *outgoing.key[:2],
+            ticket.attempt,
+            ticket.epoch,
+            outgoing.part,
+            piece.place,
+            len(piece.blocks),
+            share.layers,
+            first + step >= len(share.blocks),
+            checked,
+        )
+        return _encode(record), self._views(moves, source=True), checked
 
     def _views(self, moves: Sequence[RegionCopy], *, source: bool) -> list[memoryview]:
         """The runs of one end, in the order in which they travel."""
@@ -319,34 +359,110 @@ class TcpPath(PathBase):
             if shut is not None:
                 shut.open = False
 
-    def _receiving(self, bulk: BulkSocket) -> None:
-        """Runs the receiving thread."""
+    def _watch_socket(self) -> None:
+        """Read on the event loop, from here on."""
+        assert self._in is not None
+        if self.down is None:
+            self._reading = True
+            self._loop.add_reader(self._in.fileno(), self._read)
+            self._loop.call_soon(self._read)  # TLS may hold bytes that the socket does not show
+
+    def _unwatch_socket(self) -> None:
+        if self._reading:
+            assert self._in is not None
+            self._reading = False
+            self._loop.remove_reader(self._in.fileno())
+        if self._stalling is not None:
+            self._stalling.cancel()
+            self._stalling = None
+
+    def _read(self) -> None:
+        """Read what is here; leaves a large payload to the thread."""
+        frames = 0
+        while self._reading and frames < _FRAMES:
+            assert self._reader is not None
+            try:
+                pause = next(self._reader)
+            except Exception as error:
+                self._unwatch_socket()
+                self.fail("connection", self._reason_of(error))
+                return
+            if pause is ReadPause.LARGE:
+                self._unwatch_socket()
+                self._large.put(self._read_large)
+            elif pause is not ReadPause.FRAME:
+                self._expect(pause)
+                return
+            frames += 1
+        if self._reading:
+            self._loop.call_soon(self._read)
+
+    def _expect(self, pause: ReadPause) -> None:
+        """Set the deadline of the next bytes of a frame, or none between frames."""
+        if pause is ReadPause.INSIDE and self._stalling is None:
+            assert self._in is not None
+            self._stalling = self._loop.call_later(
+                self.transport.progress, self._stalled, self._in.taken
+            )
+        elif pause is ReadPause.IDLE and self._stalling is not None:
+            self._stalling.cancel()
+            self._stalling = None
+
+    def _stalled(self, before: Bytes) -> None:
+        self._stalling = None
+        assert self._in is not None
+        if self._in.taken != before:
+            self._expect(ReadPause.INSIDE)
+            return
+        self._unwatch_socket()
+        self.fail("connection", f"no progress for {self.transport.progress:g} s")
+
+    def _read_large(self) -> None:
+        """Read to the end of a large part; runs in the thread."""
+        assert self._reader is not None
+        assert self._in is not None
+        for pause in self._reader:
+            if pause is ReadPause.IDLE and not self._midway:
+                break
+            self._in.wait_for(pause)
+        self._tell(self._watch_socket)
+
+    def _receiving(self, bulk: BulkSocket) -> Generator[ReadPause, None, None]:
+        """Receives frames for ever, on the event loop or in the thread."""
         while True:
-            record, size = bulk.receive()
+            record, size = yield from bulk.receive()
             try:
                 frame = _decode(record)
             except msgspec.MsgspecError as error:
                 raise BulkError(f"a record cannot be decoded: {error}") from error
             if isinstance(frame, _Data):
-                self._place(bulk, frame, size)
+                yield from self._place(bulk, frame, size)
             elif size:
                 raise BulkError("a record came with a payload that it must not have")
             elif isinstance(frame, _Dropped):
+                self._midway = False
                 self._conclude(frame, "the source has withdrawn it")
             else:
                 self._tell(self._on_applied, frame)
+            yield ReadPause.FRAME
 
-    def _place(self, bulk: BulkSocket, frame: _Data, size: Bytes) -> None:
+    def _place(
+        self, bulk: BulkSocket, frame: _Data, size: Bytes
+    ) -> Generator[ReadPause, None, None]:
+        self._midway = not frame.last
+        if size > _INLINE:
+            yield ReadPause.LARGE
         with self._lock:
             grant = self._open.get((frame.slot, frame.generation))
         try:
             views = self._destination(grant, frame, size)
         except PlanError as error:
             if size:
-                bulk.skip_payload(size)
+                yield from bulk.skip_payload(size)
             reason = str(error)
         else:
-            good = not size or bulk.receive_payload(views, _guard_of(grant), frame.checked)
+            guard = _guard_of(grant)
+            good = not size or (yield from bulk.receive_payload(views, guard, frame.checked))
             reason = "" if good else "the checksum of the payload differs"
         if grant is None:
             if frame.last:
@@ -383,11 +499,8 @@ class TcpPath(PathBase):
         self._tell(self._ended_part, frame, reason, size)
 
     def _applied(self, frame: _Data | _Dropped, reason: str) -> None:
-        """Tell the source, through the sending thread."""
-        answer = _encode(_Applied(frame.slot, frame.generation, frame.part, reason[:500]))
-        bulk = self._out
-        assert bulk is not None
-        self._queue.put(lambda: bulk.send(answer))
+        """Tell the source."""
+        self._post(_encode(_Applied(frame.slot, frame.generation, frame.part, reason[:500])))
 
     def _ended_part(self, frame: _Data | _Dropped, reason: str, size: Bytes) -> None:
         granted = self.grants.find(self, frame.slot, frame.generation, exact=True)
@@ -413,14 +526,17 @@ class TcpPath(PathBase):
         ends = [bulk for bulk in (self._out, self._in) if bulk is not None]
         if not ends:
             return
+        self._unwatch_socket()
         for bulk in ends:
             bulk.end()
         self._queue.put(None)
+        self._large.put(None)
         await asyncio.wait(self._finished)
         for thread in self._threads:
             thread.join()  # has said that it is done
         for bulk in ends:
             bulk.close()
+        self._reader = None
         self._open.clear()
 
 

@@ -18,7 +18,7 @@ from pdserve.testing.kv_oracle import expected_block, layouts
 from pdserve.testing.transfer_support import RecordingTransferSink, deliver, order, transfer_pair
 from pdserve.transfer.base import KvPart, Region
 from pdserve.transfer.tcp import framing, transport
-from pdserve.transfer.tcp.framing import BulkError, BulkSocket, WriteGuard
+from pdserve.transfer.tcp.framing import BulkError, BulkSocket, Sent, WriteGuard
 from pdserve.transfer.tcp.handshake import proof
 from pdserve.transfer.tcp.transport import TcpTransport
 
@@ -312,6 +312,71 @@ async def test_a_peer_that_never_answers_is_given_up() -> None:
         assert "received nothing" in error.message
 
 
+async def test_small_parts_change_no_threads(monkeypatch) -> None:
+    class Refuses:
+        def put(self, work: object) -> None:
+            raise AssertionError(f"{work} goes to a thread")
+
+    async with world() as two:
+        ours, theirs = await two.connect()
+        two.source.fill({1: 7})
+        with monkeypatch.context() as patch:
+            for path in (ours, theirs):
+                patch.setattr(path, "_queue", Refuses())
+                patch.setattr(path, "_large", Refuses())
+            for number in range(3):
+                sink = RecordingTransferSink()
+                grant = theirs.grant(order([3], 4), sink)
+                part = KvPart(number, 0, [1], (0, 3))
+                assert await deliver(ours, grant.ticket, part).wait() is None
+                assert sink.parts == [number]
+                grant.finish()
+        assert two.destination.holds({3: 7}, range(3))
+
+
+@pytest.mark.parametrize("inline", [-1, 1 << 20])
+async def test_parts_of_many_frames_arrive_both_ways_at_once(inline: int, monkeypatch) -> None:
+    """Frames of one block, so that a part takes many; reading goes back and forth."""
+    monkeypatch.setattr(transport, "_INLINE", inline)
+    monkeypatch.setattr(transport, "_FRAME", 1)
+    monkeypatch.setattr(transport, "_FRAMES", 2)
+    one = layouts(1, 1)
+    async with transfer_pair(making(), one, one, blocks=64) as two:
+        ours, theirs = await two.connect()
+        for node in (two.source, two.destination):
+            node.fill({block: block for block in range(32)})
+        waiters, sinks, grants = [], [], []
+        for here, there in ((ours, theirs), (theirs, ours)):
+            for first in range(32, 64, 8):
+                sinks.append(RecordingTransferSink())
+                grants.append(there.grant(order(range(first, first + 8), 32), sinks[-1]))
+                part = KvPart(0, 0, range(first - 32, first - 24), (0, 3))
+                waiters.append(deliver(here, grants[-1].ticket, part))
+        assert [await waiter.wait() for waiter in waiters] == [None] * 8
+        assert [sink.parts for sink in sinks] == [[0]] * 8
+        for node in (two.source, two.destination):
+            assert node.holds({block: block % 32 for block in range(64)}, range(3))
+        for grant in grants:
+            grant.finish()
+
+
+@pytest.mark.parametrize("inline", [-1, 1 << 20])
+async def test_a_stall_is_found_whoever_reads(inline: int, monkeypatch) -> None:
+    """Bytes that come slowly are progress, bytes that do not come are none."""
+    monkeypatch.setattr(transport, "_INLINE", inline)
+    async with world(progress=0.2) as two, Raw(two) as raw:
+        sink = RecordingTransferSink()
+        grant = raw.path.grant(order([3], 4), sink)
+        whole = frame(data(grant.ticket), BLOCK)
+        for at in range(4):
+            await raw.send(whole[at * 20 : at * 20 + 20])
+            await asyncio.sleep(0.1)  # the deadline of a step counts from its last byte
+        assert raw.path.down is None
+        await sink.until(lambda s: bool(s.failed))
+        assert "no progress for 0.2 s" in sink.failed[0].message
+        await grant.revoke(timeout=5)
+
+
 async def test_strangers_are_sent_away() -> None:
     async with world() as two:
         await two.connect()
@@ -335,13 +400,19 @@ async def test_a_listener_without_the_secret_gets_no_path(monkeypatch) -> None:
             await two.source.transport.connect(two.destination.key, timeout=5)
 
 
+class Always(WriteGuard):
+    """A grant that stays open."""
+
+    def __init__(self) -> None:
+        super().__init__(threading.Lock())
+
+    def allowed(self) -> bool:
+        return True
+
+
 def test_runs_of_any_size_arrive() -> None:
     ours, theirs = socket.socketpair()
     sender, receiver = BulkSocket(ours, 5), BulkSocket(theirs, 5)
-
-    class Always(WriteGuard):
-        def allowed(self) -> bool:
-            return True
 
     sizes = [1, 3, 0, 2_500_000, 7, *([11] * 600), 1 << 20]
     payload = [bytes([n % 251]) * size for n, size in enumerate(sizes)]
@@ -350,17 +421,48 @@ def test_runs_of_any_size_arrive() -> None:
     )
     thread.start()
     try:
-        record, size = receiver.receive()
+        record, size = receiver.wait(receiver.receive())
         assert (record, size) == (b"record", sum(sizes))
         places = [bytearray(size) for size in sizes]
         views = [memoryview(place) for place in places]
-        assert receiver.receive_payload(views, Always(threading.Lock()))
+        assert receiver.wait(receiver.receive_payload(views, Always()))
         assert [bytes(place) for place in places] == payload
         sender.end()
         with pytest.raises(BulkError):
-            receiver.receive()
+            receiver.wait(receiver.receive())
     finally:
         thread.join()
+        sender.close()
+        receiver.close()
+
+
+def test_a_frame_that_does_not_wait_leaves_its_rest_to_flush() -> None:
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    sender, receiver = BulkSocket(ours, 5), BulkSocket(theirs, 5)
+    payload = bytes(range(256)) * 4096
+    try:
+        assert sender.send_now(b"small") is Sent.ALL
+        assert sender.send_now(b"large", [memoryview(payload)]) is Sent.REST
+        assert sender.send_now(b"later") is Sent.NOTHING
+        assert sender.send_now(b"many", [memoryview(b"x")] * 1000) is Sent.NOTHING
+        thread = threading.Thread(target=sender.flush)
+        thread.start()
+        found = bytearray(len(payload))
+        assert receiver.wait(receiver.receive()) == (b"small", 0)
+        assert receiver.wait(receiver.receive()) == (b"large", len(payload))
+        assert receiver.wait(receiver.receive_payload([memoryview(found)], Always()))
+        assert found == payload
+        thread.join()
+        assert sender.send_now(b"later") is Sent.ALL
+        assert receiver.wait(receiver.receive()) == (b"later", 0)
+        with sender._writing:
+            assert sender.send_now(b"now") is Sent.NOTHING
+        receiver.close()
+        with pytest.raises(BulkError):
+            sender.send_now(b"nobody")
+    finally:
+        sender.end()
         sender.close()
         receiver.close()
 
