@@ -87,6 +87,8 @@ class PrefillItem(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Workers that have failed at it."""
     waited: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     """Seconds since it was first queued, at any router, at the moment of sending."""
+    generation: Count = 0
+    """The decode worker's mode generation when it queued the item; 0: not said."""
 
 
 class EnqueueItem(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -112,6 +114,8 @@ class CreditOffer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
     """Claims of the model received on this stream when the offer was sent; claims still on their
     way count against the credits.
     """
+    generation: Count = 0
+    """The prefill worker's mode generation; 0: not said."""
 
 
 class ClaimEnded(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -149,6 +153,8 @@ class ItemClaimed(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
     decode: NodeId
     decode_epoch: Number
     item: PrefillItem
+    generation: Count = 0
+    """That of the offer it was given for. A worker returns a claim of an earlier generation."""
 
 
 class ClaimCancelled(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -222,6 +228,8 @@ class OpenAttempt(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Claim number. A repeated call with the same claim is the same attempt; another claim is other
     work.
     """
+    generation: Count = 0
+    """That of the item. A decode worker of another generation refuses; 0: not said."""
 
 
 class AttemptOpened(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -109,6 +109,18 @@ class NodeCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     kv_layers: int = 0
     """Layers of a worker's model, if its engine loads KV from host memory in groups of them; 0: its
     blocks come whole."""
+    leaving: bool = False
+    """True while a worker changes its mode: it takes nothing new until it serves again."""
+    mode_generation: int = 0
+    """Number of a worker's present mode in this life, from 1; 0: not said."""
+    prompt_share: float = 0.0
+    """Share of a step's tokens that a worker which takes requests spends on other workers' prompts;
+    0: it takes none."""
+
+    @property
+    def going(self) -> bool:
+        """True if it takes nothing new, for good or while it changes its mode."""
+        return self.draining or self.leaving
 
     def has_lora(self, lora: str) -> bool:
         """True if the worker has the LoRA adapter with this id."""

@@ -15,6 +15,7 @@ from pdserve.ids import NodeId
 from pdserve.messages.engine import PathState
 from pdserve.messages.handoff import QueueState
 from pdserve.messages.kv_events import Tier
+from pdserve.messages.mode import ModeReport
 from pdserve.messages.routing import Count, WorkerLoad
 from pdserve.observe.exposition import ScrapedFamily
 
@@ -206,6 +207,8 @@ class NodeReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The same over the last 60 s."""
     tiers: tuple[TierReport, ...] = ()
     """A worker's KV tiers below its device."""
+    mode: ModeReport | None = None
+    """A worker's mode, and how far a change of it is."""
 
 
 class MemberStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -493,6 +493,23 @@ class Instruments:
         ("reason",),
     )
 
+    # Metrics of workers about changes of their mode.
+    mode_switches: Family[Counter] = _counters(
+        "mode_switches_total",
+        "Orders to change the worker's mode, by outcome: done, refused, cancelled, draining, last "
+        "(no other worker would do its job), timed_out (something was left), failed (the new mode "
+        "did not work).",
+        "worker",
+        ("outcome",),
+    )
+    mode_switch_seconds: Family[Histogram] = _histograms(
+        "mode_switch_seconds",
+        "Seconds for which a worker that has changed its mode took nothing new.",
+        "worker",
+        LATENCY_BUCKETS,
+        (),
+    )
+
     # Metrics of workers about prompts that are prefilled elsewhere or for others.
     prefill_decisions: Family[Counter] = _counters(
         "prefill_decisions_total",

@@ -38,6 +38,7 @@ class WorkerFacts:
     models: tuple[str, ...]
     """Names and aliases, each once; empty while it loads."""
     draining: bool = False
+    """It drains, or changes its mode."""
     suspect: bool = False
     """True if gossip suspects that it is dead."""
     reachable: bool = True
@@ -63,7 +64,7 @@ class WorkerFacts:
         return cls(
             NodeLife(member.node, member.epoch),
             tuple(names),
-            card.draining,
+            card.going,
             member.suspect,
             member.reachable,
             card.max_sequences,

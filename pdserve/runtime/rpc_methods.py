@@ -41,6 +41,7 @@ from pdserve.messages.kv_pull import (
     PullKv,
     WarmUp,
 )
+from pdserve.messages.mode import ModeReport, SetMode
 from pdserve.messages.routing import (
     ReleaseBooking,
     RouteDecision,
@@ -98,6 +99,8 @@ LIST_KV: Final = Method(0x031B, "list kv", ListKv, KvChains)
 """A worker asks another which of its blocks are worth most."""
 WARM: Final = Method(0x031C, "warm", WarmUp, KvTaken)
 """An operator has a worker pull another one's blocks."""
+MODE: Final = Method(0x031D, "mode", SetMode, ModeReport)
+"""An operator has a worker change its mode."""
 DROP_KV: Final = Method(0x031F, "drop kv", DropOrder, DropReport)
 """An operator has a worker forget KV on its tiers."""
 

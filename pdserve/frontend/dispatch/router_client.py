@@ -254,7 +254,7 @@ class RouterClient:
         for worker in self._members.workers(question.model):
             member = self._members.get(worker)
             card = None if member is None else member.card
-            if card is None or card.draining or (lora and not card.has_lora(lora)):
+            if card is None or card.going or (lora and not card.has_lora(lora)):
                 continue
             if worker not in question.excluded and (not allowed or worker in allowed):
                 return True

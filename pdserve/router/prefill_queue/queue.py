@@ -160,6 +160,8 @@ class _Worker:
     load: int = 0
     """Tokens before a new item: those in its last offer and those in `unheard`."""
     claims: dict[int, _Claim] = field(default_factory=dict)
+    generation: int = 0
+    """Its mode generation in its last offer."""
     leaving: bool = False
     """True once it drains; it gets no more claims."""
     left: int = 0
@@ -342,6 +344,7 @@ class PrefillQueue:
         elif worker is None:
             worker = self._worker_up(now, peer, offer.compat_hash, 0)
         worker.credits, worker.uncomputed = offer.credits, offer.uncomputed_tokens
+        worker.generation = offer.generation
         while len(worker.unheard) > max(0, worker.sent - offer.claims):
             worker.unheard.popleft()
         worker.weigh()
@@ -576,6 +579,7 @@ class PrefillQueue:
                 decode=entry.peer.node,
                 decode_epoch=entry.peer.epoch,
                 item=replace(item, names=b"", deadline=left, waited=waited),
+                generation=worker.generation,
             ),
         )
         self._on_claimed(now, item, worker.peer)
