@@ -40,6 +40,7 @@ ASYNCIO = {
     "pdserve/cli/disagg.py": "a question and some answers, on a loop of its own",
     "pdserve/cli/tier/command.py": "some questions to workers, on a loop of its own",
     "pdserve/cli/drain.py": "asks again until nodes have gone",
+    "pdserve/cli/mode.py": "asks again until a worker has changed",
     "pdserve/cli/status.py": "one question to the cluster, on a loop of its own",
     "pdserve/cli/top.py": "the same once a second, and keys in between",
     "pdserve/cli/trace.py": "asks once, or once a second for a while",
@@ -125,6 +126,7 @@ ASYNCIO = {
     "pdserve/worker/model.py": "waits for downloads off the loop",
     "pdserve/worker/model_source.py": "reads checkpoints off the loop",
     "pdserve/worker/service.py": "owns the worker's tasks",
+    "pdserve/worker/mode/switch.py": "waits until streams have moved, and for a token",
 }
 """Every file that imports asyncio, and why it must. Everything else can be tested without a loop;
 before adding a line here, try to split the decision from the waiting."""
@@ -268,6 +270,7 @@ SCENARIO_FOLDERS = {
 """Folders of tests that are sorted by kind of run and mirror no package."""
 
 SCENARIOS = {
+    "worker/mode/test_planted_bugs.py": "bugs that scenarios of a mode change must find",
     "engine/test_handoff_between_engines.py": "two engines hand prompts over, transports included",
     "engine/test_stalled_cores.py": "the client, the watchdog and a core that hangs",
     "engine_core/kv_fetch/test_random_fetches.py": "random fetches between cores, and planted bugs",

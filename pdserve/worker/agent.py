@@ -8,6 +8,7 @@ It publishes:
 It serves:
     streams     one stream per frontend, see `request_streams`
     handoffs    KV that moves from or to other workers, see `disagg`
+    mode        an operator changes it while the worker serves, see `mode`
 
 `WorkerService` below knows nothing of clusters; this file joins the two. `WorkerNode`
 owns the agent.
@@ -35,13 +36,15 @@ from pdserve.worker.disagg.queue.client import PrefillQueueClient
 from pdserve.worker.kv_event_publisher import KvEventPublisher
 from pdserve.worker.kv_fetch.push import PUSH_TIMEOUT, KvPusher
 from pdserve.worker.kv_fetch.service import KvFetchService
+from pdserve.worker.mode.jobs import card_mode, jobs_of
+from pdserve.worker.mode.switch import ModeSwitch
 from pdserve.worker.rebalance import Rebalance
 from pdserve.worker.request_streams import RequestStreams
 from pdserve.worker.tiers.drop_orders import DropOrders
 from pdserve.worker.transfer_rpc import TransferRpc
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from pdserve.engine.port import Handle, RequestEngine, TokenSink
     from pdserve.errors import PdserveError
@@ -55,6 +58,8 @@ if TYPE_CHECKING:
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import MemberEvent
     from pdserve.runtime.topics.service import Topics
+    from pdserve.worker.disagg.ports import ClaimSource, PrefillClaim
+    from pdserve.worker.mode.jobs import LiveMode
     from pdserve.worker.service import WorkerService
 
 __all__ = ["WorkerAgent"]
@@ -89,12 +94,12 @@ class WorkerAgent:
         self._kv = KvEventPublisher()
         service.engine.subscribe_kv(self._kv.apply)
         self._topics = topics
-        self._card = replace(card, mode=service.config.mode)
+        self._card = card
         self.decode: DecodeHandler | None = None
-        """Handles requests whose KV may come from another worker; None if this worker
-        takes none."""
+        """Handles requests whose KV may come from another worker; None if this worker moves no
+        KV."""
         self.prefill: PrefillHandler | None = None
-        """Handles prefills and KV handoffs for other workers; None if this worker does none."""
+        """Handles prefills and KV handoffs for other workers; None if this worker moves no KV."""
         self.kv_fetch: KvFetchService | None = None
         """Fetches blocks from other workers' pools, and serves them; None: this worker takes no
         part in KV transfer."""
@@ -125,36 +130,66 @@ class WorkerAgent:
         self._pace = PacedTimer(node.timers, _LOAD_INTERVAL, self._watch, idle=_IDLE_INTERVAL)
         if self.prefill is not None:
             self.prefill.on_work = self._pace.wake
+        self.mode = ModeSwitch(node, service, self, self._degradations)
         self._pace.start()
 
     def _take_part(self) -> None:
-        """Joins KV transfer between workers. The worker's mode decides whether prefill queues are
-        used.
-        """
+        """Joins KV transfer between workers, whatever the mode: that may change."""
         service, node, config = self._service, self._node, self._service.config
-        mode, leading = config.mode, self._kv.leading
-        if mode == "aggregated" and config.transfer is None:
+        leading = self._kv.leading
+        if config.mode == "aggregated" and config.transfer is None:
             return
         self._transfers = TransferRpc(node, service.engine, service.metrics, self._degradations)
         self.kv_fetch = KvFetchService(node, service.engine.kv_pulls)
         self._pusher = KvPusher(node, service, self.kv_fetch.numbers)
-        if mode != "prefill":
-            chooser = DisaggPolicy(
-                config.disagg,
-                min_tokens=config.disagg_min_tokens,
-                max_queue=config.disagg_max_queue,
-            )
-            queue = PrefillQueueClient(node, self._topics) if mode == "decode" else None
-            self.decode = DecodeHandler(node, service, queue, chooser, leading, service.metrics)
-            self._requests = self.decode
-        claims = (
-            (lambda take, stop: QueueClaimSource(node, take, stop)) if mode == "prefill" else None
+        chooser = DisaggPolicy(
+            config.disagg,
+            min_tokens=config.disagg_min_tokens,
+            max_queue=config.disagg_max_queue,
         )
-        self.prefill = PrefillHandler(node, service, claims, leading, service.metrics)
+        self.decode = DecodeHandler(node, service, None, chooser, leading, service.metrics)
+        self._requests = self.decode
+        self.prefill = PrefillHandler(node, service, None, leading, service.metrics)
+        self.use_queues(config.mode, 1, 1.0)
+
+    # ------------------------------------------------------------------ its mode
+
+    def use_queues(self, mode: LiveMode, generation: int, share: float) -> None:
+        """Takes the part in prefill queues that a mode has, in place of the former one."""
+        assert self.decode is not None
+        assert self.prefill is not None
+        node, jobs = self._node, jobs_of(mode)
+        queue = PrefillQueueClient(node, self._topics) if "decode" in jobs else None
+        self.decode.use_queue(queue, generation)
+
+        def claims(
+            take: Callable[[PrefillClaim], None], stop: Callable[[PrefillClaim], None]
+        ) -> ClaimSource:
+            return QueueClaimSource(node, take, stop, generation)
+
+        self.prefill.use_claims(claims if "prompts" in jobs else None, share)
+
+    @property
+    def moves_kv(self) -> bool:
+        """True if its engine can move KV to other workers, now."""
+        capabilities = self._service.engine.capabilities
+        return self.decode is not None and capabilities is not None and bool(capabilities.transfers)
+
+    def ask_to_leave(self) -> None:
+        """Asks frontends to move all requests to other workers."""
+        self._ask_to_move(None, "drain")
+
+    def left_for(self, mode: LiveMode) -> int:
+        """Number of tasks that could not stay in `mode`. Requests may stay where requests are
+        taken, once their prompts are here."""
+        claims = 0 if self.prefill is None else len(self.prefill)
+        if "requests" in jobs_of(mode):
+            return claims + (0 if self.decode is None else self.decode.unstarted)
+        return claims + max(self._channels.requests, int(not self._channels.idle))
 
     @property
     def _prefills_only(self) -> bool:
-        return self._service.config.mode == "prefill"
+        return self._service.mode == "prefill"
 
     async def drain(self, timeout: Seconds) -> bool:
         """Takes no new requests, asks frontends to move the running ones, and waits until none is
@@ -165,6 +200,7 @@ class WorkerAgent:
         """
         until = self._node.now() + timeout
         self._service.drain()
+        self.mode.cancel()
         self.tell()
         self._ask_to_move(None, "drain")
         drained = await self._channels.wait_idle(timeout)
@@ -201,7 +237,7 @@ class WorkerAgent:
         many.
         """
         service = self._service
-        if service.draining:
+        if service.draining or service.changing:
             return
         now, stats = self._node.now(), service.engine.stats()
         relief = self._rebalance.look(now, stats, self._movable)
@@ -218,22 +254,25 @@ class WorkerAgent:
         """
         names = self._service.cards().keys()
         others = (member.card for member in self._node.registry.by_role("worker"))
-        usable = (card for card in others if card is not None and not card.draining)
+        usable = (card for card in others if card is not None and not card.going)
         offers = (one for card in usable if card.mode != "prefill" for one in card.models)
         return self._channels.victims() if any(one.name in names for one in offers) else []
 
     def close(self) -> None:
         """Ends every request and tells frontends that this worker is going away."""
         self._channels.close(_going())
+        self.mode.cancel()
         for part in (self.decode, self.prefill):
             if part is not None:
                 part.close()
 
     def handoffs(self) -> HandoffStats | None:
         """KV handoff counters for status; None if this worker takes no part in handoffs."""
-        mode = self._service.config.mode
+        mode = self._service.mode
         if self.prefill is None or self.decode is None:
-            return None if self.prefill is None else self.prefill.numbers()
+            return None
+        if "prompts" in jobs_of(mode):
+            return replace(self.prefill.numbers(), mode=mode)
         numbers = self.decode.numbers()
         idle = mode == "aggregated" and not numbers.ended and not numbers.local
         return None if idle else replace(numbers, mode=mode)
@@ -338,12 +377,12 @@ class WorkerAgent:
             choices, running = stats.running + stats.waiting, stats.running
         else:
             choices = self._channels.choices
-            begun = choices - (0 if self.decode is None else self.decode.unstarted)
+            begun = max(0, choices - (0 if self.decode is None else self.decode.unstarted))
             running = min(stats.running, begun)  # what has ended since the engine said so is gone
         return WorkerLoad(
             ready=self._service.unready_reason() is None,
             running=running,
-            waiting=choices - running,
+            waiting=max(0, choices - running),
             max_sequences=0 if capabilities is None else capabilities.max_sequences,
             blocks_total=stats.blocks_total,
             blocks_used=stats.blocks_used,
@@ -372,13 +411,16 @@ class WorkerAgent:
         service = self._service
         reason = service.unready_reason() or ""
         capabilities = service.engine.capabilities
-        facts = (reason, service.draining, capabilities, service.cards(), self._topics.names)
+        facts = (
+            *(reason, service.draining, capabilities, service.cards(), self._topics.names),
+            *(service.mode, self.mode.generation, self.mode.share),
+        )
         if facts == self._told_of:
             return
         self._told_of = facts
         models: list[ModelSummary] = []
         parts: dict[bytes, bytes] = {}
-        if not reason or service.draining:
+        if not reason or service.draining or service.changing:
             for small, large in self._offered():
                 models.append(small)
                 parts |= large
@@ -393,6 +435,10 @@ class WorkerAgent:
             kv_block_bytes=0 if capabilities is None else capabilities.block_bytes,
             fetches=() if capabilities is None else capabilities.fetches,
             kv_layers=0 if capabilities is None else capabilities.kv_layers,
+            mode=card_mode(service.mode),
+            leaving=bool(service.changing),
+            mode_generation=self.mode.generation,
+            prompt_share=self.mode.share,
         )
         if card == self._told:
             return

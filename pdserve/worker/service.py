@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pdserve.messages.status import TierReport
     from pdserve.observe.metrics import Metrics
     from pdserve.worker.config import WorkerConfig
+    from pdserve.worker.mode.jobs import LiveMode
     from pdserve.worker.model import LocalModel, ProgressFn
     from pdserve.worker.model_source import ModelSource
 
@@ -115,6 +116,10 @@ class WorkerService:
         self._stage = "not started"
         self._model_name = config.served_model_name[0] if config.served_model_name else ""
         self._draining = False
+        self.mode: LiveMode = config.mode
+        """The present mode. The agent changes it."""
+        self.changing = ""
+        """How its mode is changing, in words, while it takes nothing new; empty: it is not."""
         self._totals = CumulativeStats()
         self._usage = UsageReader(SystemClock().now)
         self._timers: Timers | None = None
@@ -243,6 +248,8 @@ class WorkerService:
         """The reason why requests cannot be served; None when they can."""
         if self._draining:
             return "draining: no new requests are taken"
+        if self.changing:
+            return f"changing its mode: {self.changing}"
         engine = self.engine
         if engine.state in (EngineState.NEW, EngineState.LOADING):
             return f"starting: {self._stage}"
@@ -261,6 +268,8 @@ class WorkerService:
         """
         if self._draining:
             raise Draining("this worker is shutting down and takes no new requests")
+        if self.changing:
+            raise Draining(f"this worker changes its mode: {self.changing}", retry_after=1.0)
         if not self._engine_begun:
             raise NotReady(f"starting: {self._stage}", retry_after=_RETRY_AFTER)
 
@@ -297,7 +306,7 @@ class WorkerService:
         block_bytes = 0 if engine.capabilities is None else engine.capabilities.block_bytes
         return EngineSample(
             model=self._model_name,
-            mode=self.config.mode,
+            mode=self.mode,
             ready=engine.state is EngineState.READY,
             running=stats.running,
             waiting=stats.waiting,

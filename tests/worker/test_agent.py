@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from pdserve.messages.request import GenerateRequest
     from pdserve.messages.tiers import KvFetchMode
     from pdserve.runtime.registry import Member
+    from pdserve.worker.mode.jobs import LiveMode
     from tests.runtime.cluster import Cluster
 
 CAPABILITIES = EngineCapabilities(
@@ -110,6 +111,8 @@ class FakeService:
         self.models: dict[str, ModelCard] = {}
         self.reason: str | None = "starting: loading weights"
         self.draining = False
+        self.mode: LiveMode = "aggregated"
+        self.changing = ""
         self.tells_kv: bool | None = None
 
     def ready(self, *cards: ModelCard) -> None:

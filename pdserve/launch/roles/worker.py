@@ -112,6 +112,7 @@ class WorkerRole:
             recent=recent,
             minute=minute,
             tiers=self.worker.service.tiers(),
+            mode=self.worker.agent.mode.report(),
         )
 
     def _make_engine(self, spec: EngineSpec) -> CoreClient:

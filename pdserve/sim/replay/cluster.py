@@ -95,8 +95,7 @@ class ReplayWorker(WorkerNode):
         busy = agent.requests or stats.running or stats.waiting or stats.blocks_used
         if busy or stats.blocks_quarantined:
             return f"requests or blocks of {self.node.id}"
-        handoffs = agent.decode if agent.decode is not None else agent.prefill
-        return f"handoffs of {self.node.id}" if handoffs else ""
+        return f"handoffs of {self.node.id}" if agent.decode or agent.prefill else ""
 
 
 @dataclass(frozen=True, slots=True)

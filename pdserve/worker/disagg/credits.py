@@ -33,11 +33,15 @@ class Credits:
         before = self._length or tokens
         self._length = before + _NEWEST * (tokens - before)
 
-    def left(self, prompts: int, uncomputed: int, capabilities: EngineCapabilities) -> int:
+    def left(
+        self, prompts: int, uncomputed: int, capabilities: EngineCapabilities, share: float = 1.0
+    ) -> int:
         """Number of prompts to offer, with `prompts` claimed and `uncomputed` tokens of them to
-        compute."""
+        compute. `share`: the part of each step that may be spent on them; with less than 1, the
+        worker claims one prompt at a time where a part of a step holds no more."""
         step = capabilities.max_batch_tokens
-        room = _AHEAD * step - uncomputed
+        room = _AHEAD * step * share - uncomputed
         usual = max(1.0, self._length or step)
-        wanted = max(_AT_LEAST - prompts, int(room / usual) if room > 0 else 0)
+        least = _AT_LEAST if share >= 1 else 1
+        wanted = max(least - prompts, int(room / usual) if room > 0 else 0)
         return max(0, min(wanted, capabilities.max_sequences - prompts))

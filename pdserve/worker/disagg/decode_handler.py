@@ -98,6 +98,8 @@ class DecodeHandler:
         self.worker = worker
         self.engine = worker.engine
         self.queue = queue
+        self.generation = 0
+        """The worker's mode generation; 0: not counted."""
         self.chooser = chooser
         self.tally = DisaggCounters(metrics)
         self._overlap = overlap
@@ -106,6 +108,14 @@ class DecodeHandler:
         self._deaf = node.on_member(self._on_member)
         for state in _WAYS:
             metrics.handoffs.labels(state.value).read_from(partial(self._in, state))
+
+    def use_queue(self, queue: PrefillQueuePort | None, generation: int) -> None:
+        """Closes the prefill queue's client and takes another one, or none, with a new mode. No
+        request may wait for a prefill."""
+        if self.queue is not None:
+            self.queue.close()
+        self.queue = queue
+        self.generation = generation
 
     def __len__(self) -> int:
         """Number of requests whose KV comes from another worker; each counts until its last
@@ -273,7 +283,12 @@ class DecodeHandler:
             return False
         name = self.worker.cards()[request.model].name
         cards = [member.card for member in self.node.registry if member.card is not None]
-        offers = [one for card in cards if card.mode == "prefill" for one in card.models]
+        offers = [
+            one
+            for card in cards
+            if card.mode == "prefill" or card.prompt_share
+            for one in card.models
+        ]
         return any(one.name == name for one in offers)
 
     def learn_local(self, request: GenerateRequest, started: FirstTokenStats) -> None:
@@ -328,7 +343,9 @@ class DecodeHandler:
     def _open(self, message: OpenAttempt, call: IncomingCall) -> AttemptOpened | None:
         remote = self._remote.get(message.request)
         why = "there is no such request, or it has ended"
-        if remote is not None and not self._peer_has(remote.request.lora, call):
+        if message.generation not in (0, self.generation):
+            why = "it has changed its mode since it queued the request"
+        elif remote is not None and not self._peer_has(remote.request.lora, call):
             why = f"it has no adapter {remote.request.lora!r}"
             remote.claimed_in_vain("no_worker")
         elif remote is not None and self._fits(message):
@@ -440,7 +457,8 @@ def _may_prefill(card: NodeCard | None, model: ModelCard, lora: str = "") -> boo
         return True
     what = (model.name, model.compat_hash)
     serves = not card.models or any((one.name, one.compat_hash) == what for one in card.models)
-    return card.role in ("", "worker") and card.mode in ("", "prefill") and serves
+    takes = card.mode in ("", "prefill") or card.prompt_share > 0
+    return card.role in ("", "worker") and takes and serves
 
 
 def _may_have(card: NodeCard | None, model: ModelCard, lora: str = "") -> bool:

@@ -54,6 +54,10 @@ if TYPE_CHECKING:
     from pdserve.runtime.registry import MemberEvent
     from pdserve.worker.disagg.ports import ClaimSource, DisaggWorker, PrefillClaim
 
+    MakeClaims = Callable[
+        [Callable[[PrefillClaim], None], Callable[[PrefillClaim], None]], ClaimSource
+    ]
+
 __all__ = ["MAX_KV_FETCHES", "PrefillHandler"]
 
 _log = logging.getLogger(__name__)
@@ -83,10 +87,7 @@ class PrefillHandler:
         self,
         node: Node,
         worker: DisaggWorker,
-        make_claims: Callable[
-            [Callable[[PrefillClaim], None], Callable[[PrefillClaim], None]], ClaimSource
-        ]
-        | None,
+        make_claims: MakeClaims | None,
         overlap: Callable[[bytes], int],
         metrics: Metrics,
     ) -> None:
@@ -108,13 +109,24 @@ class PrefillHandler:
         """Called when there is something to do; must be quick."""
         self._idle = asyncio.Event()
         """Set when no claim is left; maintained only while a drain waits."""
-        self._queue = None if make_claims is None else make_claims(self._take, self._stop)
+        self._queue: ClaimSource | None = None
+        self._share = 1.0
         self._given = 0
+        self.use_claims(make_claims)
         node.host(self)
         self._deaf = node.on_member(self._on_member)
         for state in PrefillState:
             if state is not PrefillState.ENDED:
                 metrics.handoffs.labels(state.value).read_from(partial(self._in, state))
+
+    def use_claims(self, make_claims: MakeClaims | None, share: float = 1.0) -> None:
+        """Leaves all queues and serves them anew, or none, with a new mode. `share`: the part of
+        each step that claimed prompts may take."""
+        if self._queue is not None:
+            self._queue.close()
+        self._queue = None if make_claims is None else make_claims(self._take, self._stop)
+        self._share = share
+        self.changed()
 
     def __len__(self) -> int:
         """Number of claims that have not ended."""
@@ -185,7 +197,7 @@ class PrefillHandler:
         if capabilities is None or not capabilities.transfers:
             return 0
         waiting = sum(one.waiting for one in self._claims.values())
-        return self._credits.left(waiting, self.uncomputed, capabilities)
+        return self._credits.left(waiting, self.uncomputed, capabilities, self._share)
 
     # ------------------------------------------------------------------ for the claims
 

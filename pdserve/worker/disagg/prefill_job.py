@@ -176,6 +176,7 @@ class PrefillJob:
             model=claim.item.model,
             compat_hash=claim.item.compat_hash,
             claim=claim.number,
+            generation=claim.item.generation,
         )
         while (left := until - node.now()) > _PAUSE:
             try:

@@ -459,6 +459,7 @@ class RemotePrefillRequest:
             priority=request.priority,
             deadline=self._rest(),
             excluded=(*self._excluded, *owner.lacking(request.lora)),
+            generation=owner.generation,
         )
 
     def _unqueue(self, event: DecodeEvent, word: _Word) -> None:

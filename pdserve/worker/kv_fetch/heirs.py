@@ -39,7 +39,7 @@ def _can_use(member: Member, compat_hash: str, names_id: bytes, transfers: Colle
     card = member.card
     if card is None or member.role != "worker" or member.suspect or not member.reachable:
         return False
-    if card.draining or card.names_id != names_id or not {*card.transfers} & {*transfers}:
+    if card.going or card.names_id != names_id or not {*card.transfers} & {*transfers}:
         return False
     return any(model.compat_hash == compat_hash for model in card.models)
 

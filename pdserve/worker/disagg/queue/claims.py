@@ -110,12 +110,18 @@ class QueueClaimSource:
     """The client for all queues of one prefill worker."""
 
     def __init__(
-        self, node: Node, take: Callable[[QueueClaim], None], stop: Callable[[QueueClaim], None]
+        self,
+        node: Node,
+        take: Callable[[QueueClaim], None],
+        stop: Callable[[QueueClaim], None],
+        generation: int = 0,
     ) -> None:
         """`take` gets each claim; `stop` gets each claim that is no longer wanted, at most once and
-        not after it has ended or is open."""
+        not after it has ended or is open. `generation`: the worker's mode generation; claims of
+        another one go back."""
+        self._generation = generation
         self.returned = 0
-        """Number of claims returned because they exceeded the credits."""
+        """Number of claims returned because they exceeded the credits, or were stale."""
         self._node = node
         self._take = take
         self._stop = stop
@@ -189,6 +195,7 @@ class QueueClaimSource:
                 credits=offered.credits,
                 uncomputed_tokens=offered.uncomputed,
                 claims=router.received[model],
+                generation=self._generation,
             )
             if router.told.get(model) != offer:
                 router.told[model] = offer
@@ -234,7 +241,13 @@ class QueueClaimSource:
         item: PrefillItem = message.item
         router.received[item.model] += 1
         offered = self._offers.get(item.model)
-        if offered is None or not offered.credits or offered.item_of[1] != item.compat_hash:
+        stale = message.generation not in (0, self._generation)
+        if (
+            stale
+            or offered is None
+            or not offered.credits
+            or offered.item_of[1] != item.compat_hash
+        ):
             self.returned += 1
             router.connection.post(ClaimEnded(message.claim, "returned"))
             self._tell_soon()

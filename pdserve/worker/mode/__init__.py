@@ -1,0 +1,1 @@
+"""Changes a worker's mode while it serves."""

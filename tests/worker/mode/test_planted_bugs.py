@@ -1,0 +1,110 @@
+"""Bugs planted into changes of a mode, each of which a scenario must find."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from msgspec.structs import replace
+
+from pdserve.worker.disagg.decode_handler import DecodeHandler
+from pdserve.worker.disagg.queue.claims import QueueClaimSource
+from pdserve.worker.mode import switch as driver
+from pdserve.worker.mode.switch import ModeSwitch
+from pdserve.worker.service import WorkerService
+from tests.worker.mode import test_switch as scenarios
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.messages.handoff import ItemClaimed
+
+Patch = pytest.MonkeyPatch
+
+
+def _nobody_is_needed(patch: Patch) -> None:
+    patch.setattr(driver, "undone_without", lambda *args: "")
+
+
+def _queue_client_stays(patch: Patch) -> None:
+    use_queue = DecodeHandler.use_queue
+
+    def only_once(self: DecodeHandler, queue: Any, generation: int) -> None:
+        if generation == 1:
+            use_queue(self, queue, generation)
+
+    patch.setattr(DecodeHandler, "use_queue", only_once)
+
+
+def _any_claim_is_good(patch: Patch) -> None:
+    claimed = QueueClaimSource._claimed
+
+    def whatever_it_says(self: QueueClaimSource, router: Any, message: ItemClaimed) -> None:
+        claimed(self, router, replace(message, generation=0))
+
+    patch.setattr(QueueClaimSource, "_claimed", whatever_it_says)
+
+
+def _cache_is_dropped(patch: Patch) -> None:
+    flip = ModeSwitch._flip
+
+    def and_forget(self: ModeSwitch, mode: Any, share: float) -> Any:
+        self._service.rekey(b"another secret of this length..."[:32])
+        return flip(self, mode, share)
+
+    patch.setattr(ModeSwitch, "_flip", and_forget)
+
+
+def _requests_are_taken_meanwhile(patch: Patch) -> None:
+    patch.setattr(WorkerService, "check_accepts", lambda self: None)
+
+
+def _no_look_at_what_is_left(patch: Patch) -> None:
+    patch.setattr("pdserve.worker.agent.WorkerAgent.left_for", lambda self, mode: 0)
+    patch.setattr(driver, "_SEEN", 0.0)
+
+
+def _no_way_back(patch: Patch) -> None:
+    async def stays(self: ModeSwitch, former: Any, share: float, why: str) -> None:
+        self._serve()
+        self._ended("failed", why)
+
+    patch.setattr(ModeSwitch, "_return", stays)
+
+
+BUGS: dict[str, tuple[Callable[[Patch], None], Callable[[], None]]] = {
+    "nobody is needed": (_nobody_is_needed, scenarios.test_a_worker_that_is_needed_refuses),
+    "two leave together": (
+        lambda patch: patch.setattr(driver, "_SEEN", 0.0),
+        scenarios.test_of_two_that_leave_together_one_stays,
+    ),
+    "the queue's client stays": (
+        _queue_client_stays,
+        scenarios.test_streams_stay_where_both_modes_take_requests,
+    ),
+    "a stale claim is obeyed": (
+        _any_claim_is_good,
+        scenarios.test_claims_and_attempts_of_another_generation_are_stale,
+    ),
+    "the cache is dropped": (
+        _cache_is_dropped,
+        scenarios.test_the_prefix_cache_stays_and_its_blocks_are_used_in_the_new_mode,
+    ),
+    "requests are taken meanwhile": (
+        _requests_are_taken_meanwhile,
+        scenarios.test_a_change_waits_for_prompts_on_their_way,
+    ),
+    "nothing is waited for": (
+        _no_look_at_what_is_left,
+        scenarios.test_a_change_waits_for_prompts_on_their_way,
+    ),
+    "no way back": (_no_way_back, scenarios.test_a_mode_that_does_not_work_is_given_up),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_scenario_finds_the_bug(bug: str, monkeypatch: Patch) -> None:
+    plant, scenario = BUGS[bug]
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        scenario()
