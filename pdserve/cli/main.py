@@ -27,6 +27,7 @@ COMMANDS = {
     "top": ("pdserve.cli.top", "the same, live in the terminal"),
     "trace": ("pdserve.cli.trace", "where the time of requests went, phase by phase"),
     "disagg": ("pdserve.cli.disagg", "how decode workers choose where prompts are computed"),
+    "mode": ("pdserve.cli.mode", "change what a worker does, while it serves"),
     "drain": ("pdserve.cli.drain", "take nodes away without losing a request"),
     "tier": ("pdserve.cli.tier.command", "what KV tiers hold; check, empty and warm them"),
     "simulate": (

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Seconds
     from pdserve.messages.engine import PathState
-    from pdserve.messages.status import ClusterStatus, MemberStatus
+    from pdserve.messages.status import ClusterStatus, MemberStatus, NodeReport
 
 __all__ = ["age", "as_json", "notes", "render", "tables"]
 
@@ -220,7 +220,6 @@ def _workers(status: ClusterStatus, *, minute: bool) -> _Rows:
             continue
         assert member.report is not None
         used = f"{load.blocks_used / load.blocks_total:.0%}" if load.blocks_total else "-"
-        parts = member.report.handoffs
         window = (member.report.minute if minute else member.report.recent) or EngineWindow()
         seconds = window.seconds or 1.0
         prompts = window.prompt_tokens
@@ -228,7 +227,7 @@ def _workers(status: ClusterStatus, *, minute: bool) -> _Rows:
             (
                 member.node,
                 "yes" if load.ready else "no",
-                parts.mode if parts is not None else "",
+                _mode(member.report),
                 str(load.running),
                 str(load.waiting),
                 rate(prompts / seconds),
@@ -243,6 +242,14 @@ def _workers(status: ClusterStatus, *, minute: bool) -> _Rows:
             )
         )
     return rows
+
+
+def _mode(report: NodeReport) -> str:
+    """A worker's mode, and the one that it changes to."""
+    if report.mode is not None:
+        change = f">{report.mode.target}" if report.mode.target else ""
+        return f"{report.mode.mode}{change}"
+    return "" if report.handoffs is None else report.handoffs.mode
 
 
 def _handoffs(status: ClusterStatus) -> _Rows:

@@ -78,7 +78,7 @@ class Worker:
         card = NodeCard(role="worker", started=started)
         self.member = WorkerAgent(service, node, self.topics, card)
         # Routers know a worker's mode by its card; how it takes part is tested elsewhere.
-        self.member._card = replace(self.member._card, mode=mode)
+        self.service.mode = mode
 
     def end(self, handle: int) -> None:
         finish = Finish(reason="stop")

@@ -41,7 +41,7 @@ from pdserve.net.endpoint import Endpoint
 from pdserve.net.settings import NetSettings
 from pdserve.net.transport.tcp import TcpNetwork
 from pdserve.net.transport.tls import Tls
-from pdserve.runtime.rpc_methods import DISAGG, DRAIN, DROP_KV, STATUS, TRACES, WARM
+from pdserve.runtime.rpc_methods import DISAGG, DRAIN, DROP_KV, MODE, STATUS, TRACES, WARM
 from pdserve.wire.handshake import Identity
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from pdserve.launch.cluster.admin_socket import AdminSocket
     from pdserve.messages.handoff import Disagg
     from pdserve.messages.kv_pull import KvTaken, WarmUp
+    from pdserve.messages.mode import ModeReport, SetMode
     from pdserve.messages.status import ClusterStatus, DrainState
     from pdserve.messages.tiers import DropOrder, DropReport
     from pdserve.messages.trace import TraceQuery, TraceReply
@@ -186,6 +187,19 @@ class AdminClient:
         except ProtocolError as error:
             raise ProtocolError(
                 f"it cannot be drained from here: {error.message}; send its process SIGTERM"
+            ) from None
+
+    async def set_mode(self, address: str, node: NodeId, order: SetMode) -> ModeReport:
+        """Have the worker `node`, at `address`, change its mode; return what it does.
+
+        Errors: `LinkError` of some kind, `DeadlineExceeded`, what the worker raises.
+        """
+        link = await self._endpoint.dial(address, expect=node)
+        try:
+            return await link.request(MODE, order, timeout=_TIMEOUT)
+        except NoMethod:
+            raise ProtocolError(
+                f"it cannot change its mode: its version of pdserve is older than {__version__}"
             ) from None
 
     async def drop_kv(self, address: str, node: NodeId, order: DropOrder) -> DropReport:
