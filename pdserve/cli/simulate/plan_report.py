@@ -127,10 +127,13 @@ _MODES: Final = {"aggregated": "aggregated workers", "split": "prefill and decod
 
 def _named(made: CapacityPlan, shape: ClusterShape) -> str:
     seeds = len(made.search.of(shape))
-    return (
-        f"{shape} worker{'s' if shape.size > 1 else ''}, {shape.size * made.price:g} an hour; kept with {seeds} "
-        f"seed{'s' if seeds > 1 else ''}"
-    )
+    price = f"{shape.size * made.price:g} an hour"
+    named = f"{shape} {_plural('worker', shape.size)}"
+    return f"{named}, {price}; kept with {seeds} {_plural('seed', seeds)}"
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"
 
 
 def _binding(made: CapacityPlan, best: ClusterShape) -> Iterator[str]:
