@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 __all__ = ["Refusals"]
 
 _APART: Final[Seconds] = 2.0
-"""Seconds for which a worker that lost the request is excluded, if it lives: another worker is
-better, but this one is better than none."""
+"""Seconds for which a worker that refused or lost the request is excluded, if it lives: another
+worker is better, but this one is better than none."""
 
 
 class Refusals:
     """The workers that refused or lost one request."""
 
-    __slots__ = ("_at", "_excluded", "had_worker", "last", "tries")
+    __slots__ = ("_excluded", "_refused", "had_worker", "last", "tries")
 
     def __init__(self) -> None:
         self._excluded = Exclusions()
-        self._at: Seconds = 0.0
-        """Time of the last refusal."""
+        self._refused: dict[NodeLife, Seconds] = {}
+        """When each worker refused."""
         self.tries = 0
         """Number of workers that were asked to be the first one."""
         self.last: PdserveError | None = None
@@ -40,7 +40,7 @@ class Refusals:
     def refused(self, life: NodeLife, error: PdserveError, now: Seconds) -> None:
         """Records that a worker did not take the request, and excludes it."""
         self.last = error
-        self._at = now
+        self._refused[life] = now
         self.leave_out(life, now)
 
     def leave_out(self, life: NodeLife, now: Seconds) -> None:
@@ -64,12 +64,12 @@ class Refusals:
         return self._excluded.next_end(now)
 
     def let_in_again(self, now: Seconds) -> bool:
-        """True if excluded workers are allowed again, because the last refusal is long enough
-        ago."""
-        if not self._excluded or now - self._at < _APART:
-            return False
-        self._excluded = Exclusions()
-        return True
+        """Allows the workers again whose refusal is long enough ago. True if there was one."""
+        allowed = [life for life, at in self._refused.items() if now - at >= _APART]
+        for life in allowed:
+            del self._refused[life]
+        self._excluded.remove(allowed)
+        return bool(allowed)
 
     def hide(
         self, error: PdserveError, now: Seconds, epoch_of: Callable[[NodeId], Epoch | None]

@@ -25,7 +25,7 @@ from pdserve.errors import (
 from pdserve.messages.request import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from pdserve.errors import PdserveError
     from pdserve.ids import Epoch, NodeId, NodeLife, Seconds
@@ -190,6 +190,11 @@ class Exclusions:
     def add(self, life: NodeLife, until: Seconds | None) -> None:
         """Excludes a worker until a time; None: as long as this life lasts."""
         self._until[life] = until
+
+    def remove(self, lives: Iterable[NodeLife]) -> None:
+        """Excludes these workers no longer."""
+        for life in lives:
+            self._until.pop(life, None)
 
     def at(self, now: Seconds, epoch_of: Callable[[NodeId], Epoch | None]) -> tuple[NodeId, ...]:
         """Names of excluded workers, in order. A worker that has begun a new life is no longer
