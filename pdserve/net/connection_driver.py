@@ -21,7 +21,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pdserve.ids import Bytes
     from pdserve.net.settings import NetSettings
@@ -86,6 +86,9 @@ class ConnectionDriver(asyncio.BufferedProtocol):
         """True if nothing more is passed to the transport."""
         self.heard = False
         """True if bytes arrived since the owner last cleared this."""
+        self.rest: Iterator[ev.Event] = iter(())
+        """Events of the last read that have not been passed on. What the owner takes from here is
+        not passed on any more."""
 
         self._loop = loop
         self._timers = timers
@@ -231,7 +234,9 @@ class ConnectionDriver(asyncio.BufferedProtocol):
 
     def dispatch(self, events: list[ev.Event]) -> None:
         """Passes `events` to the rules; what they queue goes out at the end of this turn."""
-        for event in events:
+        # After `PayloadBegins`, a call inside this one has events of its own: it is the last event.
+        rest = self.rest = iter(events)
+        for event in rest:
             self.rules[type(event)](event)
         if not self.due and self.connection.queued != self.connection.taken:
             self.wake()

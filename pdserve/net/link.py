@@ -5,7 +5,8 @@ stream needs it, by the side that dialled the link; it may end and be dialled ag
 
 When the link ends, everything under way on it ends exactly once, before `on_link_down`: each own
 request with `LinkLost`, whose `sent` is False only if its frame never left this process; each
-request of the peer through its `on_cancel`; each stream through its sink's `on_end`.
+request of the peer through its `on_cancel`; each stream through its sink's `on_end`. Answers and
+ends of streams that were read together with what ended the link still count.
 
 The wire package decides about frames, `duplicate_links` about which link stays. Owned by one
 `Endpoint`.
@@ -61,6 +62,7 @@ _LONGEST: Final = 0xFFFF_FFFF
 """Longest timeout in milliseconds that the header can hold: 49 days."""
 _UNSERVED: Final = "method {} is not served"
 """The text with which a peer of release 0.1 reports `NoMethod`, as a `ProtocolError`."""
+_STREAMED: Final = (ev.DataReceived, ev.RawReceived, ev.StreamEnded, ev.StreamReset)
 _RECHECK: Final[Seconds] = 0.02
 """Interval at which a retiring link checks whether it may close."""
 
@@ -209,8 +211,11 @@ class PeerLink:
             answer = method.unpack_reply(body)
         except UNDECODABLE as error:
             _log.debug("%r: a late answer of method %d: %s", self, method.id, error)
-        else:
+            return
+        try:
             late(answer)
+        except Exception:  # other requests of this link go on
+            _log.exception("%r: a late answer of method %d", self, method.id)
 
     def _expire_asking(self, now: Seconds) -> Seconds:
         """Ends own requests that are past their deadlines: each is cancelled at the peer. Returns
@@ -352,8 +357,10 @@ class PeerLink:
         if self.bulk is shell:
             self.bulk = None
         self._bulk_queued += shell.connection.queued
+        lost = LinkLost(f"the bulk connection ended: {error or 'closed'}")
+        self._settle_rest(shell, lost)
         shell.connection.abandon()
-        self._end_streams(shell, LinkLost(f"the bulk connection ended: {error or 'closed'}"))
+        self._end_streams(shell, lost)
 
     def _wake_bulk(self) -> None:
         waiters, self._bulk_waiters = self._bulk_waiters, []
@@ -606,17 +613,36 @@ class PeerLink:
             if timer is not None:
                 self._timers.remove(timer)
         self.shell.rules = IGNORE
+        ended = LinkLost(f"the link ended: {self.down.message}")
+        self._settle_rest(self.shell, ended)
         self._fail_requests(self.down)
         for serving in tuple(self._serving.values()):
             serving.cancelled()
         self._serving.clear()
         self._asking.close()
         self._served.close()
-        self._end_streams(self.shell, LinkLost(f"the link ended: {self.down.message}"))
+        self._end_streams(self.shell, ended)
         if self.bulk is not None:
             self.bulk.abort()
         self._wake_bulk()
         self._on_down(self)
+
+    def _settle_rest(self, shell: ConnectionDriver, error: LinkLost) -> None:
+        """Handles what was read together with the event that ended the connection, and that the
+        connection has forgotten: answers, and ends of streams. A stream whose items are not passed
+        on any more ends with `error`."""
+        for event in shell.rest:
+            if isinstance(event, ev.AnswersReceived):
+                self._on_answered(event)
+            elif isinstance(event, ev.RequestFailed):
+                self._on_failed(event)
+            elif not isinstance(event, _STREAMED) or event.stream.context is None:
+                continue
+            elif isinstance(event, ev.StreamReset):
+                _of(event.stream).on_end(event.error)
+            else:
+                ended = isinstance(event, ev.StreamEnded)
+                _of(event.stream).on_end(None if ended else error)
 
     def _fail_requests(self, down: LinkDownReason) -> None:
         taken = self.connection.taken

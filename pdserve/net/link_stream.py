@@ -92,13 +92,12 @@ class LinkStream:
 
     def on_end(self, error: BaseException | None) -> None:
         """Ends the peer's half, after its end or a failure of the stream; calls the sink once."""
-        if self._ended:
-            return
-        self._ended = True if error is None else error
-        if self._sink is not None:
-            self._sink.on_end(error)
+        if not self._ended:
+            self._ended = True if error is None else error
+            if self._sink is not None:
+                self._sink.on_end(error)
         if error is not None:
-            self._unblock()
+            self._unblock()  # the own half has ended, too
 
     # ------------------------------------------------------------------ writing
 

@@ -664,11 +664,13 @@ class Connection:
         events.append(ev.TellReceived(header[3], body))
 
     def _on_error(self, header: Header, body: Buffer, events: list[ev.Event]) -> None:
-        context = self.calls.pop(header[4], _MISSING)
+        context = self.calls.get(header[4], _MISSING)
         if context is _MISSING:
             raise ProtocolError("an error for an unknown request")
-        self._slots.give(header[4])
+        # If the body does not decode, the request ends with the connection.
         error = error_of(decode_failure(body))
+        del self.calls[header[4]]
+        self._slots.give(header[4])
         if context is not None:
             events.append(ev.RequestFailed(context, error))
 

@@ -24,6 +24,7 @@ from pdserve.net.settings import NetSettings
 from pdserve.token_ids import token_ids
 from pdserve.wire.codec import PACKED_IDS, Method
 from pdserve.wire.handshake import Versions
+from pdserve.wire.header import FrameKind
 from pdserve.wire.limits import Limits
 from tests.net.world import Two, two, virtually
 from tests.support.net_support import (
@@ -577,6 +578,71 @@ async def test_a_strike_is_forgotten_after_a_while() -> None:
         await refused(t, garbage, 1, LinkLost)
         assert t.link.down is not None
         assert t.link.down.cause == "violation"
+
+
+@virtually
+async def test_what_was_read_together_with_the_last_strike_still_counts() -> None:
+    async with two() as t:
+        t.at_a.refusal = ProtocolError("not a Thing")
+        asked = [asyncio.create_task(t.link.request(HANG, Echo(), timeout=60.0)) for _ in range(3)]
+        sinks = [RecordingStreamSink() for _ in range(3)]
+        for sink in sinks:
+            t.link.open_stream(1, b"", sink, last=True)
+        await t.at_b.until(lambda handler: len(handler.calls) == len(handler.streams) == 3)
+        for _ in range(3):
+            striking = t.back.request(REFUSE, Echo(), timeout=60.0)
+            asyncio.create_task(striking).add_done_callback(asyncio.Task.exception)
+        await asyncio.sleep(0)
+        # These leave in the same write.
+        t.at_b.calls[0].reply(Echo(b"kept"))
+        t.at_b.calls[1].fail(NoWorker("there is none"))
+        whole, cut, reset = (stream for stream, _ in t.at_b.streams)
+        whole.end()
+        assert cut.try_send(b"an item", last=True)
+        reset.abort(NoWorker("there is none"))
+        async with asyncio.timeout(10.0):
+            results = await asyncio.gather(*asked, return_exceptions=True)
+            ends = [await sink.end() for sink in sinks]
+        assert t.at_a.downs[0][1].cause == "violation"
+        assert results[0] == Echo(b"kept")
+        assert [type(result) for result in results[1:]] == [NoWorker, LinkLost]
+        assert [type(end) for end in ends] == [type(None), LinkLost, NoWorker]
+
+
+@virtually
+async def test_an_error_that_does_not_decode_ends_its_request_with_the_link() -> None:
+    async with two() as t:
+        asking = asyncio.create_task(t.link.request(HANG, Echo(), timeout=60.0))
+        await t.at_b.until(lambda handler: bool(handler.calls))
+        call = t.at_b.calls[0]
+        assert isinstance(call, LinkCall)
+        t.back.connection._put(FrameKind.ERROR, stream=call.id, body=b"\xc1")
+        t.back.wake()
+        async with asyncio.timeout(10.0):
+            with pytest.raises(LinkLost):
+                await asking
+        assert t.at_a.downs[0][1].cause == "violation"
+
+
+@virtually
+async def test_who_waits_for_credit_learns_of_the_end_although_the_peer_has_ended_its_half() -> (
+    None
+):
+    async with two() as t:
+        t.at_b.window, t.at_b.hold = 4096, True
+        sink = RecordingStreamSink()
+        stream = t.link.open_stream(1, b"", sink)
+        await t.at_b.until(lambda handler: bool(handler.streams))
+        t.at_b.streams[0][0].end()
+        assert await sink.end() is None
+        while stream.try_send(bytes(1000)):
+            pass
+        sending = asyncio.create_task(stream.send(bytes(1000), timeout=60.0))
+        await asyncio.sleep(0.1)
+        t.world.reset("a", "b")
+        async with asyncio.timeout(10.0):
+            with pytest.raises(LinkLost):
+                await sending
 
 
 @virtually
