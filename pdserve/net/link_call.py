@@ -103,4 +103,7 @@ class LinkCall(msgspec.Struct, eq=False):
         self.done = True
         callback, self.on_cancel = self.on_cancel, None
         if callback is not None:
-            callback()
+            try:
+                callback()
+            except Exception:  # a bug; the link ends other requests in the same turn
+                _log.exception("method %d failed when it was cancelled", self.method)

@@ -28,6 +28,7 @@ from pdserve.errors import DeadlineExceeded, LinkLost, Overloaded, PdserveError
 from pdserve.ids import NodeLife, Seconds
 from pdserve.net.base import Peer
 from pdserve.net.lazy_deadline import LazyDeadline
+from pdserve.net.timers import Timers
 from pdserve.wire.codec import Method, encode
 from pdserve.wire.error_codec import error_of, failure_of
 from pdserve.wire.handshake import Versions
@@ -37,7 +38,6 @@ from pdserve.wire.type_check import is_immutable
 if TYPE_CHECKING:
     from pdserve.ids import Epoch, NodeId
     from pdserve.net.base import IncomingCall
-    from pdserve.net.timers import Timers
     from pdserve.runtime.peers.handlers import ActorTable
     from pdserve.wire.codec import Notice
 
@@ -49,7 +49,10 @@ Q = TypeVar("Q")
 R = TypeVar("R")
 
 _MOST: Final = Limits().pending
-"""Most requests under way on a local link, and most messages that wait for the end of a turn."""
+"""Most requests under way on a local link."""
+_MOST_WAITING: Final = 1 << 16
+"""Most messages that wait for the end of a turn. A link holds megabytes of them: when a worker
+dies, a frontend ends and repeats thousands of requests in one turn."""
 
 
 class LocalNode(Protocol):
@@ -57,7 +60,6 @@ class LocalNode(Protocol):
 
     id: NodeId
     actors: ActorTable
-    timers: Timers
 
     @property
     def epoch(self) -> Epoch: ...
@@ -81,7 +83,10 @@ class Neighbours:
         """By the node that asks and the node that is asked."""
 
     def enter(self, node: LocalNode) -> None:
-        """A life of the node has begun."""
+        """A life of the node has begun. An earlier node of its name takes part no more."""
+        earlier = self._nodes.get(node.id)
+        if earlier is not None:
+            self.leave(earlier, f"another node has begun as {node.id}")
         self._nodes[node.id] = node
 
     def leave(self, node: LocalNode, why: str) -> None:
@@ -94,9 +99,11 @@ class Neighbours:
 
     def link(self, source: LocalNode, target: NodeId) -> LocalLink | None:
         """The local link from `source`; None: `target` is not in this process now."""
+        if self._nodes.get(source.id) is not source:
+            return None
         pair = source.id, target
         found = self._links.get(pair)
-        if found is None and source.id in self._nodes and target != source.id:
+        if found is None and target != source.id:
             node = self._nodes.get(target)
             if node is not None:
                 found = self._links[pair] = LocalLink(source, node)
@@ -115,6 +122,7 @@ class LocalCall(msgspec.Struct, eq=False):
     arrived: bool = False
     done: bool = False
     on_cancel: Callable[[], None] | None = None
+    answer: Any = msgspec.UNSET
 
     @property
     def life(self) -> NodeLife:
@@ -129,8 +137,11 @@ class LocalCall(msgspec.Struct, eq=False):
         return self.message  # type: ignore[no-any-return]
 
     def reply(self, message: object) -> None:
+        if self.done:
+            return
         kind = self.kind
         answer = message if is_immutable(kind.reply) else kind.unpack_reply(encode(message))
+        self.answer = answer
         if self._ends():
             self.future.set_result(answer)
 
@@ -143,7 +154,7 @@ class LocalCall(msgspec.Struct, eq=False):
             self.future.set_exception(error_of(failure_of(error)))
 
     def _ends(self) -> bool:
-        """Ends the call; False if it has ended."""
+        """Ends the call; False if it has ended, or if its caller was cancelled in this turn."""
         if self.done:
             return False
         self.done = True
@@ -156,7 +167,18 @@ class LocalCall(msgspec.Struct, eq=False):
         self.way.calls.pop(self.id, None)
         callback, self.on_cancel = self.on_cancel, None
         if callback is not None:
-            callback()
+            try:
+                callback()
+            except Exception:  # a bug of the other node, which harms neither its caller nor others
+                _log.exception("method %d failed when it was cancelled", self.method)
+
+    def came_late(self, late: Callable[[Any], None]) -> None:
+        """Passes on an answer that came in the turn in which its caller was cancelled."""
+        if self.answer is not msgspec.UNSET:
+            try:
+                late(self.answer)
+            except Exception:
+                _log.exception("a late answer of method %d", self.method)
 
 
 class LocalLink:
@@ -172,11 +194,14 @@ class LocalLink:
         """Requests without an answer."""
         self._target = target
         self._node = source
-        self._create_future = asyncio.get_running_loop().create_future
+        loop = asyncio.get_running_loop()
+        self._create_future = loop.create_future
         self._count = 0
         self._waiting: deque[Callable[[], None]] = deque()
         """What arrives at the end of this turn of the event loop."""
-        self._due = LazyDeadline(source.timers, self._expire)
+        # The node's own timers end before its last tasks have asked what they ask at their end.
+        self._timers = Timers(loop)
+        self._due = LazyDeadline(self._timers, self._expire)
 
     async def request(
         self,
@@ -192,11 +217,10 @@ class LocalLink:
         try:
             return await future
         except asyncio.CancelledError:
-            if future.cancelled():
+            if not call.done:
                 call.cancelled()
-            elif late is not None and future.exception() is None:
-                # The answer and the cancellation came in the same turn of the loop.
-                late(future.result())
+            elif late is not None:
+                call.came_late(late)
             raise
 
     def tell(self, notice: Notice[Q], message: Q) -> None:
@@ -208,7 +232,7 @@ class LocalLink:
     def end(self, why: str) -> None:
         """Ends all requests: those that have not arrived as not sent."""
         self.over = why
-        self._due.close()
+        self._timers.close()
         for call in tuple(self.calls.values()):
             if not call.future.done():
                 call.future.set_exception(LinkLost(why, sent=call.arrived))
@@ -233,8 +257,10 @@ class LocalLink:
         """Passes a message on at the end of this turn, after those before it."""
         if self.over:
             raise LinkLost(self.over, sent=False)
-        if len(self._waiting) >= _MOST:
-            raise Overloaded(f"{_MOST} messages to {self.peer.node} wait for the event loop")
+        if len(self._waiting) >= _MOST_WAITING:
+            raise Overloaded(
+                f"{_MOST_WAITING} messages to {self.peer.node} wait for the event loop"
+            )
         if not self._waiting:
             self._node.call_soon(self._deliver)
         self._waiting.append(arrival)

@@ -170,6 +170,76 @@ async def test_who_gives_up_ends_the_work_or_gets_the_late_answer(together: bool
 
 @both_ways
 @virtually
+async def test_an_answer_in_the_turn_of_the_cancellation_is_late(together: bool) -> None:
+    async with books(together=together) as (_, a, at_b):
+        late: list[Echo] = []
+        asking = a.ref(B).ask(HANG, Echo(), timeout=30.0, late=late.append)
+        task = asyncio.create_task(asking)
+        await asyncio.sleep(0.1)
+        task.cancel()
+        at_b.calls[0].reply(Echo(b"kept"))
+        await asyncio.sleep(0.1)
+        assert task.cancelled()
+        assert late == [Echo(b"kept")], "it may grant something that must be given back"
+        assert at_b.withdrawn == 0, "an answered request is not withdrawn"
+
+
+@both_ways
+@virtually
+async def test_a_bug_in_a_cancellation_stays_with_its_node(
+    together: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with books(together=together) as (_, a, at_b):
+        asking = [asyncio.create_task(a.ref(B).ask(HANG, Echo(), timeout=30.0)) for _ in range(2)]
+        await asyncio.sleep(0.1)
+
+        def fail() -> None:
+            raise ValueError("a bug")
+
+        at_b.calls[0].on_cancel = fail
+        asking[0].cancel()
+        await asyncio.sleep(0.1)
+        assert asking[0].cancelled()
+        at_b.calls[1].reply(Echo(b"x"))
+        assert await asking[1] == Echo(b"x")
+        assert "failed when it was cancelled" in caplog.text
+
+
+@both_ways
+@virtually
+async def test_a_task_that_asks_while_its_node_closes_waits_no_longer_than_it_said(
+    together: bool,
+) -> None:
+    async with books(together=together) as (nodes, a, _):
+        over: list[float] = []
+
+        async def work() -> None:
+            try:
+                await asyncio.sleep(60.0)
+            finally:
+                began = nodes.loop.time()
+                with pytest.raises(DeadlineExceeded):
+                    await a.ref(B).ask(HANG, Echo(), timeout=1.0)
+                over.append(nodes.loop.time() - began)
+
+        _ = a.tasks.spawn(work(), "work")
+        await asyncio.sleep(0.1)
+        await nodes.nodes.pop("a").close()
+        assert 1.0 <= over[0] < 1.2
+
+
+@both_ways
+@virtually
+async def test_a_burst_of_messages_in_one_turn_arrives(together: bool) -> None:
+    async with books(together=together) as (_, a, at_b):
+        for _ in range(10_000):
+            a.ref(B).tell(NOTE, Echo())
+        await asyncio.sleep(0.1)
+        assert len(at_b.came) == 10_000
+
+
+@both_ways
+@virtually
 async def test_a_request_that_is_given_up_at_once_does_not_arrive(together: bool) -> None:
     async with books(together=together) as (_, a, at_b):
         asking = asyncio.create_task(a.ref(B).ask(HANG, Echo(), timeout=30.0))
@@ -249,6 +319,7 @@ async def test_a_record_that_cannot_change_is_passed_as_it_is() -> None:
 @virtually
 async def test_requests_and_messages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_link, "_MOST", 3)
+    monkeypatch.setattr(local_link, "_MOST_WAITING", 3)
     async with books() as (_, a, at_b):
         asking = [asyncio.create_task(a.ref(B).ask(HANG, Echo(), timeout=9.0)) for _ in range(3)]
         await asyncio.sleep(0.1)
@@ -275,6 +346,23 @@ async def test_what_has_not_arrived_when_a_life_ends_was_not_sent() -> None:
             await asking
         assert not lost.value.sent
         assert not at_b.came
+
+
+@virtually
+async def test_a_node_that_takes_another_ones_name_takes_its_place() -> None:
+    async with books() as (nodes, a, _):
+        assert nodes.neighbours is not None
+        asking = asyncio.create_task(a.ref(B).ask(HANG, Echo(), timeout=30.0))
+        await asyncio.sleep(0.1)
+        earlier, later = nodes.nodes["b"], nodes.make("b")
+        nodes.neighbours.enter(later)
+        with pytest.raises(LinkLost):
+            await asking
+        link = nodes.neighbours.link(a, B)
+        assert link is not None
+        assert link.peer.epoch == later.epoch != earlier.epoch
+        assert nodes.neighbours.link(earlier, a.id) is None
+        await later.close()
 
 
 @virtually
