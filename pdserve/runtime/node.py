@@ -352,6 +352,9 @@ class Node:
         except BaseException:
             await life.close()
             raise
+        if self._closed:  # meanwhile; `close` has ended `start`
+            await life.close()
+            return
         # The same port for every life: others look for this node there.
         self._listen = life.listening
         self._life = life

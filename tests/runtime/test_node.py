@@ -26,6 +26,9 @@ from tests.support.actors import answering, silent
 from tests.support.net_support import ECHO, HANG, KEY, Echo, RecordingStreamSink
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.net.base import NetListener
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import MemberEvent
 
@@ -351,6 +354,28 @@ async def test_one_whose_clock_went_back_joins_with_its_next_life() -> None:
         assert second.lives == 2
         assert second.epoch == first.epoch + 1
         await nodes.until(nodes.converged)
+
+
+@virtually
+async def test_closed_while_it_begins_to_listen_nothing_is_left() -> None:
+    async with cluster(together=True) as nodes:
+        other = await nodes.add("b")
+        node = nodes.make("a")
+        listen = node._network.listen
+
+        async def slowly(address: str, factory: Callable[[], asyncio.BaseProtocol]) -> NetListener:
+            await asyncio.sleep(1.0)
+            return await listen(address, factory)
+
+        node._network.listen = slowly  # type: ignore[method-assign]
+        starting = asyncio.ensure_future(node.start())
+        await asyncio.sleep(0.5)
+        await node.close()
+        with pytest.raises(Draining):
+            await starting
+        assert nodes.neighbours is not None
+        assert nodes.neighbours.link(other, node.id) is None
+        await nodes.add("a")  # the address is free
 
 
 @virtually
