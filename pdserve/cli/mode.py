@@ -14,7 +14,7 @@ from pdserve.cli.console.reach import add_reach, reach_of
 from pdserve.cli.drain import members_named
 from pdserve.cli.outputs import printable
 from pdserve.cli.parser import Parser
-from pdserve.errors import ConfigError, PdserveError
+from pdserve.errors import ConfigError, HandshakeRefused, PdserveError, WorkerLost
 from pdserve.launch import exit_codes
 from pdserve.launch.config.resolve import closest_match
 from pdserve.messages.mode import ModeReport, SetMode
@@ -39,9 +39,10 @@ decode      takes requests, and has long prompts computed by prefill workers
 prefill     computes prompts for decode workers
 both        as aggregated, and computes prompts for decode workers beside them
 
-The worker takes nothing new for a moment. If it will take no requests, its streams move to other
-workers with their KV. Then it changes, computes one token as a test, and serves again. If
-something is left after --timeout, or the test fails, it keeps its mode; `pdserve status` says why.
+The worker takes no prompts of others for a moment. If one of the modes takes no requests, it takes
+none meanwhile, and its streams move to other workers with their KV. Then it changes, computes one
+token as a test, and serves on. If something is left after --timeout, or the test fails, it keeps
+its mode; `pdserve status` says why. With --wait, an interrupt ends the waiting, not the change.
 Its present mode cancels a change that has not happened yet. A restart brings back --mode.
 
 A worker refuses if no other ready worker would do its job; --last changes it anyway."""
@@ -63,7 +64,8 @@ def run(arguments: list[str]) -> int:
         metavar="SHARE",
         type=float,
         default=0.5,
-        help="With both: the share of each step for other workers' prompts (default: 0.5).",
+        help="With both: the part of a step that other workers' prompts may fill; one that is "
+        "longer comes alone (default: 0.5).",
     )
     parser.own.add_argument(
         "--timeout",
@@ -116,14 +118,15 @@ async def _change(reach: Reach, name: str, order: SetMode, *, wait: bool) -> int
         if report.refused:
             _say(name, f"it stays {report.mode}: {report.refused}")
             return exit_codes.FAILED
-        done = outcome(report, order.mode)
+        done = outcome(report, order)
         _say(name, done or _progress(report))
         if wait and not done:
             report = await _wait(visitor, member, report, order.timeout + _MARGIN)
-            _say(name, outcome(report, order.mode) or f"{_progress(report)}, not done in time")
+            _say(name, outcome(report, order) or f"{_progress(report)}, not done in time")
     finally:
         await visitor.close()
-    return exit_codes.OK if not wait or report.mode == order.mode else exit_codes.FAILED
+    changed = report.state == "serving" and _is(report, order)
+    return exit_codes.OK if changed or not wait else exit_codes.FAILED
 
 
 def worker_named(status: ClusterStatus, name: str) -> tuple[MemberStatus, ModeReport]:
@@ -143,28 +146,48 @@ def worker_named(status: ClusterStatus, name: str) -> tuple[MemberStatus, ModeRe
 async def _wait(
     visitor: AdminClient, member: MemberStatus, report: ModeReport, patience: Seconds
 ) -> ModeReport:
-    """Waits until the worker serves again; returns its last report."""
+    """Waits until the worker serves again; returns its last report. Errors: `WorkerLost`."""
     until = time.monotonic() + patience
     while report.state != "serving" and time.monotonic() < until:
         await asyncio.sleep(_POLL)
-        now, latest = worker_named(await visitor.status(), member.node)
-        if now.epoch != member.epoch:
-            raise ConfigError(f"{member.node} was started anew, with its --mode")
-        report = latest
+        try:
+            status = await visitor.status()
+        except HandshakeRefused:
+            raise
+        except PdserveError:
+            continue  # whoever was asked is gone; another node is asked
+        report = _latest(status, member) or report
     return report
 
 
-def outcome(report: ModeReport, wanted: str) -> str:
+def _latest(status: ClusterStatus, member: MemberStatus) -> ModeReport | None:
+    """The worker's newest report; None: it did not answer in time. Errors: `WorkerLost`."""
+    now = next((one for one in status.members if one.node == member.node), None)
+    if now is None:
+        raise WorkerLost(f"{member.node} has left the cluster")
+    if now.epoch != member.epoch:
+        raise WorkerLost(f"{member.node} was started anew, with its --mode")
+    return None if now.report is None else now.report.mode
+
+
+def _is(report: ModeReport, order: SetMode) -> bool:
+    """True if the worker has the wanted mode."""
+    return report.mode == order.mode and (order.mode != "both" or report.share == order.share)
+
+
+def outcome(report: ModeReport, order: SetMode) -> str:
     """How a change ended, in words; empty: it has not."""
     if report.state != "serving":
         return ""
-    if report.mode == wanted:
-        share = f" (share {report.share:g})" if report.share else ""
-        return f"{report.mode}{share}, generation {report.generation}"
-    return f"still {report.mode}: {report.failed or 'the change was cancelled'}"
+    mode = f"{report.mode} (share {report.share:g})" if report.share else report.mode
+    if _is(report, order):
+        return f"{mode}, generation {report.generation}"
+    return f"still {mode}: {report.failed or 'the change was cancelled'}"
 
 
 def _progress(report: ModeReport) -> str:
+    if report.mode == report.target:
+        return f"{report.state}, {report.mode} already"
     return (
         f"{report.state}, from {report.mode} to {report.target}: {report.left} requests and "
         f"prompts left, for {report.remaining:.0f} s at most"

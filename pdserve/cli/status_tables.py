@@ -247,8 +247,8 @@ def _workers(status: ClusterStatus, *, minute: bool) -> _Rows:
 def _mode(report: NodeReport) -> str:
     """A worker's mode, and the one that it changes to."""
     if report.mode is not None:
-        change = f">{report.mode.target}" if report.mode.target else ""
-        return f"{report.mode.mode}{change}"
+        mode, target = report.mode.mode, report.mode.target
+        return f"{mode}>{target}" if target not in ("", mode) else mode
     return "" if report.handoffs is None else report.handoffs.mode
 
 

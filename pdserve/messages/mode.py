@@ -27,7 +27,7 @@ class SetMode(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     generation: Count = 0
     """The generation that the operator saw; another one makes the order stale. 0: any."""
     share: Share = 0.5
-    """With `both`: the share of a step's tokens for other workers' prompts."""
+    """With `both`: the share of a step's tokens that other workers' prompts may fill."""
     timeout: Annotated[float, Meta(gt=0, le=3600)] = 60.0
     """Seconds to hand over what cannot stay; after them the worker keeps its mode."""
 
@@ -39,11 +39,13 @@ class ModeReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     generation: Count = 0
     """Number of the present mode in this life, from 1; 0: an older release does not count."""
     state: str = ""
-    """`serving`, `leaving`, `proving` or `returning`, see `worker.mode.state_table`."""
+    """See `worker.mode.state_table`; others see no `flipping` or `returning`, which take no time.
+    """
     target: str = ""
     """The mode that it changes to; empty: none."""
     left: Count = 0
-    """Requests, and prompts of other workers, that a drain would wait for."""
+    """Requests, and prompts of other workers, that the change waits for or, without one, that a
+    drain would wait for."""
     remaining: float = 0.0
     """Seconds until it gives up and keeps its mode."""
     share: Share = 0.0

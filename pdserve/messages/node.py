@@ -110,7 +110,8 @@ class NodeCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Layers of a worker's model, if its engine loads KV from host memory in groups of them; 0: its
     blocks come whole."""
     leaving: bool = False
-    """True while a worker changes its mode: it takes nothing new until it serves again."""
+    """True while a worker changes its mode: until it serves again it takes no prompts of other
+    workers and, if it gives a `reason`, no requests."""
     mode_generation: int = 0
     """Number of a worker's present mode in this life, from 1; 0: not said."""
     prompt_share: float = 0.0
@@ -119,8 +120,8 @@ class NodeCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     @property
     def going(self) -> bool:
-        """True if it takes nothing new, for good or while it changes its mode."""
-        return self.draining or self.leaving
+        """True if it takes no requests, for good or while it changes its mode."""
+        return self.draining or (self.leaving and bool(self.reason))
 
     def has_lora(self, lora: str) -> bool:
         """True if the worker has the LoRA adapter with this id."""

@@ -504,7 +504,7 @@ class Instruments:
     )
     mode_switch_seconds: Family[Histogram] = _histograms(
         "mode_switch_seconds",
-        "Seconds for which a worker that has changed its mode took nothing new.",
+        "Seconds from the order to change a worker's mode until it served in the new one.",
         "worker",
         LATENCY_BUCKETS,
         (),

@@ -38,7 +38,7 @@ class WorkerFacts:
     models: tuple[str, ...]
     """Names and aliases, each once; empty while it loads."""
     draining: bool = False
-    """It drains, or changes its mode."""
+    """It drains, or takes no requests while it changes its mode."""
     suspect: bool = False
     """True if gossip suspects that it is dead."""
     reachable: bool = True

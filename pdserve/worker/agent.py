@@ -169,6 +169,12 @@ class WorkerAgent:
 
         self.prefill.use_claims(claims if "prompts" in jobs else None, share)
 
+    def pause_queues(self, *, paused: bool) -> None:
+        """Puts no prompts into prefill queues and takes none from them, while the mode changes."""
+        for part in (self.decode, self.prefill):
+            if part is not None:
+                part.paused = paused
+
     @property
     def moves_kv(self) -> bool:
         """True if its engine can move KV to other workers, now."""
@@ -184,7 +190,7 @@ class WorkerAgent:
         taken, once their prompts are here."""
         claims = 0 if self.prefill is None else len(self.prefill)
         if "requests" in jobs_of(mode):
-            return claims + (0 if self.decode is None else self.decode.unstarted)
+            return claims + (0 if self.decode is None else self.decode.queued)
         return claims + max(self._channels.requests, int(not self._channels.idle))
 
     @property
@@ -413,14 +419,14 @@ class WorkerAgent:
         capabilities = service.engine.capabilities
         facts = (
             *(reason, service.draining, capabilities, service.cards(), self._topics.names),
-            *(service.mode, self.mode.generation, self.mode.share),
+            *(service.mode, self.mode.generation, self.mode.share, bool(service.changing)),
         )
         if facts == self._told_of:
             return
         self._told_of = facts
         models: list[ModelSummary] = []
         parts: dict[bytes, bytes] = {}
-        if not reason or service.draining or service.changing:
+        if not reason or service.draining or service.leaving:
             for small, large in self._offered():
                 models.append(small)
                 parts |= large

@@ -119,7 +119,9 @@ class WorkerService:
         self.mode: LiveMode = config.mode
         """The present mode. The agent changes it."""
         self.changing = ""
-        """How its mode is changing, in words, while it takes nothing new; empty: it is not."""
+        """How its mode is changing, in words; empty: it is not."""
+        self.leaving = False
+        """True while it takes no requests because its mode changes."""
         self._totals = CumulativeStats()
         self._usage = UsageReader(SystemClock().now)
         self._timers: Timers | None = None
@@ -248,7 +250,7 @@ class WorkerService:
         """The reason why requests cannot be served; None when they can."""
         if self._draining:
             return "draining: no new requests are taken"
-        if self.changing:
+        if self.leaving:
             return f"changing its mode: {self.changing}"
         engine = self.engine
         if engine.state in (EngineState.NEW, EngineState.LOADING):
@@ -268,7 +270,7 @@ class WorkerService:
         """
         if self._draining:
             raise Draining("this worker is shutting down and takes no new requests")
-        if self.changing:
+        if self.leaving:
             raise Draining(f"this worker changes its mode: {self.changing}", retry_after=1.0)
         if not self._engine_begun:
             raise NotReady(f"starting: {self._stage}", retry_after=_RETRY_AFTER)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import random
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
+from pdserve.cli.main import main
 from pdserve.launch import exit_codes
 from tests.chaos.cluster import Cluster, eventually
 from tests.chaos.load import Stream, ask, wait_served
@@ -40,8 +44,30 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield made
 
 
-def pdserve(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command, as an operator."""
+class Done(NamedTuple):
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def pdserve(cluster: Cluster, *arguments: str) -> Done:
+    """A command, as an operator, in this process: each of its own takes as long as ten of these."""
+    home = {"HOME": str(cluster.home), "XDG_CONFIG_HOME": str(cluster.home / "config")}
+    out, told = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("PDSERVE_")]:
+            patch.delenv(name)
+        for name, value in (home | {"PDSERVE_CONFIG": "none"}).items():
+            patch.setenv(name, value)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(told):
+            code = main([*arguments, "--join", cluster.address])
+    return Done(code, out.getvalue(), told.getvalue())
+
+
+def pdserve_process(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same, as a process."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PDSERVE_")}
     home = {"HOME": str(cluster.home), "XDG_CONFIG_HOME": str(cluster.home / "config")}
     return subprocess.run(
@@ -118,9 +144,34 @@ def test_a_worker_that_is_needed_refuses_and_its_prefixes_stay(cluster: Cluster)
     assert answer.body["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
     back = pdserve(cluster, "mode", "one", "prefill", "--wait")
     assert back.returncode == exit_codes.OK, back
-    shown = pdserve(cluster, "status").stdout
+    shown = pdserve_process(cluster, "status").stdout
     (row,) = (line for line in shown.splitlines() if line.startswith("one ") and "yes" in line)
     assert row.split()[2] == "prefill"
+
+
+def test_the_only_worker_that_takes_requests_takes_them_throughout(cluster: Cluster) -> None:
+    done = pdserve(cluster, "mode", "three", "prefill", "--wait")
+    assert done.returncode == exit_codes.OK, done
+    over, statuses = threading.Event(), []
+
+    def go_on_asking() -> None:
+        while not over.is_set():
+            statuses.append(ask(frontend(cluster), max_tokens=2).status)
+
+    asking = threading.Thread(target=go_on_asking)
+    asking.start()
+    talks = [[{"role": "user", "content": f"{i} of the sea " * 200}] for i in range(4)]
+    streams = [Stream(frontend(cluster), tokens=5, messages=talk) for talk in talks]
+    try:
+        for mode in ("both", "decode"):
+            done = pdserve(cluster, "mode", "two", mode, "--last", "--wait")
+            assert done.returncode == exit_codes.OK, done
+    finally:
+        over.set()
+        asking.join()
+    assert all(stream.wait().done for stream in streams), streams
+    assert set(statuses) == {200}
+    assert pdserve(cluster, "mode", "three", "decode", "--wait").returncode == exit_codes.OK
 
 
 def test_wrong_names_are_told_before_anything_happens(cluster: Cluster) -> None:

@@ -113,6 +113,7 @@ class FakeService:
         self.draining = False
         self.mode: LiveMode = "aggregated"
         self.changing = ""
+        self.leaving = False
         self.tells_kv: bool | None = None
 
     def ready(self, *cards: ModelCard) -> None:

@@ -38,9 +38,10 @@ class Credits:
     ) -> int:
         """Number of prompts to offer, with `prompts` claimed and `uncomputed` tokens of them to
         compute. `share`: the part of each step that may be spent on them; with less than 1, the
-        worker claims one prompt at a time where a part of a step holds no more."""
+        uncomputed tokens fill no more than that, so that no step has more of them. One prompt is
+        claimed however long it is."""
         step = capabilities.max_batch_tokens
-        room = _AHEAD * step * share - uncomputed
+        room = (_AHEAD if share >= 1 else share) * step - uncomputed
         usual = max(1.0, self._length or step)
         least = _AT_LEAST if share >= 1 else 1
         wanted = max(least - prompts, int(room / usual) if room > 0 else 0)

@@ -100,6 +100,8 @@ class DecodeHandler:
         self.queue = queue
         self.generation = 0
         """The worker's mode generation; 0: not counted."""
+        self.paused = False
+        """True while the mode changes: prompts of new requests are computed here."""
         self.chooser = chooser
         self.tally = DisaggCounters(metrics)
         self._overlap = overlap
@@ -131,6 +133,8 @@ class DecodeHandler:
             return self._submit_from(_source(request), request, sink)
         if self.queue is None:
             return self.engine.submit(request, sink)
+        if self.paused:
+            return self._submit_here(request, sink, "mode_change")
         decision = self.decide(request, self._cached(request))
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("decided: %s", decision, extra=about(request))
@@ -185,6 +189,11 @@ class DecodeHandler:
         """Number of sequences whose prompt is still being prefilled elsewhere."""
         waiting = [r.request for r in self._remote.values() if r.state is not DecodeState.ACTIVE]
         return sum(len(request.live) for request in waiting)
+
+    @property
+    def queued(self) -> int:
+        """Number of requests that need the prefill queue, or a prefill worker."""
+        return sum(remote.queued for remote in self._remote.values())
 
     def close(self) -> None:
         """Refuses all queued prompts and makes no further decisions; running requests end with

@@ -111,6 +111,8 @@ class PrefillHandler:
         """Set when no claim is left; maintained only while a drain waits."""
         self._queue: ClaimSource | None = None
         self._share = 1.0
+        self.paused = False
+        """True while the mode changes: no credits are offered."""
         self._given = 0
         self.use_claims(make_claims)
         node.host(self)
@@ -192,7 +194,7 @@ class PrefillHandler:
     def credits(self) -> int:
         """Number of further items that this worker would take."""
         capabilities = self.engine.capabilities
-        if self.worker.unready_reason() is not None:
+        if self.paused or self.worker.unready_reason() is not None:
             return 0
         if capabilities is None or not capabilities.transfers:
             return 0

@@ -172,6 +172,11 @@ class RemotePrefillRequest:
         return tokens_of(self.request) - self._cached if self.state in _REMOTE else 0
 
     @property
+    def queued(self) -> bool:
+        """True if a prefill worker computes its prompt, or may be asked to."""
+        return not self._moves and self.state in _REMOTE
+
+    @property
     def late(self) -> float:
         """Ratio of actual to predicted time of the open attempt; 1 if it is not late."""
         if self.state not in (DecodeState.FILL, DecodeState.VERIFY) or not self._decision.fill:
@@ -459,7 +464,8 @@ class RemotePrefillRequest:
             priority=request.priority,
             deadline=self._rest(),
             excluded=(*self._excluded, *owner.lacking(request.lora)),
-            generation=owner.generation,
+            # KV that moves has nothing to do with the mode.
+            generation=0 if self._moves else owner.generation,
         )
 
     def _unqueue(self, event: DecodeEvent, word: _Word) -> None:

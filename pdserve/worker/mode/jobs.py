@@ -51,26 +51,35 @@ def card_mode(mode: LiveMode) -> CardMode:
 
 
 def undone_without(
-    me: NodeId, mode: LiveMode, target: LiveMode, models: Collection[str], others: Iterable[Member]
+    me: NodeId,
+    mode: LiveMode,
+    target: LiveMode,
+    models: Collection[str],
+    others: Iterable[Member],
+    *,
+    sure: bool = False,
 ) -> str:
-    """Says which job nobody would do if `me` changed from `mode` to `target`; empty: none."""
+    """Says which job nobody would do if `me` changed from `mode` to `target`; empty: none. Of two
+    that leave at once, the one with the greater name is expected to stay: see `ModeSwitch`. `sure`:
+    nothing is expected of a worker that leaves."""
     lost = jobs_of(mode) - jobs_of(target)
     workers = [one for one in others if one.node != me]
     for model in sorted(models):
         for job in sorted(lost):
-            if not any(_does(one, job, model, me) for one in workers):
+            if not any(_does(one, job, model, me, sure=sure) for one in workers):
                 return f"no other ready worker of model {model!r} {_WORDS[job]}"
     return ""
 
 
-def _does(member: Member, job: Job, model: str, me: NodeId) -> bool:
+def _does(member: Member, job: Job, model: str, me: NodeId, *, sure: bool) -> bool:
     card = member.card
     if card is None or card.draining or member.suspect or not member.reachable:
         return False
     if job not in _card_jobs(card) or all(one.name != model for one in card.models):
         return False
-    # Of two that change at once, the one with the greater name stays: see `ModeSwitch`.
-    return member.node > me if card.leaving else not card.reason
+    if card.leaving and (card.reason or job != "requests"):  # without a reason it takes requests
+        return not sure and member.node > me
+    return not card.reason
 
 
 def _card_jobs(card: NodeCard) -> frozenset[Job]:

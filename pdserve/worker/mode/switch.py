@@ -1,14 +1,16 @@
 """Carries out a change of a worker's mode; the states are in `state_table`.
 
     order    an operator's wish, answered with a `ModeReport`: what happens now, or why nothing does
-    leave    nothing new is taken; streams that cannot stay move to other workers with their KV
+    leave    no prompts go to prefill queues or come from them. If one of the modes takes no
+             requests, none are taken now, and streams that cannot stay move with their KV
     flip     the clients of the prefill queues are replaced under the next generation
     prove    one token is computed; a worker that computes prompts reaches a decode worker
     return   if that fails: the former clients, under yet another generation
 
 The engine and its prefix cache take no part: blocks mean the same in every mode. A worker refuses
-to leave if no other one would do its job. If two leave at once, each sees the other go; the one
-with the greater name stays then. Owned by the worker's agent; the task is the node's.
+to leave if no other one would do its job. If two leave at once, each sees the other go: the one
+with the greater name stays, and the other one waits until it does. Owned by the worker's agent; the
+task is the node's.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import logging
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from pdserve.engine.port import EngineState
-from pdserve.errors import Draining, EngineDied, NotReady, PdserveError
+from pdserve.errors import Draining, EngineDied, NotReady, Overloaded, PdserveError
+from pdserve.gossip.suspicion import spread
 from pdserve.messages.mode import ModeReport
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.runtime.peers.handlers import answers
@@ -46,9 +49,9 @@ DEGRADED: Final = "mode_switch"
 """Name of the degradation after a change that failed, until one succeeds."""
 _LOOK: Final[Seconds] = 0.05
 """Seconds between two looks at what is left, and whether the change is still allowed."""
-_SEEN: Final[Seconds] = 0.5
-"""Least seconds of leaving where a job is given up: by then the others know of it, so that of two
-workers that leave at once, one learns that it has to stay."""
+_SEEN: Final = 2.0
+"""Where a job is given up, a worker leaves for so many times as long as its card takes to reach all
+members, or longer: so of two that leave at once, one learns that it has to stay."""
 _PROOF: Final[Seconds] = 10.0
 """Seconds for the self-test, which waits its turn among the streams that stayed, and for an engine
 that restarts meanwhile."""
@@ -62,6 +65,8 @@ class ModeParts(Protocol):
 
     @property
     def left(self) -> int: ...
+
+    def pause_queues(self, *, paused: bool) -> None: ...
 
     def ask_to_leave(self) -> None: ...
 
@@ -92,6 +97,11 @@ class ModeSwitch:
         self._degradations = degradations
         self._state = ModeState.SERVING
         self._target: LiveMode = service.mode
+        self._wanted_share = 0.0
+        self._last = False
+        """The order holds even if no other worker would do the job."""
+        self._keeps = False
+        """Both modes take requests: the worker takes them during the change, too."""
         self._until: Seconds = 0.0
         self._began: Seconds = 0.0
         self._failed = ""
@@ -102,13 +112,13 @@ class ModeSwitch:
 
     def report(self, refused: str = "") -> ModeReport:
         """The mode, and how far a change of it is."""
-        serves = self._state is ModeState.SERVING
+        serves, parts = self._state is ModeState.SERVING, self._parts
         return ModeReport(
             mode=self._service.mode,
             generation=self.generation,
             state=self._state.value,
             target="" if serves else self._target,
-            left=self._parts.left,
+            left=parts.left if serves else parts.left_for(self._target),
             remaining=0.0 if serves else max(0.0, self._until - self._node.now()),
             share=self.share,
             failed=self._failed,
@@ -130,6 +140,9 @@ class ModeSwitch:
                 "%s wants mode %r, which is refused: %s", call.life.node, order.mode, refused
             )
             return self.report(refused)
+        if self._is_wanted(order):
+            self._last = self._last or order.last
+            return self.report()
         same = order.mode == self._service.mode
         if same and self._state is ModeState.LEAVING:
             self.cancel(ModeEvent.CANCELLED)
@@ -147,57 +160,68 @@ class ModeSwitch:
             return "a share of 0 leaves nothing for other workers' prompts: use aggregated"
         if self._service.draining:
             return "it drains"
+        if self._is_wanted(order):
+            return ""
         if order.mode == self._service.mode:
             cancels = self._state in (ModeState.SERVING, ModeState.LEAVING)
             return "" if cancels else f"it is {self._state.value} already"
         return self._obstacle(order)
 
+    def _is_wanted(self, order: SetMode) -> bool:
+        """True if this change is under way already: the order was repeated."""
+        same = order.mode == self._target and _share_of(order) == self._wanted_share
+        return same and self._state not in (ModeState.SERVING, ModeState.RETURNING)
+
     def _obstacle(self, order: SetMode) -> str:
         """Why this worker cannot change to another mode now; empty: it can."""
         if self._state is not ModeState.SERVING:
-            return f"it changes from {self._service.mode} to {self._target} already"
+            return f"it changes to {self._target} already"
         if self._service.engine.state is not EngineState.READY or not self._service.cards():
             return f"it is not ready: {self._service.unready_reason()}"
         if order.mode != "aggregated" and not self._parts.moves_kv:
             return f"its engine moves no KV to other workers, so it stays {self._service.mode}"
-        undone = "" if order.last else self._undone(cast("LiveMode", order.mode))
+        undone = "" if order.last else self._undone(cast("LiveMode", order.mode), sure=True)
         return f"{undone}; --last does it anyway" if undone else ""
 
-    def _undone(self, target: LiveMode) -> str:
-        """Which job nobody would do without this worker; empty: none."""
+    def _undone(self, target: LiveMode, *, sure: bool = False) -> str:
+        """As `undone_without`."""
         models = {card.name for card in self._service.cards().values()}
-        members = self._node.registry
-        return undone_without(self._node.id, self._service.mode, target, models, members)
+        members, mode = self._node.registry, self._service.mode
+        return undone_without(self._node.id, mode, target, models, members, sure=sure)
 
     def _begin(self, order: SetMode, by: str) -> None:
         self._target = cast("LiveMode", order.mode)
         self._began = self._node.now()
         self._until = self._began + order.timeout
         self._failed, self._cancelled = "", None
-        share = order.share if order.mode == "both" else 0.0
+        self._wanted_share, self._last = _share_of(order), order.last
+        self._keeps = "requests" in jobs_of(self._service.mode) & jobs_of(self._target)
         _log.info("changes from %s to %s, says %s", self._service.mode, order.mode, by)
         self._feed(ModeEvent.ORDERED)
-        self._task = self._node.tasks.spawn(
-            self._change(share, last=order.last), f"change to {order.mode}"
-        )
+        self._task = self._node.tasks.spawn(self._change(), f"change to {order.mode}")
 
     # ------------------------------------------------------------------ the change
 
     def _feed(self, event: ModeEvent) -> None:
         """Takes the step that the table names, and tells the cluster."""
         self._state = next_state(self._state, event)
-        serves = self._state is ModeState.SERVING
-        self._service.changing = "" if serves else f"{self._state.value}, to be {self._target}"
+        self._tell()
+
+    def _tell(self) -> None:
+        serves, service = self._state is ModeState.SERVING, self._service
+        service.changing = "" if serves else f"{self._state.value}, to be {self._target}"
+        service.leaving = not (serves or self._keeps)
+        self._parts.pause_queues(paused=not serves)
         self._parts.tell()
 
-    async def _change(self, share: float, *, last: bool) -> None:
+    async def _change(self) -> None:
         """Leads one change to its end. The worker serves afterwards, whatever happens."""
         try:
-            left = await self._leave(last=last)
+            left = await self._leave()
             failed = "" if left in _NO_FAILURE else self._why(left)
             self._feed(left)
             if left is ModeEvent.EMPTY:
-                await self._become(share)
+                await self._become()
             else:
                 self._ended(left.value, failed)
         except Exception as error:
@@ -205,48 +229,57 @@ class ModeSwitch:
             self._serve()
             self._ended("failed", f"{type(error).__name__}, see its log")
 
-    async def _become(self, share: float) -> None:
+    async def _become(self) -> None:
         """Takes the new mode and proves it, or returns to the former one."""
         former, former_share = self._service.mode, self.share
-        self._feed(self._flip(self._target, share))
+        self._feed(self._flip(self._target, self._wanted_share))
         why = "the queue clients cannot be replaced"
         if self._state is ModeState.PROVING:
             why = await self._prove()
-        if self._service.draining:
-            self._feed(ModeEvent.DRAINING)
-            self._ended("draining", "")
-            return
+            if self._service.draining:
+                self._feed(ModeEvent.DRAINING)
+                self._ended("draining", "")
+                return
         if why:
-            await self._return(former, former_share, why)
+            self._return(former, former_share, why)
             return
         self._feed(ModeEvent.PROVED)
         self._ended("done", "")
 
     def _serve(self) -> None:
         """Serves again in whatever mode it has."""
-        self._state, self._service.changing = ModeState.SERVING, ""
-        self._parts.tell()
+        self._state = ModeState.SERVING
+        self._tell()
 
     def _why(self, event: ModeEvent) -> str:
         if event is ModeEvent.LAST:
             return self._undone(self._target) or "it became the last one of its mode"
-        return f"{self._parts.left} requests or prompts were left when the time had passed"
+        left = self._parts.left_for(self._target)
+        if not left:
+            return "another worker was leaving its mode too when the time had passed"
+        return f"{left} requests or prompts were left when the time had passed"
 
-    async def _leave(self, *, last: bool) -> ModeEvent:
+    async def _leave(self) -> ModeEvent:
         """Waits until nothing is left that could not stay; returns what ended the wait."""
         if "requests" not in jobs_of(self._target):
             self._parts.ask_to_leave()
         while True:
             if self._cancelled is not None:
                 return self._cancelled
-            if not last and self._undone(self._target):
+            if not self._last and self._undone(self._target):
                 return ModeEvent.LAST
-            seen = last or self._node.now() >= self._began + _SEEN
-            if seen and not self._parts.left_for(self._target):
+            if self._may_go() and not self._parts.left_for(self._target):
                 return ModeEvent.EMPTY
             if self._node.now() >= self._until:
                 return ModeEvent.TIMED_OUT
             await asyncio.sleep(_LOOK)
+
+    def _may_go(self) -> bool:
+        """True if nobody needs what it does, or another worker is certain to do it."""
+        if self._last or not jobs_of(self._service.mode) - jobs_of(self._target):
+            return True
+        seen = _SEEN * spread(self._node.config.gossip, len(self._node.registry) + 1)
+        return self._node.now() >= self._began + seen and not self._undone(self._target, sure=True)
 
     def _flip(self, mode: LiveMode, share: float) -> ModeEvent:
         """Puts the clients of the mode in the place of the former ones."""
@@ -259,9 +292,10 @@ class ModeSwitch:
         self._service.mode, self.share = mode, share
         return ModeEvent.FLIPPED
 
-    async def _return(self, former: LiveMode, share: float, why: str) -> None:
+    def _return(self, former: LiveMode, share: float, why: str) -> None:
         """Goes back to the former mode, because the new one does not work."""
-        self._feed(ModeEvent.FAILED)
+        if self._state is not ModeState.RETURNING:
+            self._feed(ModeEvent.FAILED)
         self._feed(self._flip(former, share))
         self._ended("failed", why)
 
@@ -299,16 +333,22 @@ class ModeSwitch:
         return self._cut_off()
 
     async def _compute_one_token(self) -> None:
-        """Has the engine compute a token, once it is ready. Errors: as `Engine.submit`."""
+        """Has the engine compute a token, once it is ready. A token of a stream that stayed proves
+        as much: an engine with all the sequences that it runs has no room for one more. Errors: as
+        `Engine.submit`."""
+        engine = self._service.engine
+        before = engine.stats().output_tokens
         while not self._service.draining:
             proof = _Proof()
             try:
-                handle = self._service.engine.submit(self._canary(), proof)
+                handle = engine.submit(self._canary(), proof)
                 try:
-                    await proof.done
+                    while not await proof.wait():
+                        if self._keeps and engine.stats().output_tokens > before:
+                            return
                 finally:
-                    self._service.engine.abort(handle)
-            except (NotReady, EngineDied) as error:
+                    engine.abort(handle)
+            except (NotReady, EngineDied, Overloaded) as error:
                 _log.info("the self-test waits for the engine: %s", error.message)
                 await asyncio.sleep(_LOOK)
             else:
@@ -339,6 +379,10 @@ class ModeSwitch:
         return next(iter(self._service.cards().values()))
 
 
+def _share_of(order: SetMode) -> float:
+    return order.share if order.mode == "both" else 0.0
+
+
 _NO_FAILURE: Final = (ModeEvent.EMPTY, ModeEvent.CANCELLED, ModeEvent.DRAINING)
 """Ends of leaving that are as they should be."""
 
@@ -348,6 +392,13 @@ class _Proof:
 
     def __init__(self) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> bool:
+        """Waits a moment; True if the test has been passed. Errors: why it was not."""
+        done, _ = await asyncio.wait((self.done,), timeout=_LOOK)
+        for one in done:
+            one.result()
+        return bool(done)
 
     def on_delta(self, delta: TokenDelta) -> None:
         """Ends the test once a token has come."""

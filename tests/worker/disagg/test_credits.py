@@ -35,6 +35,18 @@ def test_what_is_in_hand_counts():
     assert credits.left(8, 80, ENGINE) == 0
 
 
+def test_a_share_bounds_the_tokens_that_a_step_may_find():
+    assert took(50).left(0, 0, ENGINE, 0.25) == 5
+    assert took(50).left(2, 100, ENGINE, 0.25) == 3
+    assert took(50).left(5, 250, ENGINE, 0.25) == 0
+    assert took(100).left(0, 0, ENGINE, 0.5) == 5
+
+
+def test_a_share_leaves_one_prompt_however_long():
+    assert took(5000).left(0, 0, ENGINE, 0.25) == 1
+    assert took(5000).left(1, 5000, ENGINE, 0.25) == 0
+
+
 def test_no_more_than_the_engine_runs():
     assert took(1).left(0, 0, ENGINE) == 8
     assert took(1).left(7, 7, ENGINE) == 1

@@ -22,8 +22,8 @@ def worker(name: str, mode: Any, *, suspect: bool = False, **fields: Any) -> Mem
     return Member(NodeId(name), 1, "", "worker", replace(card, **fields), suspect)
 
 
-def undone(mode: Any, target: Any, *others: Member) -> str:
-    return undone_without(ME, mode, target, ["m"], others)
+def undone(mode: Any, target: Any, *others: Member, sure: bool = False) -> str:
+    return undone_without(ME, mode, target, ["m"], others, sure=sure)
 
 
 def test_both_is_aggregated_to_those_who_do_not_know_it() -> None:
@@ -64,6 +64,14 @@ def test_of_two_that_leave_at_once_exactly_one_stays() -> None:
     smaller = worker("w1", "decode", leaving=True, reason="changing its mode")
     assert undone("decode", "prefill", greater) == ""
     assert undone("decode", "prefill", smaller)
+    assert undone("decode", "prefill", greater, sure=True)  # its order may say --last
+
+
+def test_a_worker_whose_both_modes_take_requests_goes_on_taking_them() -> None:
+    swing = worker("w1", "aggregated", leaving=True)
+    assert undone("aggregated", "prefill", swing, sure=True) == ""
+    swing = worker("w1", "aggregated", leaving=True, prompt_share=0.5)
+    assert "computes prompts" in undone("prefill", "decode", swing)
 
 
 def test_a_worker_that_computes_prompts_reaches_some_decode_worker() -> None:

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec.structs import replace
 
+from pdserve.worker.agent import WorkerAgent
 from pdserve.worker.disagg.decode_handler import DecodeHandler
 from pdserve.worker.disagg.queue.claims import QueueClaimSource
 from pdserve.worker.mode import switch as driver
+from pdserve.worker.mode.jobs import undone_without
 from pdserve.worker.mode.switch import ModeSwitch
 from pdserve.worker.service import WorkerService
 from tests.worker.mode import test_switch as scenarios
@@ -23,7 +25,7 @@ Patch = pytest.MonkeyPatch
 
 
 def _nobody_is_needed(patch: Patch) -> None:
-    patch.setattr(driver, "undone_without", lambda *args: "")
+    patch.setattr(driver, "undone_without", lambda *args, **words: "")
 
 
 def _queue_client_stays(patch: Patch) -> None:
@@ -59,13 +61,34 @@ def _requests_are_taken_meanwhile(patch: Patch) -> None:
     patch.setattr(WorkerService, "check_accepts", lambda self: None)
 
 
+def _prompts_go_elsewhere_meanwhile(patch: Patch) -> None:
+    patch.setattr(WorkerAgent, "pause_queues", lambda self, paused: None)
+
+
+def _requests_are_refused_meanwhile(patch: Patch) -> None:
+    tell = ModeSwitch._tell
+
+    def as_if_none_were_kept(self: ModeSwitch) -> None:
+        self._keeps = False
+        tell(self)
+
+    patch.setattr(ModeSwitch, "_tell", as_if_none_were_kept)
+
+
+def _who_leaves_counts(patch: Patch) -> None:
+    def never_sure(*args: Any, sure: bool) -> str:
+        return undone_without(*args)
+
+    patch.setattr(driver, "undone_without", never_sure)
+
+
 def _no_look_at_what_is_left(patch: Patch) -> None:
-    patch.setattr("pdserve.worker.agent.WorkerAgent.left_for", lambda self, mode: 0)
+    patch.setattr(WorkerAgent, "left_for", lambda self, mode: 0)
     patch.setattr(driver, "_SEEN", 0.0)
 
 
 def _no_way_back(patch: Patch) -> None:
-    async def stays(self: ModeSwitch, former: Any, share: float, why: str) -> None:
+    def stays(self: ModeSwitch, former: Any, share: float, why: str) -> None:
         self._serve()
         self._ended("failed", why)
 
@@ -92,7 +115,19 @@ BUGS: dict[str, tuple[Callable[[Patch], None], Callable[[], None]]] = {
     ),
     "requests are taken meanwhile": (
         _requests_are_taken_meanwhile,
+        scenarios.test_who_will_take_no_requests_takes_none_meanwhile,
+    ),
+    "requests are refused meanwhile": (
+        _requests_are_refused_meanwhile,
         scenarios.test_a_change_waits_for_prompts_on_their_way,
+    ),
+    "prompts go elsewhere meanwhile": (
+        _prompts_go_elsewhere_meanwhile,
+        scenarios.test_a_change_waits_for_prompts_on_their_way,
+    ),
+    "who leaves for sure counts": (
+        _who_leaves_counts,
+        scenarios.test_nobody_counts_on_a_worker_that_leaves_for_sure,
     ),
     "nothing is waited for": (
         _no_look_at_what_is_left,

@@ -4,15 +4,18 @@ time. Every token is compared with the only right one."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 
 from pdserve.errors import Draining, NotReady
 from pdserve.messages.handoff import ItemClaimed, OpenAttempt, PrefillItem
 from pdserve.messages.mode import ModeReport, SetMode
+from pdserve.messages.request import SamplingParams
 from pdserve.runtime.rpc_methods import MODE, OPEN_ATTEMPT
 from pdserve.token_ids import token_ids
 from pdserve.worker.disagg.queue.claims import QueueClaimSource
@@ -147,14 +150,48 @@ async def test_a_change_waits_for_prompts_on_their_way() -> None:
         wanted = [asked(f"r{i}", prompt(i, 100)) for i in range(6)]
         sinks = [made.at("d", one) for one in wanted]
         await made.order("d", "aggregated", last=True)
+        card, load = made.card("d"), made.d.agent.load()  # both modes take requests
+        assert (card.leaving, card.going, load.ready) == (True, False, True)
+        assert card.models
+        wanted.append(asked("new", prompt(8)))
+        sinks.append(made.at("d", wanted[-1]))
+        await made.serves("d")
+        assert all(sink.started for sink in sinks[:-1])
+        await made.nodes.until(lambda: all(s.finished for s in sinks))
+        assert all(right(s, one) for s, one in zip(sinks, wanted, strict=True))
+        assert sinks[-1].where == ["local; node=d; reason=mode_change"]
+
+
+@virtually
+async def test_who_will_take_no_requests_takes_none_meanwhile() -> None:
+    async with site("p", "q") as made:
+        made.workers["p"].agent.left_for = lambda mode: 1  # type: ignore[method-assign]
+        await made.change("q", "decode")
+        await asyncio.sleep(1.0)  # all know of it
+        wanted = asked("long", prompt(1, 12))
+        sink = made.at("d", wanted)
+        await made.order("d", "prefill", timeout=2.0)
         with pytest.raises(Draining, match="changes its mode"):
             made.at("d", asked("new", prompt(8)))
-        load = made.d.agent.load()
-        assert (made.card("d").leaving, load.ready) == (True, False)
-        assert made.card("d").models  # it still serves them
+        card, load = made.card("d"), made.d.agent.load()
+        assert (card.leaving, card.going, load.ready) == (True, True, False)
+        assert card.models  # it still serves them
+        await made.nodes.until(lambda: bool(sink.finished))
+        assert right(sink, wanted)
         await made.serves("d")
-        assert all(sink.started for sink in sinks)
-        await made.nodes.until(lambda: all(s.finished for s in sinks))
+
+
+@virtually
+async def test_an_engine_without_room_for_a_test_proves_itself_by_its_streams() -> None:
+    async with site("p") as made:
+        long = SamplingParams(max_tokens=120, seed=5, ignore_eos=True)
+        wanted = [replace(asked(f"r{i}", prompt(i, 12)), sampling=long) for i in range(8)]
+        sinks = [made.at("d", one) for one in wanted]
+        await made.nodes.until(lambda: all(s.started for s in sinks))
+        report = await made.change("d", "aggregated", last=True)
+        assert (report.mode, report.failed) == ("aggregated", "")
+        assert not any(s.finished for s in sinks)
+        await made.nodes.until(lambda: all(s.finished for s in sinks), 60.0)
         assert all(right(s, one) for s, one in zip(sinks, wanted, strict=True))
 
 
@@ -191,6 +228,64 @@ async def test_of_two_that_leave_together_one_stays() -> None:
             (["decode", "prefill"], 2),
         )
         assert (made.count("p", "last"), made.count("q", "last")) in ((0, 1), (0, 0))
+
+
+@virtually
+async def test_nobody_counts_on_a_worker_that_leaves_for_sure() -> None:
+    """The greater name stays if both are asked at the same moment, unless its order says `last`."""
+    async with site("p", "q") as made:
+        lent = made.workers["q"].agent.left_for
+        made.workers["q"].agent.left_for = lambda mode: 1  # type: ignore[method-assign]
+        told = [await made.order(n, "decode", last=n == "q", timeout=20.0) for n in ("q", "p")]
+        assert [one.refused for one in told] == ["", ""]  # the news had not come
+        await asyncio.sleep(5.0)
+        assert [made.workers[n].agent.mode.report().state for n in "pq"] == ["leaving"] * 2
+        made.workers["q"].agent.left_for = lent  # type: ignore[method-assign]
+        assert (await made.serves("q")).mode == "decode"
+        report = await made.serves("p")
+        assert (report.mode, made.count("p", "last")) == ("prefill", 1)
+        assert "no other ready worker" in report.failed
+    async with site("p", "q") as made:
+        made.workers["q"].agent.left_for = lambda mode: 1  # type: ignore[method-assign]
+        await made.order("q", "decode", timeout=5.0)
+        await asyncio.sleep(1.0)
+        assert "no other ready worker" in (await made.order("p", "decode")).refused
+        await made.serves("q")
+
+
+@virtually
+async def test_the_same_order_again_joins_the_change() -> None:
+    async with site("p") as made:
+        made.d.agent.left_for = lambda mode: 1  # type: ignore[method-assign]
+        await made.order("d", "both", last=True, share=0.25, timeout=2.0)
+        again = await made.order("d", "both", share=0.25)
+        assert (again.refused, again.state, again.left) == ("", "leaving", 1)
+        assert "changes to both already" in (await made.order("d", "both", share=0.5)).refused
+        report = await made.serves("d")
+        assert (report.mode, made.count("d", "timed_out")) == ("decode", 1)
+
+
+@virtually
+async def test_queue_clients_that_cannot_be_made_are_no_end() -> None:
+    async with site("p", "q") as made:
+        agent, told = made.workers["p"].agent, []
+        use_queues, tell = agent.use_queues, agent.tell
+
+        def cannot(mode: Any, generation: int, share: float) -> None:
+            if mode == "decode":
+                raise RuntimeError("planted")
+            use_queues(mode, generation, share)
+
+        def note() -> None:
+            told.append(agent.mode.report().state)
+            tell()
+
+        agent.use_queues, agent.tell = cannot, note  # type: ignore[method-assign]
+        report = await made.change("p", "decode")
+        assert (report.mode, report.generation) == ("prefill", 3)
+        assert "cannot be replaced" in report.failed
+        states = [state for state, _ in itertools.groupby(told)]
+        assert states == ["leaving", "flipping", "returning", "serving"]
 
 
 @virtually
@@ -280,7 +375,7 @@ async def test_both_takes_requests_and_a_share_of_prompts() -> None:
         assert sink.where == ["remote; node=p; reason=rule"]
         prefill = made.workers["p"].agent.prefill
         assert prefill is not None
-        assert prefill.credits == 1  # a quarter of a step holds no more
+        assert prefill.credits == 1  # a quarter of a step holds none: one at a time
         assert (await made.change("p", "both", share=1.0)).generation == 3
         assert prefill.credits > 1
 
@@ -362,3 +457,27 @@ async def _many(draw: random.Random, rounds: int) -> None:
             await made.serves(name)
             assert made.count(name, "failed") == 0
         assert sum(made.count(name, "done") for name in ("d", "p", "q", "s")) > rounds / 8
+
+
+@pytest.mark.parametrize("after", [0.0, 0.2, 0.8, 1.2])
+@pytest.mark.parametrize("target", ["decode", "both"])
+def test_a_worker_is_closed_in_the_middle_of_a_change(
+    target: str, after: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    @virtually
+    async def run() -> None:
+        async with site("p", "q") as made:
+            engine: Any = made.workers["p"].service.engine
+
+            def never(request: Any, sink: Any) -> Any:
+                raise NotReady("it restarts")
+
+            engine.submit = never  # it proves itself until it is closed
+            assert not (await made.order("p", target)).refused
+            await asyncio.sleep(after)
+            await made.workers.pop("p").close()
+            made.nodes.nodes.pop("p")
+            await asyncio.sleep(15.0)
+
+    run()
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
