@@ -50,8 +50,9 @@ DEGRADED: Final = "mode_switch"
 _LOOK: Final[Seconds] = 0.05
 """Seconds between two looks at what is left, and whether the change is still allowed."""
 _SEEN: Final = 2.0
-"""Where a job is given up, a worker leaves for so many times as long as its card takes to reach all
-members, or longer: so of two that leave at once, one learns that it has to stay."""
+"""News of a card count as known after so many times as long as gossip takes to reach all members.
+Where a job is given up, a worker leaves for that long at least: so of two that leave at once, one
+learns that it has to stay. An order waits as long for a worker to do the job."""
 _PROOF: Final[Seconds] = 10.0
 """Seconds for the self-test, which waits its turn among the streams that stayed, and for an engine
 that restarts meanwhile."""
@@ -132,7 +133,23 @@ class ModeSwitch:
     # ------------------------------------------------------------------ orders
 
     @answers(MODE)
-    def _ordered(self, order: SetMode, call: IncomingCall) -> ModeReport:
+    def _ordered(self, order: SetMode, call: IncomingCall) -> ModeReport | None:
+        if self._needed(order) and not self._obstacle(order):
+            _ = self._node.tasks.spawn(self._obey_late(order, call), "an order that may be early")
+            return None
+        return self._obey(order, call)
+
+    async def _obey_late(self, order: SetMode, call: IncomingCall) -> None:
+        """Waits for news of a worker that does the job of this one: it may have changed its mode
+        just now. Refuses the order if none come."""
+        until = self._node.now() + self._news
+        while True:
+            if not self._needed(order) or self._node.now() >= until:
+                break
+            await asyncio.sleep(_LOOK)
+        call.reply(self._obey(order, call))
+
+    def _obey(self, order: SetMode, call: IncomingCall) -> ModeReport:
         refused = self._refusal(order)
         if refused:
             self._count("refused")
@@ -152,6 +169,11 @@ class ModeSwitch:
 
     def _refusal(self, order: SetMode) -> str:
         """Why the order is not obeyed; empty: it is."""
+        needed = self._needed(order)
+        return self._obstacle(order) or (f"{needed}; --last does it anyway" if needed else "")
+
+    def _obstacle(self, order: SetMode) -> str:
+        """Why it is not obeyed, whatever other workers do; empty: it can be."""
         if order.mode not in LIVE_MODES:
             return f"this release knows no mode {order.mode!r}: there are {', '.join(LIVE_MODES)}"
         if order.generation not in (0, self.generation):
@@ -165,14 +187,14 @@ class ModeSwitch:
         if order.mode == self._service.mode:
             cancels = self._state in (ModeState.SERVING, ModeState.LEAVING)
             return "" if cancels else f"it is {self._state.value} already"
-        return self._obstacle(order)
+        return self._inability(order)
 
     def _is_wanted(self, order: SetMode) -> bool:
         """True if this change is under way already: the order was repeated."""
         same = order.mode == self._target and _share_of(order) == self._wanted_share
         return same and self._state not in (ModeState.SERVING, ModeState.RETURNING)
 
-    def _obstacle(self, order: SetMode) -> str:
+    def _inability(self, order: SetMode) -> str:
         """Why this worker cannot change to another mode now; empty: it can."""
         if self._state is not ModeState.SERVING:
             return f"it changes to {self._target} already"
@@ -180,8 +202,18 @@ class ModeSwitch:
             return f"it is not ready: {self._service.unready_reason()}"
         if order.mode != "aggregated" and not self._parts.moves_kv:
             return f"its engine moves no KV to other workers, so it stays {self._service.mode}"
-        undone = "" if order.last else self._undone(cast("LiveMode", order.mode), sure=True)
-        return f"{undone}; --last does it anyway" if undone else ""
+        return ""
+
+    def _needed(self, order: SetMode) -> str:
+        """What nobody else does for certain if the order is obeyed; empty: nothing."""
+        if order.last or order.mode == self._service.mode or self._is_wanted(order):
+            return ""
+        return self._undone(cast("LiveMode", order.mode), sure=True)
+
+    @property
+    def _news(self) -> Seconds:
+        """Seconds after which the others know of a change here, and this worker of one there."""
+        return _SEEN * spread(self._node.config.gossip, len(self._node.registry) + 1)
 
     def _undone(self, target: LiveMode, *, sure: bool = False) -> str:
         """As `undone_without`."""
@@ -278,8 +310,8 @@ class ModeSwitch:
         """True if nobody needs what it does, or another worker is certain to do it."""
         if self._last or not jobs_of(self._service.mode) - jobs_of(self._target):
             return True
-        seen = _SEEN * spread(self._node.config.gossip, len(self._node.registry) + 1)
-        return self._node.now() >= self._began + seen and not self._undone(self._target, sure=True)
+        seen = self._node.now() >= self._began + self._news
+        return seen and not self._undone(self._target, sure=True)
 
     def _flip(self, mode: LiveMode, share: float) -> ModeEvent:
         """Puts the clients of the mode in the place of the former ones."""

@@ -254,6 +254,17 @@ async def test_nobody_counts_on_a_worker_that_leaves_for_sure() -> None:
 
 
 @virtually
+async def test_an_order_waits_for_news_of_a_change_just_before() -> None:
+    async with site("p", "q") as made:
+        await made.change("q", "decode")
+        await asyncio.sleep(1.0)
+        for name, target in (("d", "prefill"), ("d", "decode"), ("q", "prefill")) * 4:
+            assert (await made.change(name, target)).mode == target
+            if name == "q":
+                await made.change(name, "decode")
+
+
+@virtually
 async def test_the_same_order_again_joins_the_change() -> None:
     async with site("p") as made:
         made.d.agent.left_for = lambda mode: 1  # type: ignore[method-assign]
