@@ -201,7 +201,7 @@ class ModeSwitch:
         if self._service.engine.state is not EngineState.READY or not self._service.cards():
             return f"it is not ready: {self._service.unready_reason()}"
         if order.mode != "aggregated" and not self._parts.moves_kv:
-            return f"its engine moves no KV to other workers, so it stays {self._service.mode}"
+            return "no KV moves between it and other workers"
         return ""
 
     def _needed(self, order: SetMode) -> str:
