@@ -91,13 +91,13 @@ PATIENCE: Final[Seconds] = 30.0
 _PACKET: Final[Bytes] = 128 * 1024
 BLOCKS_PER_PACKET: Final = 2048
 """Most blocks of one packet; a larger part takes several."""
-_PIECES: Final = MAX_BLOCKS // BLOCKS_PER_PACKET
-"""Most packets of one part."""
 _BLOCK: Final = array("I")
 """Encoding of a block id."""
 _SUMS: Final = 64
-"""About the number of checksums of a part if all of it is compared; planning each block alone takes
-longer than reading it."""
+"""About the number of checksums of a part if all of it is compared, at most twice as many; planning
+each block alone takes longer than reading it."""
+_PIECES: Final = MAX_BLOCKS // BLOCKS_PER_PACKET + 2 * _SUMS
+"""Most packets of one part; each piece may end with one that is not full."""
 _PIECE: Final[Bytes] = 4 << 20
 """Bytes that are summed before they are announced: several times what a change of threads costs."""
 _UNWANTED: Final = "it is not wanted any more"
@@ -112,6 +112,8 @@ _Group = tuple[int, int]
 """Blocks of a part: the index of the first one and their number, or the index after the last."""
 _Sum = tuple[int, int, int]
 """A checksum: (index in the whole part, number of blocks, CRC-32 of them in order)."""
+_Summing = deque[tuple[asyncio.Future[Any], _Group]]
+"""Pieces of a part that are being summed and are not announced, in order."""
 
 
 class _Fetch(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -351,9 +353,11 @@ class PullPath(PathBase):
         elif 0 < outgoing.size <= self.transport.inline:
             self._sum_here(outgoing, places, announce)
         else:
+            pieces: _Summing = deque()
             for some, span in _pieces(places, count, outgoing.size, verify):
                 summing = self.transport.run(partial(self._sums, outgoing, some))
-                summing.add_done_callback(partial(self._summed, outgoing, announce, span))
+                pieces.append((summing, span))
+                summing.add_done_callback(partial(self._summed, outgoing, announce, pieces))
 
     def _sum_here(
         self, outgoing: Delivery, places: Sequence[_Group], announce: Callable[..., None]
@@ -389,15 +393,18 @@ class PullPath(PathBase):
         self,
         outgoing: Delivery,
         announce: Callable[..., None],
-        span: _Group,
-        summing: asyncio.Future[Any],
+        pieces: _Summing,
+        _: asyncio.Future[Any],
     ) -> None:
-        if self.down is not None or self.outgoing.get(outgoing.key) is not outgoing:
-            return
-        if summing.cancelled() or summing.exception() is not None:
-            self.fail("verify", f"checksums: {summing}")
-        else:
-            announce(summing.result(), span)
+        """Announce the pieces that are summed, in order: several threads end in any."""
+        while pieces and pieces[0][0].done():
+            summing, span = pieces.popleft()
+            if self.down is not None or self.outgoing.get(outgoing.key) is not outgoing:
+                return
+            if summing.cancelled() or summing.exception() is not None:
+                self.fail("verify", f"checksums: {summing}")
+            else:
+                announce(summing.result(), span)
 
     def _announce(
         self,

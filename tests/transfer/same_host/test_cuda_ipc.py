@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from array import array
 from random import Random
 from typing import TYPE_CHECKING
@@ -19,8 +20,8 @@ from pdserve.transfer.base import KvPart, Region
 from pdserve.transfer.copying import chunks
 from pdserve.transfer.cuda.driver import CudaError
 from pdserve.transfer.cuda.nvidia import unavailable_reason
-from pdserve.transfer.same_host import cuda_ipc
-from pdserve.transfer.same_host.cuda_ipc import CudaIpcTransport
+from pdserve.transfer.same_host import cuda_ipc, pull_transport
+from pdserve.transfer.same_host.cuda_ipc import CudaIpcPath, CudaIpcTransport
 from tests.support.fake_cuda import FakeCuda
 
 if TYPE_CHECKING:
@@ -133,6 +134,32 @@ async def test_a_changed_byte_is_found_by_its_checksum(monkeypatch) -> None:
         await sink.until(lambda s: bool(s.failed))
         assert "checksum of block 2 differs" in sink.failed[0].message
         await grant.revoke(timeout=5)
+
+
+async def test_pieces_are_announced_in_order_whichever_is_summed_first(monkeypatch) -> None:
+    """Two threads sum them; the last piece is often the shortest."""
+    monkeypatch.setattr(pull_transport, "_PIECE", 1)
+    devices = Devices("all")
+    async with devices.world() as two:
+        ours, theirs = await two.connect()
+        assert isinstance(ours, CudaIpcPath)
+        two.source.fill({block: block for block in range(8)})
+        usual, second = ours._sums, threading.Event()
+
+        def second_first(outgoing, places):
+            assert places[0][0] != 0 or second.wait(10)
+            found = usual(outgoing, places)
+            if places[0][0] == 1:
+                second.set()
+            return found
+
+        monkeypatch.setattr(ours, "_sums", second_first)
+        sink = RecordingTransferSink()
+        grant = theirs.grant(order(range(8), 32), sink)
+        assert await deliver(ours, grant.ticket, WHOLE).wait() is None
+        assert sink.parts == [0]
+        assert two.destination.holds({block: block for block in range(8)}, range(3))
+        grant.finish()
 
 
 async def test_all_is_compared_where_one_end_wants_it() -> None:
