@@ -99,7 +99,8 @@ class BulkSocket:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Close the socket; both threads must have ended."""
+        """Close the socket, and let go of what was not sent; both threads must have ended."""
+        self._rest.clear()
         self._socket.close()
 
     # ------------------------------------------------------------------ writing

@@ -182,6 +182,8 @@ class TcpPath(PathBase):
         self._reader: Generator[ReadPause, None, None] | None = None
         self._reading = False
         """Whether the event loop reads; else the receiving thread does, or the path has ended."""
+        self._turn: asyncio.Handle | None = None
+        """The next turn of reading, if it waits for no bytes."""
         self._midway = False
         """Whether more frames of a part follow. The reader's own."""
         self._stalling: asyncio.TimerHandle | None = None
@@ -365,19 +367,34 @@ class TcpPath(PathBase):
         if self.down is None:
             self._reading = True
             self._loop.add_reader(self._in.fileno(), self._read)
-            self._loop.call_soon(self._read)  # TLS may hold bytes that the socket does not show
+            self._read_soon()  # TLS may hold bytes that the socket does not show
 
     def _unwatch_socket(self) -> None:
         if self._reading:
             assert self._in is not None
             self._reading = False
             self._loop.remove_reader(self._in.fileno())
+            if self._turn is not None:
+                self._turn.cancel()
+                self._turn = None
         if self._stalling is not None:
             self._stalling.cancel()
             self._stalling = None
 
+    def _read_soon(self) -> None:
+        """Read after all that the event loop has to do now. Never twice: a peer that is fast would
+        get ever more of its time."""
+        if self._turn is None:
+            self._turn = self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        self._turn = None
+        self._read()
+
     def _read(self) -> None:
         """Read what is here; leaves a large payload to the thread."""
+        if self._turn is not None:
+            return
         frames = 0
         while self._reading and frames < _FRAMES:
             assert self._reader is not None
@@ -395,7 +412,7 @@ class TcpPath(PathBase):
                 return
             frames += 1
         if self._reading:
-            self._loop.call_soon(self._read)
+            self._read_soon()
 
     def _expect(self, pause: ReadPause) -> None:
         """Set the deadline of the next bytes of a frame, or none between frames."""
@@ -536,6 +553,7 @@ class TcpPath(PathBase):
             thread.join()  # has said that it is done
         for bulk in ends:
             bulk.close()
+        self._queue = queue.SimpleQueue()  # what is left there holds runs of the pool
         self._reader = None
         self._open.clear()
 

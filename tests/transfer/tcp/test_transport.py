@@ -7,6 +7,7 @@ import asyncio
 import socket
 import threading
 import zlib
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -377,6 +378,28 @@ async def test_a_stall_is_found_whoever_reads(inline: int, monkeypatch) -> None:
         await grant.revoke(timeout=5)
 
 
+async def test_a_fast_peer_gets_no_growing_share_of_the_loop(monkeypatch) -> None:
+    """However many frames are here: so many are read in one turn of the event loop."""
+    monkeypatch.setattr(transport, "_FRAMES", 2)
+    async with world() as two, Raw(two) as raw:
+        turns: Counter[int] = Counter()
+        turn, loop, ended = 0, asyncio.get_running_loop(), asyncio.Event()
+
+        def next_turn() -> None:
+            nonlocal turn
+            turn += 1
+            if turns.total() < 500:
+                loop.call_soon(next_turn)
+            else:
+                ended.set()
+
+        monkeypatch.setattr(raw.path, "_ended_part", lambda *_: turns.update([turn]))
+        await raw.send(frame(transport._Dropped(1, 1, 1)) * 500)
+        next_turn()
+        await ended.wait()
+        assert max(turns.values()) <= 2
+
+
 async def test_strangers_are_sent_away() -> None:
     async with world() as two:
         await two.connect()
@@ -465,6 +488,16 @@ def test_a_frame_that_does_not_wait_leaves_its_rest_to_flush() -> None:
         sender.end()
         sender.close()
         receiver.close()
+
+
+def test_a_closed_socket_holds_no_memory_of_what_was_not_sent() -> None:
+    ours, theirs = socket.socketpair()
+    sender, payload = BulkSocket(ours, 5), bytearray(4 << 20)
+    assert sender.send_now(b"large", [memoryview(payload)]) is Sent.REST
+    sender.end()
+    sender.close()
+    theirs.close()
+    payload.clear()  # fails while somebody holds it
 
 
 # ---------------------------------------------------------------------- strangers
