@@ -40,6 +40,7 @@ Splitter::Splitter(const std::uint8_t* classes, std::vector<Pattern> patterns)
     : classes_(classes), patterns_(std::move(patterns)) {
   for (Pattern& pattern : patterns_) {
     for (std::size_t i = 0; i < pattern.alternatives.size(); ++i) pattern.all |= 1u << i;
+    for (std::uint32_t& start : pattern.starts) start &= pattern.all;
     for (std::size_t i = 0; i + 1 < pattern.steps.size(); ++i) {
       Step& now = pattern.steps[i];
       const Step& next = pattern.steps[i + 1];

@@ -21,6 +21,7 @@ from pdserve.errors import InvalidRequest
 from pdserve.text.tokenization import fast_encoder
 from pdserve.text.tokenization.fast_encoder import FastEncoder, find_difference
 from pdserve.text.tokenization.probe_texts import PLAIN_TEXTS
+from pdserve.text.tokenization.split_pattern import DONE, SET
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.text.tokenization.unicode_classes import UNKNOWN, character_classes
 from pdserve.token_ids import TokenIds, token_ids
@@ -243,6 +244,20 @@ def test_characters_without_a_class_are_left_to_tokenizers(pairs):
     ours = Tokenizer.from_bytes(COVERED["llama3"])
     ours.choose_encoder()
     assert ours.encode("fox \u0378", False) == expected(raw, "fox \u0378")
+
+
+def test_first_letters_of_alternatives_that_are_not_there_are_ignored():
+    a_and_b: tuple[Any, ...] = (0, 3 << 33, 0, False, [])
+    steps = [(SET, 0, 1, 9), (DONE, 0, 0, 0)]
+    one = accel.native.BpeEncoder(
+        classes=character_classes(),
+        patterns=[([a_and_b], steps, [0xFFFF_FFFF] * 128, [0], True)],
+        merges=b"",
+        bytes=list(range(256)),
+        added=[],
+        whole=[],
+    )
+    assert one.encode("ab-\u00e9") == token_ids(list("ab-\u00e9".encode())).tobytes()
 
 
 def test_text_that_is_not_normalised_is_left_to_tokenizers(pairs):
