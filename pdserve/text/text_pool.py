@@ -18,6 +18,7 @@ from pdserve.errors import Draining, Overloaded
 from pdserve.text.chat.template_process import TemplateProcess
 from pdserve.text.fair_thread_pool import JOB_SECONDS, FairThreadPool
 from pdserve.text.grammar.grammar_compiler import GrammarCompiler
+from pdserve.text.tokenization.slow_text import SlowText, run_in_place, text_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -55,12 +56,6 @@ LARGE_CHARS = 1 << 20
 """Jobs with more text than this run one at a time: tokenizers need about 150 bytes a character."""
 _SPARE: Final = 2
 """Extra threads of a thread pool, only for tenants without a running job."""
-
-
-def text_size(text: str) -> int:
-    """Characters of a text; each counts three times where the text is not ASCII, since it takes
-    about three times as long to encode."""
-    return len(text) if text.isascii() else 3 * len(text)
 
 
 def encoding_chars(size: int, tokenizer: Tokenizer) -> int:
@@ -121,7 +116,8 @@ class TextWork:
     async def run(
         self, chars: int, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Run `function(*args, **kwargs)`: in place if its input of `chars` characters is small.
+        """Run `function(*args, **kwargs)`: in place if its input of `chars` characters is small. It
+        begins again in a thread if the extension leaves its text to `tokenizers`.
 
         Errors: `Overloaded` at the bound, `Draining` after `close`, `DeadlineExceeded` when it
         takes too long in a thread, and what `function` raises.
@@ -135,7 +131,11 @@ class TextWork:
         pool.refuse_when_closed()
         if chars <= pool.inline_chars:
             pool.inline += 1
-            return function()
+            try:
+                return run_in_place(pool.inline_chars, function)
+            except SlowText:
+                # The extension has left it to `tokenizers`: only the time until then is lost.
+                pool.inline -= 1
         return await pool.texts.submit(function, tenant=self._tenant, large=chars > LARGE_CHARS)
 
     async def finish(self, chars: int, function: Callable[[], T]) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,6 +14,9 @@ from pdserve.text.chat.template_process import TemplateProcess
 from pdserve.text.text_pool import INLINE_FAST, TextPool, TextPoolStats
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from tests.text import builders
+
+if TYPE_CHECKING:
+    from pdserve.token_ids import TokenIds
 
 
 @pytest.fixture
@@ -62,6 +66,25 @@ async def test_what_the_extension_encodes_may_be_longer_in_place(pool):
     assert pool.stats().handed_over == 0
     await pool.encode(tokenizer, "a" * (10 * INLINE_FAST + 1))
     assert pool.stats().handed_over == 1
+
+
+async def test_what_the_extension_leaves_to_its_twin_begins_again_in_a_thread(pool):
+    """One character that it does not know is enough, wherever it is."""
+    tokenizer = Tokenizer.from_bytes(builders.byte_level().to_str().encode())
+    if not tokenizer.choose_encoder().fast:
+        pytest.skip("the extension is not built")
+    begun = []
+
+    def encode(*texts: str) -> list[TokenIds]:
+        begun.append(threading.get_ident())
+        return tokenizer.encode_batch(texts)
+
+    for texts, threads in ((["a\u0378"], 1), (["a" * 40, "\u0378"], 1), (["a" * 40 + "\u0378"], 2)):
+        begun.clear()
+        found = await pool.run(1, encode, *texts)
+        assert len(set(begun)) == len(begun) == threads
+        assert found == tokenizer.encode_batch(texts)
+    assert (pool.stats().inline, pool.stats().handed_over) == (2, 1)
 
 
 async def test_what_the_work_raises_comes_back(pool):

@@ -22,6 +22,7 @@ import tokenizers
 from pdserve.errors import ConfigError, InvalidRequest
 from pdserve.text.tokenization.detokenizer import Detokenizer, make_detokenizer
 from pdserve.text.tokenization.fast_encoder import choose_encoder
+from pdserve.text.tokenization.slow_text import check_slow_texts
 from pdserve.text.tokenization.token_bound import chars_per_token, split_text
 from pdserve.text.tokenization.token_text_table import TokenTextTable, decoder_shape, is_panic
 from pdserve.text.tokenization.tokenization_cache import (
@@ -179,7 +180,8 @@ class Tokenizer:
         return self._fast is not None
 
     def encode(self, text: str, add_special_tokens: bool = True, salt: str = "") -> TokenIds:
-        """Return the token ids of `text`. Raises `InvalidRequest` for a lone surrogate.
+        """Return the token ids of `text`. Raises `InvalidRequest` for a lone surrogate, `SlowText`
+        where `slow_text.run_in_place` says so.
 
         `salt`: cached segments are used only if they were encoded with the same salt.
 
@@ -196,7 +198,7 @@ class Tokenizer:
         return self.encode_batch(texts, add_special_tokens=False)
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[TokenIds]:
-        """`encode` for several texts at once. Raises `InvalidRequest` for a lone surrogate."""
+        """`encode` for several texts at once. Raises as `encode` does."""
         found: list[TokenIds] = []
         for batch in _batches(texts):
             found += self._encode_at_once(batch, add_special_tokens)
@@ -215,6 +217,7 @@ class Tokenizer:
             found = [fast.encode(text, add_special_tokens) for text in texts]
         except UnicodeEncodeError:
             raise InvalidRequest("text must be valid Unicode") from None
+        check_slow_texts(text for text, ids in zip(texts, found, strict=True) if ids is None)
         return [
             self._encode_slowly([text], add_special_tokens)[0] if ids is None else ids
             for text, ids in zip(texts, found, strict=True)
