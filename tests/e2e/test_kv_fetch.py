@@ -124,6 +124,10 @@ def test_an_owner_that_hangs_costs_a_computation(workers):
 
 def test_an_owner_that_is_killed_in_the_middle_of_a_fetch_costs_only_time(workers):
     owner, asker = workers.nodes["owner"], workers.nodes["asker"]
+    workers.ask("owner", "before")
+    # There is a path now. Until then the fetch would wait for one, of which the counts say nothing.
+    assert workers.ask("asker", "before").node == "owner"
+    wait_released(asker)
     there = workers.ask("owner", "lost")
     found: list[Answer] = []
     request = threading.Thread(target=lambda: found.append(workers.ask("asker", "lost")))
