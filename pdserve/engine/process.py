@@ -48,7 +48,7 @@ def process_arguments(
 
 
 class CoreProcess:
-    """One run of `python -m pdserve.engine_core.main`: its stderr, its exit, its kill."""
+    """One run of `python -m pdserve.engine_core.child`: its stderr, its exit, its kill."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class CoreProcess:
             sys.executable,
             "-P",
             "-m",
-            "pdserve.engine_core.main",
+            "pdserve.engine_core.child",
             "--parent",
             str(os.getpid()),
         )

@@ -1,4 +1,4 @@
-"""Runs engine cores behind sockets: in a process of its own (`python -m pdserve.engine_core.main`)
+"""Runs engine cores behind sockets: in a process of its own (`python -m pdserve.engine_core.child`)
 or in a thread of the parent, with the same code.
 
 A process that inherits several sockets runs one core behind each, in one thread per core, and a
@@ -281,8 +281,8 @@ class CoreLoop:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the child process."""
-    parser = argparse.ArgumentParser(prog="python -m pdserve.engine_core.main")
+    """Run the cores of this process, which `child` has begun."""
+    parser = argparse.ArgumentParser(prog="python -m pdserve.engine_core.child")
     parser.add_argument(
         "--fd", type=int, action="append", required=True, help="an inherited socket, one per core"
     )
@@ -353,10 +353,7 @@ def _run_together(links: Sequence[CoreSocket], pages: Sequence[HeartbeatPage], e
 
 
 def _become_child(parent: int) -> None:
-    """Exit with the parent, leave signals to it, and send stray prints to stderr."""
-    # Terminals send Ctrl-C and service managers SIGTERM to every process; the node drains first.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Exit with the parent, and send stray prints to stderr."""
     faulthandler.enable()
     os.dup2(2, 1)
     if sys.platform == "linux":

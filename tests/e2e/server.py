@@ -104,7 +104,7 @@ class Server:
         (core,) = (
             child
             for child in psutil.Process(self.process.pid).children()
-            if "pdserve.engine_core.main" in child.cmdline()
+            if "pdserve.engine_core.child" in child.cmdline()
         )
         return core
 

@@ -125,7 +125,7 @@ class Node:
         assert self.process is not None
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self.process.pid).children():
-                if "pdserve.engine_core.main" in child.cmdline():
+                if "pdserve.engine_core.child" in child.cmdline():
                     return child
         return None
 
