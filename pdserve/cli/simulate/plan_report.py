@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pdserve.sim.capacity.search import PlanSearch
     from pdserve.sim.capacity.shapes import ClusterShape
     from pdserve.sim.capacity.trial import TrialPlan, TrialResult
+    from pdserve.sim.replay.config import ReplayConfig
 
 __all__ = ["CapacityPlan", "objective_text", "plan_as_json", "plan_report", "unreachable"]
 
@@ -192,15 +193,18 @@ def unreachable(plan: TrialPlan, floor: TraceFloor, idle: IdleWorker) -> str:
         f"unreachable with any number of workers: {tally.missed[name]} of {tally.total} requests "
         f"miss {name} on an idle worker, {part.allowed(tally.total)} may"
     )
-    return f"{head}; {_reason(name, limits[name], floor, idle)}"
+    return f"{head}; {_reason(name, limits[name], floor, idle, plan.config)}"
 
 
-def _reason(name: str, limit: SloLimit, floor: TraceFloor, idle: IdleWorker) -> str:
+def _reason(
+    name: str, limit: SloLimit, floor: TraceFloor, idle: IdleWorker, config: ReplayConfig
+) -> str:
     slowest, longest = floor.slowest, floor.longest
     if longest is not None and longest.prompt_tokens > idle.longest:
+        bound = "--kv-tokens" if config.kv_tokens < config.max_model_len else "the longest context"
         return (
             f"the longest prompt has {longest.prompt_tokens} tokens, and a worker takes at most "
-            f"{idle.longest} (--kv-tokens)"
+            f"{idle.longest} ({bound})"
         )
     if name == "itl":
         return (
@@ -211,7 +215,8 @@ def _reason(name: str, limit: SloLimit, floor: TraceFloor, idle: IdleWorker) -> 
     cached = slowest.prompt_tokens - slowest.uncached_tokens
     return (
         f"the slowest prompt ({slowest.prompt_tokens} tokens, at most {cached} of them cached) "
-        f"takes {floor.first_token(slowest):.2g} s alone, more than {format_duration(limit.time)}"
+        f"takes {floor.first_token(slowest):.2g} s alone, more than {format_duration(limit.time)}: "
+        "raise the limit, or let more requests miss it (--good, or @p95 behind the limit)"
     )
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.sim.capacity.objective import Objective
     from pdserve.sim.replay.config import ReplayConfig
+    from pdserve.sim.replay.record import ReplayRecord
     from pdserve.sim.workloads.trace_request import PromptPiece
 
 __all__ = ["IdleWorker", "RequestFloor", "TraceFloor", "measure_idle", "request_floors"]
@@ -43,7 +44,7 @@ class IdleWorker:
     itl: Seconds
     """Mean inter-token latency of the shortest prompt."""
     longest: int
-    """The longest prompt that the worker answers, of those measured."""
+    """The longest prompt that the worker answers, if the trace has a longer one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +58,28 @@ class RequestFloor:
 
 
 def measure_idle(config: ReplayConfig, longest: int) -> IdleWorker:
-    """Measures one worker of `config`, without noise, up to prompts of `longest` tokens."""
-    lengths = measured_lengths(longest, _PER_OCTAVE)
+    """Measures one worker of `config`, without noise, up to prompts of `longest` tokens, or up to
+    the longest one that it answers."""
     quiet = replace(aggregated(1).applied(config), noise=0.0, slow_share=0.0, patience=0.0)
-    records = [one for one in replay(quiet, _alone(lengths)).records if one.completed]
+    lengths = measured_lengths(min(longest, quiet.kv_tokens, quiet.max_model_len), _PER_OCTAVE)
+    records = _answered(quiet, lengths)
+    fits = max((one.prompt_tokens for one in records), default=0)
+    refused = next((length for length in lengths if length > fits), fits)
+    while refused - fits > 1:
+        middle = (fits + refused) // 2
+        answered = _answered(quiet, [middle])
+        records += answered
+        fits, refused = (middle, refused) if answered else (fits, middle)
+    records.sort(key=lambda one: one.prompt_tokens)
     measured = [record.prompt_tokens for record in records]
     times = LengthTimes(measured or [1], [one.ttft for one in records] or [math.inf])
     itl = min((record.itl for record in records), default=math.inf)
-    return IdleWorker(times, itl, max(measured, default=0))
+    return IdleWorker(times, itl, fits)
+
+
+def _answered(config: ReplayConfig, lengths: Iterable[int]) -> list[ReplayRecord]:
+    """Prompts of these lengths, one after the other; without those that are refused."""
+    return [one for one in replay(config, _alone(lengths)).records if one.completed]
 
 
 def _alone(lengths: Iterable[int]) -> Iterator[TraceRequest]:

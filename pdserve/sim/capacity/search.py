@@ -2,8 +2,9 @@
 
 The search assumes that a larger cluster keeps the objective if a smaller one does, and that of one
 size a best ratio of prefill to decode workers has no second best far away. Neither is certain: a
-router places differently among more workers. So the answer is replayed with every seed, and so are
-its neighbours with one worker less and one more.
+router places differently among more workers. So the answer is replayed with every seed, and so is
+each cluster with one worker less, and the one with one aggregated worker more, up to the first seed
+that misses the objective.
 
 The caller replays each batch of cells that `steps` yields, puts the results into `known`, and goes
 on. The fields `aggregated` and `split` then have the answers.

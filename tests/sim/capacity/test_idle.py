@@ -79,7 +79,16 @@ def test_prompts_need_a_number_of_workers(count: int, workers: int) -> None:
 def test_an_idle_worker_is_measured() -> None:
     config = ReplayConfig(prefill=2, decode=2, workers=0, block_size=64, kv_tokens=4096, noise=0.3)
     idle = measure_idle(config, 6000)
-    assert 1000 < idle.longest <= 4096, "longer prompts do not fit into the pool"
+    assert 4000 < idle.longest <= 4096, "longer prompts do not fit into the pool"
     assert idle.ttft(64) < idle.ttft(1000) < idle.ttft(idle.longest) < 1.0
     assert 0.001 < idle.itl < 0.02
     assert measure_idle(config, 100).longest == 100
+
+
+def test_a_prompt_that_a_worker_just_takes_is_not_unreachable() -> None:
+    """Between two lengths that are measured, of which the worker takes only the first."""
+    config = ReplayConfig(block_size=64, kv_tokens=4096)
+    longest = measure_idle(config, 10**9).longest
+    idle = measure_idle(config, 6000)
+    made = TraceFloor(floors(longest - 500, longest), Objective(ttft=SloLimit(9.0)), idle)
+    assert not made.tally.lost
