@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import codecs
+from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import ConfigError
 from pdserve.toml import readable
@@ -11,14 +12,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["bad_line", "read_lines"]
+    from pdserve.ids import Seconds
+
+__all__ = ["bad_line", "check_span", "read_lines"]
 
 _MOST = 4 << 20
 """Bytes of one line; the longest prompts of the known traces take a few kilobytes."""
+_YEAR: Final[Seconds] = 366 * 86400.0
+_UTF_16: Final = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def read_lines(path: Path, what: str = "the trace") -> Iterator[tuple[int, bytes]]:
-    """Yield (line number from 1, line), without empty lines. `what` names the file in errors.
+    """Yield (line number from 1, line), without empty lines and a byte order mark. `what` names the
+    file in errors.
 
     Errors: `ConfigError`.
     """
@@ -27,12 +33,24 @@ def read_lines(path: Path, what: str = "the trace") -> Iterator[tuple[int, bytes
             for number, line in enumerate(iter(lambda: file.readline(_MOST), b""), 1):
                 if len(line) == _MOST:
                     raise bad_line(path, number, f"is longer than {_MOST} bytes: is this a trace?")
+                if number == 1:
+                    if line.startswith(_UTF_16):
+                        raise bad_line(path, number, "is UTF-16: save the file as UTF-8")
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 line = line.strip()
                 if line:
                     yield number, line
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"{what} {path} cannot be read: {reason}") from None
+
+
+def check_span(path: Path, number: int, at: Seconds, unit: str) -> None:
+    """Refuse an arrival at `at` seconds after the first if that is so late that times must be in
+    another unit than `unit`: a replay would not end. Raises `ConfigError`."""
+    if at > _YEAR:
+        what = f"arrives {at / _YEAR:.3g} years after the first: times must be in {unit}"
+        raise bad_line(path, number, what)
 
 
 def bad_line(path: Path, number: int, what: str) -> ConfigError:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from pdserve.sim.workloads.lines import bad_line, read_lines
-from pdserve.sim.workloads.trace_request import TraceRequest
+from pdserve.sim.workloads.lines import bad_line, check_span, read_lines
+from pdserve.sim.workloads.trace_request import MOST_TOKENS, TraceRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,8 +34,8 @@ apart."""
 class _Line(msgspec.Struct):
     timestamp: Annotated[float, Meta(ge=0)]
     """Milliseconds."""
-    input_length: Annotated[int, Meta(ge=1)]
-    output_length: Annotated[int, Meta(ge=0)]
+    input_length: Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
+    output_length: Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
     hash_ids: list[Annotated[int, Meta(ge=0)]] = []
 
 
@@ -52,6 +52,7 @@ class MooncakeTrace:
 
     def __iter__(self) -> Iterator[TraceRequest]:
         """Raises `ConfigError` at the first bad line."""
+        begin: float | None = None
         for count, (number, text) in enumerate(read_lines(self._path)):
             try:
                 line = _decoder.decode(text)
@@ -62,6 +63,8 @@ class MooncakeTrace:
                 pieces = block_pieces(line.hash_ids, line.input_length, BLOCK)
             except ValueError as error:
                 raise bad_line(self._path, number, str(error)) from None
+            begin = line.timestamp if begin is None else min(begin, line.timestamp)
+            check_span(self._path, number, (line.timestamp - begin) / 1000, "milliseconds")
             pieces = pieces or ((OWN_CONTENT + count, line.input_length),)
             # An engine answers with one token at least.
             output = max(1, line.output_length)

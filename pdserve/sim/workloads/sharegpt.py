@@ -6,6 +6,7 @@ counts as four bytes of UTF-8, which is close for English text.
 
 from __future__ import annotations
 
+import codecs
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -65,11 +66,11 @@ class ShareGptTrace:
 
     def _conversations(self) -> Iterator[_Conversation]:
         with self._path.open("rb") as file:
-            if not file.read(64).lstrip().startswith(b"["):
+            if not file.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
                 yield from self._lines()
                 return
             file.seek(0)
-            text = file.read(_MOST + 1)
+            text = file.read(_MOST + 1).removeprefix(codecs.BOM_UTF8)
         if len(text) > _MOST:
             raise ConfigError(f"{self._path} is too large: write one object per line (jq -c '.[]')")
         try:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 
 from pdserve.errors import ConfigError
-from pdserve.sim.workloads.lines import bad_line, read_lines
+from pdserve.sim.workloads.lines import bad_line, check_span, read_lines
 from pdserve.sim.workloads.mooncake import BLOCK, OWN_CONTENT, block_pieces
-from pdserve.sim.workloads.trace_request import TraceRequest
+from pdserve.sim.workloads.trace_request import MOST_TOKENS, TraceRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -125,7 +125,7 @@ class TableTrace:
         """Raises `ConfigError` at the first bad line."""
         columns = self._columns
         begin: Seconds | None = None
-        for count, (number, row) in enumerate(_rows(self._path)):
+        for count, (number, row) in enumerate(_rows(self._path, columns)):
             columns = columns or self._known(number, row)
             try:
                 at, prompt, output = _parse(row, columns)
@@ -136,6 +136,8 @@ class TableTrace:
             begin = at if begin is None else begin
             if at < begin:
                 raise bad_line(self._path, number, "is earlier than the first: sort the file")
+            unit = "seconds" if columns.scale == 1.0 else "milliseconds"
+            check_span(self._path, number, at - begin, unit)
             # An engine answers with one token at least.
             yield TraceRequest(count, at - begin, pieces, max(1, output))
 
@@ -147,7 +149,7 @@ class TableTrace:
         return columns
 
 
-def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _rows(path: Path, columns: Columns | None) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """(line number, fields by column)."""
     lines = read_lines(path)
     first, head = next(lines, (1, b""))
@@ -156,6 +158,10 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             yield number, _object(path, number, text)
         return
     names = [name.strip() for name in _split(path, first, head.decode("utf-8-sig", "replace"))]
+    columns = columns or known_columns(names)
+    for name in _names(columns) if columns else ():
+        if names.count(name) > 1:
+            raise bad_line(path, first, f"there are {names.count(name)} columns {name}")
     for number, text in lines:
         values = _split(path, number, text.decode("utf-8", "replace"))
         if len(values) != len(names):
@@ -241,6 +247,8 @@ def _length(value: Any) -> int:
     number = _number(value)
     if number != int(number):
         raise ValueError(f"{value!r} is not a whole number of tokens")
+    if number > MOST_TOKENS:
+        raise ValueError(f"{int(number)} tokens are more than any model takes ({MOST_TOKENS})")
     return int(number)
 
 

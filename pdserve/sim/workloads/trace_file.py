@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from typing import TYPE_CHECKING, Final, Protocol
 
 from pdserve.errors import ConfigError
@@ -42,6 +43,8 @@ def open_trace(path: Path, columns: str = "") -> TraceFile:
     Args: `columns` names the columns of a table, see `columns_of`.
     Errors: `ConfigError` for a file that is not a trace.
     """
+    if path.is_fifo():
+        raise ConfigError(f"{path} is a pipe, and a trace is read more than once: give a file")
     named = columns_of(columns) if columns else None
     if named is None and is_sharegpt(_head(path)):
         return ShareGptTrace(path)
@@ -64,6 +67,6 @@ def _head(path: Path) -> bytes:
     """The beginning of the file; empty if it cannot be read, which its reader reports."""
     try:
         with path.open("rb") as file:
-            return file.read(_HEAD)
+            return file.read(_HEAD).removeprefix(codecs.BOM_UTF8)
     except OSError:
         return b""

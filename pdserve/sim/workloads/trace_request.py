@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Seconds
 
-__all__ = ["VOCABULARY", "PromptPiece", "TraceRequest", "length_of", "tokens_of"]
+__all__ = ["MOST_TOKENS", "VOCABULARY", "PromptPiece", "TraceRequest", "length_of", "tokens_of"]
 
 PromptPiece = tuple[int, int]
 """(content id, tokens)."""
 
+MOST_TOKENS: Final = 1 << 24
+"""Most tokens of a prompt, and of an answer, that a file may name. No model takes more, and a replay
+makes all of them."""
 VOCABULARY: Final = 32_000
 """Token ids of prompts are below this; every model has them."""
 _FIRST: Final = 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -46,6 +47,8 @@ def test_a_trace_can_be_read_twice(tmp_path) -> None:
         (GOOD | {"input_length": 512}, "needs 1 hash_ids"),
         ({"timestamp": 1}, "missing required field"),
         (GOOD | {"timestamp": -1}, "timestamp"),
+        ({"timestamp": 1, "input_length": 10**9, "output_length": 1}, "<= 16777216"),
+        ({"timestamp": 1, "input_length": 1, "output_length": 10**9}, "<= 16777216"),
     ],
 )
 def test_a_bad_mooncake_line_is_named(tmp_path, line, words: str) -> None:
@@ -56,6 +59,7 @@ def test_a_bad_mooncake_line_is_named(tmp_path, line, words: str) -> None:
     assert words in caught.value.message
 
 
+SHORT = {"input_length": 5, "output_length": 5}
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
@@ -81,6 +85,11 @@ def test_an_azure_line_is_a_request(tmp_path) -> None:
         ("9" * 5000 + ",1,1", "out of range"),
         ("nan,1,1", "nan is out of range"),
         ("1700158624,1e999,1", "out of range"),
+        (
+            "1700158624,1e9,1",
+            "column ContextTokens: 1000000000 tokens are more than any model takes",
+        ),
+        ("1700158624,1,1000000000", "column GeneratedTokens: 1000000000 tokens are more than any"),
     ],
 )
 def test_a_bad_azure_line_is_named(tmp_path, line: str, words: str) -> None:
@@ -96,6 +105,58 @@ def test_what_is_no_trace_is_refused_with_what_would_be(tmp_path, text: str) -> 
     path = tmp_path / "t"
     path.write_text(text)
     with pytest.raises(ConfigError, match="no trace that pdserve reads: give JSON lines"):
+        open_trace(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(GOOD) + "\r\n",
+        "at,input,output\r\n1,700,5\r\n",
+        json.dumps([{"conversations": [{"value": "x" * 2800}, {"value": "x" * 20}]}]),
+    ],
+)
+def test_a_byte_order_mark_and_ends_of_lines_do_not_count(tmp_path, text: str) -> None:
+    path = tmp_path / "t"
+    path.write_bytes(text.encode("utf-8-sig"))
+    [request] = open_trace(path)
+    assert (length_of(request.pieces), request.output_tokens) == (700, 5)
+
+
+@pytest.mark.parametrize("text", [json.dumps(GOOD) + "\n", "at,input,output\n1,2,3\n"])
+def test_utf_16_is_named(tmp_path, text: str) -> None:
+    path = tmp_path / "t"
+    path.write_bytes(text.encode("utf-16"))
+    with pytest.raises(ConfigError, match="line 1: is UTF-16: save the file as UTF-8"):
+        open_trace(path)
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path) -> None:
+    path = write(tmp_path / "t", "at,input,output,input,note,note", "1,2,3,4,a,b")
+    with pytest.raises(ConfigError, match="line 1: there are 2 columns input"):
+        list(open_trace(path))
+    path = write(tmp_path / "t", "at,input,output,note,note", "1,2,3,a,b")
+    assert [length_of(one.pieces) for one in open_trace(path)] == [2]
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (("at,input,output", "0,5,5", "1e12,5,5"), "seconds"),
+        (({"timestamp": 0} | SHORT, {"timestamp": 1e15} | SHORT), "milliseconds"),
+    ],
+)
+def test_times_in_another_unit_are_refused(tmp_path, lines, words: str) -> None:
+    """A replay of so long a time would not end."""
+    path = write(tmp_path / "t", *lines)
+    with pytest.raises(ConfigError, match=f"years after the first: times must be in {words}"):
+        list(open_trace(path))
+
+
+def test_a_pipe_is_refused_because_a_trace_is_read_twice(tmp_path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="is a pipe, and a trace is read more than once"):
         open_trace(path)
 
 
