@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pdserve.cli.parser import Parser, value_of
+from pdserve.cli.slo_flags import parse_limit
 from pdserve.dashboards.alerts import Promise, alerts, recordings
 from pdserve.dashboards.boards import BOARDS
 from pdserve.dashboards.files import make_folder, write_all
@@ -14,7 +15,7 @@ from pdserve.dashboards.grafana import render_board
 from pdserve.dashboards.rules import RUNBOOKS, TARGETS, render_prometheus, render_rules
 from pdserve.errors import ConfigError
 from pdserve.launch import exit_codes
-from pdserve.launch.config.units import parse_duration, parse_share
+from pdserve.launch.config.units import parse_share
 
 if TYPE_CHECKING:
     import argparse
@@ -125,10 +126,10 @@ def _objective(text: str) -> float:
 
 
 def _seconds(text: str) -> Seconds:
-    seconds = value_of("--slo-ttft", parse_duration, text)
-    if seconds <= 0:
-        raise ConfigError(f"--slo-ttft {text}: give a time above 0")
-    return seconds
+    limit = value_of("--slo-ttft", parse_limit, text)
+    if limit.share is not None:
+        raise ConfigError(f"--slo-ttft {text}: give the share of requests by --slo-objective")
+    return limit.time
 
 
 def _address(text: str) -> str:

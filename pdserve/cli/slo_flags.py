@@ -1,4 +1,4 @@
-"""Reads service level objectives in one grammar, for `pdserve bench` and `pdserve simulate`.
+"""Reads service level objectives in one grammar, for `pdserve bench`, `simulate` and `dashboards`.
 
 SLO    name=LIMIT, with commas between them: ttft=500ms,itl=50ms@p95
 LIMIT  a time, perhaps with the share of the requests that must keep it: 500ms@p95

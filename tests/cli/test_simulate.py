@@ -198,6 +198,17 @@ def test_a_trace_without_times_needs_a_rate(tmp_path: Path, capsys) -> None:
             "engine instant has no KV tiers",
         ),
         (["--trace", "x", "--generate-option", "rate=1"], "belongs to --generate"),
+        (["--generate", "unique", "--good", "90%"], "--good has no effect without --plan: add"),
+        (["--generate", "unique", "--modes=split"], "--modes has no effect without --plan"),
+        (["--generate", "unique", "--price", "3"], "--price has no effect without --plan"),
+        (["--generate", "unique", "--most-workers", "9"], "--most-workers has no effect without"),
+        (["--generate", "unique", "--seeds", "3"], "--seeds has no effect without --plan"),
+        (["--generate", "unique", "--processes", "1"], "--processes has no effect without --plan"),
+        (["--generate", "unique", "--slo-ttft", "1s@p95"], "the share p95 of ttft has no effect"),
+        (["--generate", "unique", "--slo", "itl=50@p99.9"], "the share p99.9 of itl has no effect"),
+        (["--generate", "unique", "--rate", "nan"], "--rate: 'nan' is no number"),
+        (["--generate", "unique", "--noise", "inf"], "--noise: 'inf' is no number"),
+        (["--generate", "unique", "--slow", "nan:1"], "--slow 'nan:1' is not 2 numbers"),
     ],
 )
 def test_what_is_wrong_is_said_before_any_work(arguments, words: str, capsys) -> None:
@@ -227,6 +238,13 @@ def test_a_bad_line_is_found_before_any_work(tmp_path: Path, capsys) -> None:
     trace.write_text('{"timestamp":0,"input_length":1,"output_length":1,"hash_ids":[0]}\n{}\n')
     assert main(["simulate", "--trace", str(trace)]) == 2
     assert "t.jsonl, line 2: " in capsys.readouterr().err
+
+
+def test_an_empty_trace_is_refused(tmp_path: Path, capsys) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("at,input,output\n")
+    assert main(["simulate", "--trace", str(trace)]) == 2
+    assert "the trace has no request" in capsys.readouterr().err
 
 
 def test_a_plot_is_a_picture(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ T = TypeVar("T")
 def run(arguments: list[str]) -> int:
     """Replays the trace, prints a table and writes the requested files."""
     parsed = _parser().parse(arguments)
+    if not parsed.plan:
+        _check_no_plan(arguments, parsed)
     if not (parsed.plan or parsed.slo or parsed.slo_ttft or parsed.slo_itl):
         parsed.slo = _DEFAULT_SLO
     from pdserve.sim.replay.plot import check_library, draw
@@ -53,7 +55,10 @@ def run(arguments: list[str]) -> int:
         return _plan(parsed, config, trace, shape)
     outputs = [Path(path) for path in (parsed.json, parsed.plot) if path]
     check_writable(outputs)
-    progress = ReplayProgress(_counted(transform_trace(trace, shape)))
+    total = _counted(transform_trace(trace, shape))
+    if not total:
+        raise ConfigError("the trace has no request: nothing to replay")
+    progress = ReplayProgress(total)
     result = replay(config, transform_trace(trace, shape), progress.ended)
     progress.close()
     print(report(result, config))
@@ -88,6 +93,10 @@ def _parser() -> Parser:
     return parser
 
 
+_PLAN_FLAGS: Final = (
+    *("--good", "--modes", "--price", "--most-workers", "--seeds", "--processes"),
+)
+"""Flags that only a plan reads."""
 _SLO_NAMES: Final = ("ttft", "itl")
 _DEFAULT_SLO: Final = "ttft=1000,cold=2"
 _COLD: Final = (
@@ -185,7 +194,7 @@ def _add_plan(group: argparse._ArgumentGroup) -> None:
     )
     _number(group, "--price", 1.0, "Price of a worker and hour.")
     _count(group, "--most-workers", 256, "No larger cluster is tried.")
-    _count(group, "--seeds", 2, "The answer and its neighbours are replayed with so many seeds.")
+    _count(group, "--seeds", 2, "The answer must keep the objective with so many seeds.")
     _count(group, "--processes", 0, "Replays at once, at most the number of cores; 0: all cores.")
 
 
@@ -265,9 +274,12 @@ def _as_float(text: str) -> float:
     from argparse import ArgumentTypeError
 
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no number") from None
+        value = math.nan
+    if not math.isfinite(value):
+        raise ArgumentTypeError(f"{text!r} is no number")
+    return value
 
 
 def _as_count(text: str) -> int:
@@ -318,6 +330,20 @@ def _bytes_per_second(text: str) -> float:
 
 def _as_duration(text: str) -> Seconds:
     return _argument(units.parse_duration, text)
+
+
+def _check_no_plan(arguments: Sequence[str], parsed: argparse.Namespace) -> None:
+    """Refuses what would have no effect. Errors: `ConfigError`."""
+    given = {word.partition("=")[0] for word in arguments}
+    for flag in _PLAN_FLAGS:
+        if flag in given:
+            raise ConfigError(f"{flag} has no effect without --plan: add --plan, or leave it out")
+    for name, limit in slo_of(parsed, _SLO_NAMES, cold=True).limits.items():
+        if limit.share is not None:
+            raise ConfigError(
+                f"the share p{limit.share * 100:g} of {name} has no effect without --plan: add "
+                "--plan, or leave it out"
+            )
 
 
 def _config(parsed: argparse.Namespace) -> ReplayConfig:
@@ -434,7 +460,7 @@ def _floats(flag: str, text: str, between: str, *counts: int) -> list[float]:
         values = [float(part) for part in parts]
     except ValueError:
         values = []
-    if len(values) not in counts:
+    if len(values) not in counts or not all(map(math.isfinite, values)):
         wanted = " or ".join(map(str, counts))
         raise ConfigError(f"{flag} {text!r} is not {wanted} numbers with {between!r} between them")
     return values
