@@ -22,8 +22,8 @@ PromptPiece = tuple[int, int]
 """(content id, tokens)."""
 
 MOST_TOKENS: Final = 1 << 24
-"""Most tokens of a prompt, and of an answer, that a file may name. No model takes more, and a replay
-makes all of them."""
+"""Most tokens of a prompt, and of an answer, that a file may name. No model takes more, and a
+replay makes all of them."""
 VOCABULARY: Final = 32_000
 """Token ids of prompts are below this; every model has them."""
 _FIRST: Final = 16
