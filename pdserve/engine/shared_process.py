@@ -169,7 +169,7 @@ class _Generation:
 
     @property
     def claimed(self) -> bool:
-        """Whether a core was launched in the process."""
+        """True once a core has been launched in the process."""
         return bool(self._claimed)
 
     def has_place(self, member: int) -> bool:

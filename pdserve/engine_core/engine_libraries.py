@@ -32,7 +32,7 @@ def needed_libraries(engine: str) -> tuple[str, ...]:
 
 
 def is_missing(library: str) -> bool:
-    """Return whether a library is not installed."""
+    """True if this Python environment lacks the library."""
     return importlib.util.find_spec(library) is None
 
 

@@ -39,8 +39,8 @@ class ModeReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     generation: Count = 0
     """Number of the present mode in this life, from 1; 0: an older release does not count."""
     state: str = ""
-    """See `worker.mode.state_table`; others see no `flipping` or `returning`, which take no time.
-    """
+    """`serving`, `leaving` or `proving`, as `worker.mode.state_table` explains them. Its other
+    states last no time, so no report has them."""
     target: str = ""
     """The mode that it changes to; empty: none."""
     left: Count = 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pdserve import accel
 from pdserve.errors import DeadlineExceeded, Draining, InvalidRequest, Overloaded
 from pdserve.text.chat.template_limits import TemplateLimits
 from pdserve.text.chat.template_process import TemplateProcess
@@ -17,6 +18,8 @@ from tests.text import builders
 
 if TYPE_CHECKING:
     from pdserve.token_ids import TokenIds
+
+needs_extension = pytest.mark.skipif(not accel.NATIVE, reason="the extension is not built")
 
 
 @pytest.fixture
@@ -57,10 +60,10 @@ async def test_texts_are_encoded_the_same_either_way(pool):
         assert await pool.encode_batch(tokenizer, [text, text]) == [tokenizer.encode(text)] * 2
 
 
+@needs_extension
 async def test_what_the_extension_encodes_may_be_longer_in_place(pool):
     tokenizer = Tokenizer.from_bytes(builders.byte_level().to_str().encode())
-    if not tokenizer.choose_encoder().fast:
-        pytest.skip("the extension is not built")
+    assert tokenizer.choose_encoder().fast
     await pool.encode(tokenizer, "a" * 10 * INLINE_FAST)
     await pool.encode_batch(tokenizer, ["a" * 5 * INLINE_FAST] * 2)
     assert pool.stats().handed_over == 0
@@ -68,11 +71,11 @@ async def test_what_the_extension_encodes_may_be_longer_in_place(pool):
     assert pool.stats().handed_over == 1
 
 
+@needs_extension
 async def test_what_the_extension_leaves_to_its_twin_begins_again_in_a_thread(pool):
     """One character that it does not know is enough, wherever it is."""
     tokenizer = Tokenizer.from_bytes(builders.byte_level().to_str().encode())
-    if not tokenizer.choose_encoder().fast:
-        pytest.skip("the extension is not built")
+    assert tokenizer.choose_encoder().fast
     begun = []
 
     def encode(*texts: str) -> list[TokenIds]:

@@ -59,9 +59,9 @@ def undone_without(
     *,
     sure: bool = False,
 ) -> str:
-    """Says which job nobody would do if `me` changed from `mode` to `target`; empty: none. Of two
-    that leave at once, the one with the greater name is expected to stay: see `ModeSwitch`. `sure`:
-    nothing is expected of a worker that leaves."""
+    """Returns the job that no worker would do if `me` changed from `mode` to `target`, in words;
+    empty if other workers do all its jobs. If two workers leave at the same time, the one with the
+    greater name counts as staying (see `ModeSwitch`). With `sure`, no worker that leaves counts."""
     lost = jobs_of(mode) - jobs_of(target)
     workers = [one for one in others if one.node != me]
     for model in sorted(models):

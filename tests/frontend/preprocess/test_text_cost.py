@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pdserve import accel
 from pdserve.frontend.api.adapters.anthropic_request import plan_messages
 from pdserve.frontend.api.adapters.ollama_request import plan_ollama_chat
 from pdserve.frontend.api.adapters.responses_request import plan_responses
@@ -63,6 +64,8 @@ CASES: dict[str, dict[str, Any]] = {
     "a document": HELLO | {"documents": [{}]},
     "an argument of the template": HELLO | {"chat_template_kwargs": {"a": [[]]}},
 }
+
+needs_extension = pytest.mark.skipif(not accel.NATIVE, reason="the extension is not built")
 
 
 def request(fields: dict[str, Any], decoder: Any = CHAT) -> Any:
@@ -125,10 +128,10 @@ def test_text_that_the_extension_encodes_costs_less_but_items_do_not():
     assert texts_cost(["x" * (longest + 1)], FAST) == 64 + longest + 1
 
 
+@needs_extension
 async def test_a_long_chat_is_encoded_in_place_by_the_extension_and_not_by_its_twin():
     model = PreparedModel.from_card(card(max_model_len=1 << 17))
-    if not model.tokenizer.choose_encoder().fast:
-        pytest.skip("the extension is not built, or does not cover the tokenizer")
+    assert model.tokenizer.choose_encoder().fast
     pool = TextPool()
     context = PlanContext(model=model, config=FrontendConfig(), pool=pool, request_id="r")
     body = {"messages": [{"role": "user", "content": "a b c " * 10_000}]}
