@@ -205,7 +205,7 @@ class ModeSwitch:
         return ""
 
     def _needed(self, order: SetMode) -> str:
-        """Returns the job that no other worker is sure to do after the change; empty: none."""
+        """Returns the job that no other worker is sure to do after it; empty: none."""
         if order.last or order.mode == self._service.mode or self._is_wanted(order):
             return ""
         return self._undone(cast("LiveMode", order.mode), sure=True)
@@ -307,7 +307,7 @@ class ModeSwitch:
             await asyncio.sleep(_LOOK)
 
     def _may_go(self) -> bool:
-        """True if the change gives up no job, or others are sure to do the jobs that it gives up."""
+        """True if the change gives up no job, or others are sure to do what it gives up."""
         if self._last or not jobs_of(self._service.mode) - jobs_of(self._target):
             return True
         seen = self._node.now() >= self._began + self._news
