@@ -38,7 +38,7 @@ class Chunk(Protocol):
 
 
 class StepCost:
-    """The prefill cost of one engine core, learnt online; a `planner.PrefillCost`."""
+    """The prefill cost of one engine core, learnt online; a `kv.tiers.planner.PrefillCost`."""
 
     def __init__(self) -> None:
         self._window = StratifiedWindow(depth=8, strata=32)

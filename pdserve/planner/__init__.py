@@ -1,0 +1,1 @@
+"""The planner role: as many workers as needed, in the right modes."""
