@@ -44,6 +44,10 @@
     │   ├── TransferTimeout         no progress, or no answer, within the deadline
     │   ├── TransferCorrupt         what arrived is not what was sent
     │   └── PathLost                the path to the peer ended
+    ├── ActuatorError               a worker could not be started, stopped or listed for the planner
+    │   ├── ActuatorTransient       no answer, or a failure that passes
+    │   ├── ActuatorDenied          no permission, or nothing that it knows how to start
+    │   └── ActuatorExhausted       there is no room now
     └── EngineError                 the engine failed while it had the request
         └── EngineDied              its process ended
 
@@ -445,6 +449,34 @@ class PathLost(TransferError):
     """The path to the peer ended, or has been closed."""
 
     code = "path_lost"
+
+
+class ActuatorError(PdserveError):
+    """An actuator did not do what the planner asked for (`pdserve.planner.actuators.base`)."""
+
+    http_status = 503
+    code = "actuator_error"
+
+
+class ActuatorTransient(ActuatorError):
+    """The actuator did not answer, or failed in a way that passes; it may have acted."""
+
+    retryable = True
+    code = "actuator_transient"
+
+
+class ActuatorDenied(ActuatorError):
+    """The actuator may not do this, or does not know how; an operator has to change something."""
+
+    http_status = 403
+    code = "actuator_denied"
+
+
+class ActuatorExhausted(ActuatorError):
+    """The actuator has no room for another instance; `retry_after` if it knows until when."""
+
+    retryable = True
+    code = "actuator_exhausted"
 
 
 class EngineError(PdserveError):

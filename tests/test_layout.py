@@ -119,6 +119,7 @@ ASYNCIO = {
     "pdserve/transfer/rdma/rail.py": "hears of completions by a descriptor",
     "pdserve/transfer/rdma/transport.py": "opens adapters off the loop",
     "pdserve/transfer/tcp/transport.py": "connections, and threads that report to the loop",
+    "pdserve/planner/actuators/base.py": "a deadline for every call",
     "pdserve/worker/request_streams.py": "sends what a turn of the loop brought at its end",
     "pdserve/worker/disagg/prefill_handler.py": "waits for what is in hand when it drains",
     "pdserve/worker/kv_fetch/push.py": "waits for pulls, and for those of heirs",

@@ -5,14 +5,27 @@ Kinds, states and actions travel as plain words, so that a later release may add
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
 from pdserve.ids import NodeId
 
-__all__ = ["Change", "Instance", "Kind", "PlannerReport", "ScalingPlan"]
+__all__ = [
+    "CHANGE_PATTERN",
+    "START_MODES",
+    "Change",
+    "Instance",
+    "Kind",
+    "PlannerReport",
+    "ScalingPlan",
+]
+
+CHANGE_PATTERN: Final = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}\Z"
+"""Change ids: they are parts of command lines, file names and names of units and jobs."""
+START_MODES: Final = ("aggregated", "prefill", "decode")
+"""Modes in which a worker can start. `both` is reached by a mode switch only."""
 
 Count = Annotated[int, Meta(ge=0)]
 Amount = Annotated[float, Meta(ge=0)]
@@ -40,7 +53,7 @@ class Instance(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The actuator's own name for it: a process id, a job id, a unit."""
     state: str = "pending"
     """`pending` (nobody runs it yet), `booting` (its process runs), `running` (its worker has
-    joined), `ending`, `ended` or `failed`."""
+    joined), `ending`, `ended` or `failed`; `unknown`: its host does not answer, and it may run."""
     reason: str = ""
     """Why it waits or has failed, in the actuator's own words."""
     node: NodeId | None = None
