@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.chaos.cluster import Cluster, eventually
-from tests.e2e.tiers import BLOCKS, ENGINE, FRAME, REUSED, ask, command, prompt, wait_served
+from tests.e2e.tiers import (
+    BLOCK,
+    BLOCKS,
+    ENGINE,
+    FRAME,
+    OUTPUT,
+    REUSED,
+    ask,
+    command,
+    prompt,
+    wait_served,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +33,10 @@ if TYPE_CHECKING:
     from tests.e2e.tiers import Answer
 
 pytestmark = pytest.mark.timeout(180)
+
+
+ALONE = BLOCKS * BLOCK + OUTPUT - 1.0
+"""Tokens that a request computes which finds nothing; the last token of its answer is not one."""
 
 
 @dataclass
@@ -38,12 +53,24 @@ class Workers:
             self.nodes[name] = self.cluster.start("worker", name, *flags)
 
     def wait_ready(self, *names: str) -> None:
+        """Until they serve, and know each other: nothing is fetched from an unknown node."""
         for name in names:
             self.nodes[name].wait_ready()
         wait_served(self.front, *names)
+        others = sum(not node.killed for node in self.nodes.values()) - 1
+        for name in names:
+            self.nodes[name].wait_count('pdserve_node_members{member="worker"}', float(others))
 
     def ask(self, worker: str, seed: object) -> Answer:
-        return ask(self.front, prompt(seed), worker)
+        """What the worker answers; the router knows its blocks by then, as sources of others."""
+        answer = ask(self.front, prompt(seed), worker)
+        eventually(lambda: worker in holding(self, seed), "the router does not know its blocks")
+        return answer
+
+    def pulls(self, worker: str) -> list[str]:
+        """How its fetches have ended, for messages."""
+        _, page = self.nodes[worker].get("/metrics", self.nodes[worker].probes)
+        return [line for line in page.splitlines() if line.startswith("pdserve_kv_pull")]
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +82,12 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
         cluster.wait_ready()
         found.wait_ready("owner", "asker")
         yield found
+
+
+def holding(workers: Workers, seed: object) -> set[str]:
+    """Workers that have all of a prompt on their devices, by their own events."""
+    explained = workers.front.post("/route", {"prompt": prompt(seed)})
+    return {one["worker"] for one in explained["candidates"] if one["overlap_tokens"] >= REUSED}
 
 
 def computed(node: Node) -> int:
@@ -71,13 +104,12 @@ def wait_released(node: Node) -> None:
 def test_a_prefix_of_another_worker_is_fetched(workers):
     asker = workers.nodes["asker"]
     cold = workers.ask("asker", "own")
-    wait_released(asker)
-    alone = computed(asker)
+    asker.wait_count("pdserve_computed_tokens_total", ALONE)
     there = workers.ask("owner", "theirs")
     fetched = workers.ask("asker", "theirs")
-    assert (fetched.text, fetched.cached, fetched.node) == (there.text, {"peer": REUSED}, "owner")
-    eventually(lambda: computed(asker) > alone, "the request was not counted")
-    assert computed(asker) == 2 * alone - REUSED
+    shown = (fetched.text, fetched.cached, fetched.node)
+    assert shown == (there.text, {"peer": REUSED}, "owner"), workers.pulls("asker")
+    asker.wait_count("pdserve_computed_tokens_total", 2 * ALONE - REUSED)
     asker.wait_count("pdserve_kv_pulled_bytes_total", float((BLOCKS - 1) * FRAME))
     again = workers.ask("asker", "theirs")
     assert (again.text, again.cached) == (there.text, {"device": REUSED})
@@ -196,12 +228,6 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
         cluster.wait_ready()
         found.wait_ready(*CROWD)
         yield found
-
-
-def holding(workers: Workers, seed: object) -> set[str]:
-    """Workers that have all of a prompt on their devices, by their own events."""
-    explained = workers.front.post("/route", {"prompt": prompt(seed)})
-    return {one["worker"] for one in explained["candidates"] if one["overlap_tokens"] >= REUSED}
 
 
 def test_a_hot_prefix_lies_on_k_workers_and_not_on_more(crowd):

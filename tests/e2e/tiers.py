@@ -27,6 +27,8 @@ REUSED = (BLOCKS - 1) * BLOCK
 DEVICE = 40
 """Blocks of a worker's device: four prompts. A quarter of them may be held for other workers."""
 CONTEXT = 16 * BLOCK
+OUTPUT = 8
+"""Tokens of an answer."""
 FRAME = BLOCK * 16
 """Bytes of a block of the sim engine with content."""
 
@@ -61,7 +63,7 @@ def ask(
     front: Server, tokens: list[int], worker: str = "", *, key: str = "", **fields: Any
 ) -> Answer:
     """Complete a prompt, at the worker of this name if one is given."""
-    body = {"prompt": tokens, "max_tokens": 8, "temperature": 0, "seed": 1, "ignore_eos": True}
+    body = {"prompt": tokens, "max_tokens": OUTPUT, "temperature": 0, "seed": 1, "ignore_eos": True}
     headers = {"x-pdserve-worker": worker} if worker else {}
     headers |= {"Authorization": f"Bearer {key}"} if key else {}
     request = urllib.request.Request(
