@@ -1,4 +1,5 @@
-"""Runs `pdserve drain NODE[,NODE]`: nodes take no new work, hand over what they have, and end.
+"""Runs `pdserve drain NODE[,NODE]`: nodes take no new work, hand over what they have, and end, or
+serve again.
 
 It asks one node for the members, sends the request to each named node, and can wait until they are
 done. It joins nothing. `launch.drain` implements the drain in a node.
@@ -40,7 +41,11 @@ frontends, computed anew. A node in a process with others drains them all. Inste
 a node, --port names a server on this machine that has no cluster.
 
 Routers, workers and frontends drain alike; a frontend finishes its own streams. A service manager
-that starts ended processes again does so here, too: that is a rolling restart."""
+that starts ended processes again does so here, too: that is a rolling restart.
+
+--undo has nodes that drain serve again: those that stay, and others until they have handed over
+everything and begin to end. Streams that were asked to move may still move. A drain by a signal
+cannot be undone."""
 
 
 def run(arguments: list[str]) -> int:
@@ -62,8 +67,15 @@ def run(arguments: list[str]) -> int:
         action="store_true",
         help="Stay in the cluster, drained, until a signal or another drain.",
     )
+    parser.own.add_argument(
+        "--undo",
+        action="store_true",
+        help="Serve again: the opposite of a drain that has not ended the process yet.",
+    )
     add_reach(parser)
     parsed = parser.parse(arguments)
+    if parsed.undo and (parsed.stay or parsed.wait):
+        raise ConfigError("--undo ends a drain: leave out --stay and --wait")
     names = [name for word in parsed.nodes for name in word.split(",")]
     if "" in names:
         raise ConfigError("a name of a node is empty: give names as `pdserve status` shows them")
@@ -73,6 +85,8 @@ def run(arguments: list[str]) -> int:
             "name the nodes to drain as `pdserve status` shows them or, for a server without a "
             "cluster, give its --port"
         )
+    if parsed.undo:
+        return asyncio.run(_undo(reach, names))
     return asyncio.run(_drain(reach, names, stay=parsed.stay, wait=parsed.wait))
 
 
@@ -90,6 +104,31 @@ async def _drain(reach: Reach, names: list[str], *, stay: bool, wait: bool) -> i
     finally:
         await visitor.close()
     return exit_codes.OK if fine else exit_codes.FAILED
+
+
+async def _undo(reach: Reach, names: list[str]) -> int:
+    visitor = reach.client()
+    try:
+        status = await visitor.status()
+        members = members_named(status, names or [status.asked])
+        serve = [await _tell_to_serve(visitor, member) for member in members]
+    finally:
+        await visitor.close()
+    return exit_codes.OK if all(serve) else exit_codes.FAILED
+
+
+async def _tell_to_serve(visitor: AdminClient, member: MemberStatus) -> bool:
+    """Undoes a node's drain; returns True if it serves."""
+    try:
+        state = await visitor.undo_drain(member.address, member.node)
+    except PdserveError as error:
+        _say(member.node, error.message)
+        return False
+    if state.refused:
+        _say(member.node, f"{describe(state)}: {state.refused}")
+    else:
+        _say(member.node, "it did not drain" if state.already else "serves again")
+    return state.serves
 
 
 def ending(status: ClusterStatus, members: Sequence[MemberStatus]) -> frozenset[NodeId]:

@@ -4,7 +4,7 @@ Owns what lives as long as the process role: the listening socket, the connectio
 the keys, the sweep. Other files make the decisions.
 
 Shutdown order: new requests are refused (503), running ones may finish within the drain timeout,
-the rest get an error, then everything is closed.
+the rest get an error, then everything is closed. `undo_stop` takes that back, even after its end.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ class FrontendService:
         """Traces this frontend's requests."""
         self._port = config.port
         self._listener: asyncio.Server | None = None
+        self._closing: asyncio.Task[None] | None = None
+        """Closes everything; None before that."""
         self._tasks: tuple[asyncio.Task[None], ...] = ()
         self.on_second: Callable[[], None] = lambda: None
         """Called about once a second after `start`, less often without connections; must be quick
@@ -142,13 +144,14 @@ class FrontendService:
         return self._server.open_connections if self.listening else 0
 
     async def start(self) -> None:
-        """Starts to listen. Requests get a 503 until the backend is ready.
+        """Starts to listen, after `stop` on the same port. Requests get a 503 until the backend is
+        ready.
 
         Errors: `ConfigError` when the address cannot be used or the key file is wrong.
         """
         config, metrics = self.config, self.metrics
         loop = asyncio.get_running_loop()
-        self._loop = loop
+        self._loop, self._closing = loop, None
         keys = self._read_keys()
         self._pool = TextPool()
         self._pool.on_stuck = self._note_stuck
@@ -264,9 +267,11 @@ class FrontendService:
     async def stop(self, drain_timeout: Seconds | None = None) -> None:
         """Shuts down in order; returns when every connection is closed. Idempotent.
 
-        Args: `drain_timeout` replaces the configured one. Cancellation: skips to closing
-        connections.
+        Args: `drain_timeout` replaces the configured one. Cancellation: requests go on, and new
+        ones are refused still, until `stop` or `undo_stop`. What is being closed already will be.
         """
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
         if self._listener is None:
             return
         timeout = self.config.drain_timeout if drain_timeout is None else drain_timeout
@@ -276,16 +281,30 @@ class FrontendService:
         if self.config.reuse_port:
             await self._let_in(self._listener)
             self._listener.close()
-        try:
-            await self._wait_idle(timeout)
-            left = tuple(self._active_requests.active)
-            for active in left:
-                active.fail(Draining("the server is shutting down", retry_after=1.0))
-            if left:
-                logger.warning("%d requests did not finish within %g s", len(left), timeout)
-                await self._wait_idle(_LAST_WORDS)
-        finally:
-            await self._close()
+        await self._wait_idle(timeout)
+        left = tuple(self._active_requests.active)
+        for active in left:
+            active.fail(Draining("the server is shutting down", retry_after=1.0))
+        if left:
+            logger.warning("%d requests did not finish within %g s", len(left), timeout)
+            await self._wait_idle(_LAST_WORDS)
+        if self._closing is None:
+            self._closing = self._loop.create_task(self._close(), name="frontend-close")
+        await asyncio.shield(self._closing)
+
+    async def undo_stop(self) -> None:
+        """Takes requests again, after a `stop` that was cancelled or has ended. Idempotent.
+
+        Errors: as `start`, where everything was closed.
+        """
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+        if self._listener is None:
+            await self.start()
+            return
+        if not self._listener.is_serving():
+            self._listener = await self._listen(self._loop)
+        self._active_requests.draining = False
 
     def reload_api_keys(self) -> None:
         """Reads the key file again; requests in progress keep their limits. Does nothing before
@@ -306,12 +325,12 @@ class FrontendService:
             return await loop.create_server(
                 self._server,
                 config.host,
-                config.port,
+                self._port,
                 backlog=config.backlog,
                 reuse_port=config.reuse_port or None,
             )
         except (OSError, OverflowError) as error:
-            raise _cannot_listen(config.host, config.port, error) from None
+            raise _cannot_listen(config.host, self._port, error) from None
 
     def _wake(self) -> None:
         """A connection has come: after a rest a sweep is due before its request counts."""

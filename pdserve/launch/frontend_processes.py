@@ -139,6 +139,16 @@ class FrontendProcesses:
         if self._supervisor is not None:
             await self._supervisor.stop(timeout=timeout + _MARGIN)
 
+    async def restart(self, port: int, seed: str) -> None:
+        """Start the processes again after a `stop` that was cancelled or has ended, each when its
+        predecessor has gone; one that was told to end cannot be kept."""
+        _ = self._node.tasks.spawn(self._restart(port, seed), "start frontends again")
+
+    async def _restart(self, port: int, seed: str) -> None:
+        await self.stop(self._config.frontend.drain_timeout)
+        self._stopping = False
+        await self.start(port, seed)
+
     async def _launch(self, number: int, flags: dict[str, str]) -> _Sibling:
         sibling = await _Sibling.launch(number, flags, self._config.frontend.group)
         self._running[number] = sibling

@@ -30,6 +30,10 @@ class SetMode(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """With `both`: the share of a step's tokens that other workers' prompts may fill."""
     timeout: Annotated[float, Meta(gt=0, le=3600)] = 60.0
     """Seconds to hand over what cannot stay; after them the worker keeps its mode."""
+    term: Count = 0
+    """Term of the planner that orders it, greater for a later owner; 0: an operator orders it."""
+    number: Count = 0
+    """Number of the planner's plan in that term. An order older than the last one is refused."""
 
 
 class ModeReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

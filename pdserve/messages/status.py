@@ -33,6 +33,20 @@ class DrainOrder(msgspec.Struct, frozen=True, array_like=True):
 
     stay: bool = False
     """True: it stays in the cluster, idle, until a signal ends it; False: it exits."""
+    term: Count = 0
+    """Term of the planner that orders it, greater for a later owner; 0: an operator orders it."""
+    number: Count = 0
+    """Number of the planner's plan in that term. An order older than the last one is refused."""
+    last: bool = False
+    """True: a planner's order holds even if no other ready worker would do what this one does."""
+
+
+class UndoDrain(msgspec.Struct, frozen=True, array_like=True):
+    """Tells a node's process that drains to serve again."""
+
+    term: Count = 0
+    """As in `DrainOrder`."""
+    number: Count = 0
 
 
 class DrainState(msgspec.Struct, frozen=True, array_like=True):
@@ -47,7 +61,11 @@ class DrainState(msgspec.Struct, frozen=True, array_like=True):
     stays: bool = False
     """True: it exits only on a signal."""
     already: bool = False
-    """True: it was already draining."""
+    """True: it was already draining or, if it `serves`, did not drain."""
+    serves: bool = False
+    """True: it takes new work, for its drain was undone or there was none."""
+    refused: str = ""
+    """Why this order is not obeyed; empty: it is."""
 
 
 class RouterStats(msgspec.Struct, frozen=True, array_like=True):

@@ -327,6 +327,10 @@ class RouterCore:
         for item in list(self._held()):
             self._drop(item, _leaving())
 
+    def undo_close(self) -> None:
+        """The router goes on: requests are held again."""
+        self.draining = False
+
     def send_away(self) -> None:
         """Refuse all held requests after an internal failure; their frontends ask another
         router."""

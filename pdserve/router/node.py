@@ -61,6 +61,10 @@ class RouterNode:
         """Announces the drain, so that frontends use other routers; decisions made so far stay."""
         self.service.drain()
 
+    def undo_drain(self) -> None:
+        """Announces that frontends may use this router again."""
+        self.service.undo_drain()
+
     async def close(self, *, leave: bool = True) -> None:
         """Releases everything. `leave`: tells the other nodes first."""
         self.service.close()

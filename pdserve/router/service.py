@@ -193,6 +193,15 @@ class RouterService:
             self.core.close()
             self.prefill.drain()
 
+    def undo_drain(self) -> None:
+        """Take part in routing again. Idempotent."""
+        self._draining = False
+        self._card = replace(self._card, draining=False)
+        self.core.undo_close()
+        self.prefill.undo_drain()
+        if self._open:
+            self._node.publish_card(self._card, {})
+
     def close(self) -> None:
         """Refuse all held requests. Idempotent."""
         self.core.close()

@@ -57,6 +57,7 @@ from pdserve.messages.status import (
     NodeReport,
     Scrape,
     StatusQuery,
+    UndoDrain,
 )
 from pdserve.messages.tiers import DropOrder, DropReport
 from pdserve.messages.trace import TraceQuery, TraceReply
@@ -114,6 +115,8 @@ DRAIN: Final = Method(0x0323, "drain", DrainOrder, DrainState)
 """An operator asks a node to drain."""
 TRACES: Final = Method(0x0324, "traces", TraceQuery, TraceReply)
 """Asks a node for traces of requests: its own, or those of all frontends."""
+UNDO_DRAIN: Final = Method(0x0325, "undo drain", UndoDrain, DrainState)
+"""Asks a node that drains to serve again."""
 
 SECRET: Final = Method(0x0330, "hash secret", HashSecretQuery, HashSecret)
 """A node asks another for its hash secret (`runtime.hash_secret`)."""

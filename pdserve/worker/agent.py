@@ -217,6 +217,13 @@ class WorkerAgent:
         await self._push(until - self._node.now())
         return drained
 
+    def undo_drain(self) -> None:
+        """Takes requests again, after a drain that was cancelled or has ended. Streams that were
+        asked to move may still do so."""
+        self._service.undo_drain()
+        self.tell()
+        self._pace.wake()
+
     async def _push(self, timeout: Seconds) -> None:
         """Offers cached blocks to the workers that stay."""
         if self._pusher is not None and timeout > 0 and self._service.config.kv_fetch != "never":

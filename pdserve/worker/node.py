@@ -67,6 +67,10 @@ class WorkerNode:
         """Takes no new requests and hands over the running ones; False if some were left."""
         return await self.agent.drain(timeout)
 
+    def undo_drain(self) -> None:
+        """Takes requests again. Streams that were asked to move may still do so."""
+        self.agent.undo_drain()
+
     async def close(self, *, leave: bool = True) -> None:
         """Ends all requests and releases everything. `leave`: tells the other nodes first."""
         self.agent.close()

@@ -172,6 +172,10 @@ class WorkerService:
         """
         self._draining = True
 
+    def undo_drain(self) -> None:
+        """Takes requests again."""
+        self._draining = False
+
     async def stop(self) -> None:
         """Ends the engine and all its requests. Idempotent."""
         self._draining = True

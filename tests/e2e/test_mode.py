@@ -174,6 +174,27 @@ def test_the_only_worker_that_takes_requests_takes_them_throughout(cluster: Clus
     assert pdserve(cluster, "mode", "three", "decode", "--wait").returncode == exit_codes.OK
 
 
+def test_drains_of_all_roles_are_undone_under_streams(cluster: Cluster) -> None:
+    expected = Stream(frontend(cluster), tokens=120, messages=TALK).wait()
+    for node in ("two", cluster.nodes[0].name, frontend(cluster).name):
+        streams = [Stream(frontend(cluster), tokens=120, messages=TALK) for _ in range(3)]
+        for stream in streams:
+            stream.wait_tokens(2)
+        done = pdserve(cluster, "drain", node, "--stay")
+        assert done.returncode == exit_codes.OK, done
+        undone = pdserve(cluster, "drain", node, "--undo")
+        assert (undone.returncode, undone.stdout) == (exit_codes.OK, f"{node}: serves again\n")
+        assert all(stream.wait().text == expected.text for stream in streams), streams
+        done = pdserve(cluster, "drain", node, "--stay", "--wait")
+        assert done.returncode == exit_codes.OK, done
+        undone = pdserve(cluster, "drain", node, "--undo")
+        assert undone.returncode == exit_codes.OK, undone
+        wait_served(frontend(cluster))
+    again = pdserve(cluster, "drain", "two", "--undo")
+    assert (again.returncode, again.stdout) == (exit_codes.OK, "two: it did not drain\n")
+    assert not any(node.process.poll() for node in cluster.nodes)
+
+
 def test_wrong_names_are_told_before_anything_happens(cluster: Cluster) -> None:
     for words, arguments in (
         ("did you mean 'decode'", ("one", "decod")),

@@ -115,6 +115,46 @@ async def test_who_shares_its_port_leaves_new_connections_to_the_others_at_once(
 
 
 @pytest.mark.parametrize("shares", [True, False])
+async def test_an_end_that_is_undone_lets_streams_go_on_and_takes_new_requests(shares: bool):
+    script = Script(tokens=tokens("ab"), interval=0.02)
+    async with frontend(script, reuse_port=shares) as client:
+        running = asyncio.ensure_future(client.chat(max_tokens=20))
+        await until(lambda: client.backend.streams)
+        stopping = asyncio.ensure_future(client.service.stop(drain_timeout=10))
+        for _ in range(5):  # turns of the loop
+            await asyncio.sleep(0)
+        stopping.cancel()
+        await asyncio.wait({stopping})
+        assert not running.done()
+        await client.service.undo_stop()
+        await client.service.undo_stop()  # once more changes nothing
+        assert (await client.chat(max_tokens=2))["usage"]["completion_tokens"] == 2
+        assert (await running)["usage"]["completion_tokens"] == 20
+
+
+async def test_what_has_ended_is_started_again_on_its_port():
+    async with frontend(Script(tokens=tokens("ab"))) as client:
+        port = client.service.port
+        await client.service.stop()
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await client.get("/live")
+        await client.service.undo_stop()
+        assert client.service.port == port
+        assert (await client.chat(max_tokens=2))["usage"]["completion_tokens"] == 2
+        await client.service.stop()
+        assert not client.service.listening
+
+
+async def test_an_undo_while_connections_are_closed_waits_and_starts_again():
+    async with frontend() as client, raw_connection(client):
+        stopping = asyncio.ensure_future(client.service.stop())
+        await until(lambda: client.service._closing is not None)
+        stopping.cancel()
+        await client.service.undo_stop()
+        assert (await client.get("/live"))[0] == 200
+
+
+@pytest.mark.parametrize("shares", [True, False])
 async def test_who_waits_to_be_accepted_at_the_end_is_heard_out(shares: bool):
     """The kernel has the connection, nobody here: closing the listener would reset it."""
     async with frontend(reuse_port=shares) as client:

@@ -303,6 +303,24 @@ async def test_a_draining_router_is_left_alone_and_still_answers() -> None:
 
 
 @virtually
+async def test_a_router_whose_drain_is_undone_is_asked_again_and_holds_requests() -> None:
+    async with world() as w:
+        for name in ("r", "s"):
+            await w.router(name)
+        await w.worker("a")
+        backend = await w.frontend("f")
+        await w.settled()
+        service = w.routers["r"].service
+        service.drain()
+        await w.nodes.until(lambda: len(backend.routers.order) == 1)
+        assert service.prefill.draining
+        service.undo_drain()
+        await w.nodes.until(lambda: len(backend.routers.order) == 2)
+        assert (service.prefill.draining, service.core.draining) == (False, False)
+        assert service.unready_reason() is None
+
+
+@virtually
 async def test_one_that_drains_before_it_has_settled_is_never_asked() -> None:
     async with world() as w:
         router = await w.router("r")

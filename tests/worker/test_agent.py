@@ -134,6 +134,9 @@ class FakeService:
     def drain(self) -> None:
         self.draining, self.reason = True, "draining: no new requests are taken"
 
+    def undo_drain(self) -> None:
+        self.draining, self.reason = False, None
+
 
 class Heard:
     """What a log says, pieces of snapshots and events; level with a log of a name of zeros."""
@@ -557,3 +560,32 @@ async def test_the_least_important_is_preempted_first_and_of_those_the_latest() 
             await w.open(number, booking=number, priority=1 if number == 4 else 0)
         await _start(w, 1, 2, 4)
         assert w.member._channels.victims() == [2, 1, 4]
+
+
+@virtually
+async def test_a_worker_whose_drain_is_undone_takes_requests_again() -> None:
+    async with world() as w:
+        w.service.ready(model())
+        await w.card_with(reason="")
+        await w.open(1, booking=41)
+        draining = asyncio.ensure_future(w.member.drain(10.0))
+        await w.card_with(draining=True)
+        draining.cancel()
+        w.member.undo_drain()
+        await w.card_with(draining=False, reason="")
+        await w.open(2, booking=42)
+        await w.nodes.until(lambda: w.member.left == 2)
+        assert w.member.load().ready
+        assert not any(batch.rejected for batch in w.batches)
+
+
+@virtually
+async def test_one_whose_requests_were_ended_takes_new_ones_after_an_undo() -> None:
+    async with world() as w:
+        w.service.ready(model())
+        await w.card_with(reason="")
+        await w.open(1, booking=41)
+        assert not await w.member.drain(1.0)
+        w.member.undo_drain()
+        await w.card_with(draining=False, reason="")
+        assert w.member.load().ready

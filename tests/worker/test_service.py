@@ -320,6 +320,9 @@ async def test_a_draining_worker_refuses_requests(model):
     assert world.service.unready_reason() == "draining: no new requests are taken"
     with pytest.raises(Draining):
         world.service.check_accepts()
+    world.service.undo_drain()
+    world.service.check_accepts()
+    assert world.service.unready_reason() is None
     await world.service.stop()
 
 

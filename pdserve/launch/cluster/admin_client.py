@@ -35,13 +35,22 @@ from pdserve.launch.cluster.addresses import DEFAULT_ROUTER_PORT
 from pdserve.launch.cluster.admin_door import DoorAnswer
 from pdserve.launch.cluster.door_network import DoorNetwork
 from pdserve.messages.handoff import SetDisagg
-from pdserve.messages.status import DrainOrder, StatusQuery
+from pdserve.messages.status import DrainOrder, StatusQuery, UndoDrain
 from pdserve.net.cluster_keys import cluster_key_file
 from pdserve.net.endpoint import Endpoint
 from pdserve.net.settings import NetSettings
 from pdserve.net.transport.tcp import TcpNetwork
 from pdserve.net.transport.tls import Tls
-from pdserve.runtime.rpc_methods import DISAGG, DRAIN, DROP_KV, MODE, STATUS, TRACES, WARM
+from pdserve.runtime.rpc_methods import (
+    DISAGG,
+    DRAIN,
+    DROP_KV,
+    MODE,
+    STATUS,
+    TRACES,
+    UNDO_DRAIN,
+    WARM,
+)
 from pdserve.wire.handshake import Identity
 
 if TYPE_CHECKING:
@@ -68,6 +77,8 @@ _TIMEOUT: Final[Seconds] = 3.0
 """Seconds for a request; the node that is asked waits one second for the others."""
 
 
+_UNDO_TIMEOUT: Final[Seconds] = 20.0
+"""For a frontend that first ends the connections that it was closing."""
 _DROP_TIMEOUT: Final[Seconds] = 60.0
 """Seconds for a worker to look through all its blocks."""
 
@@ -187,6 +198,19 @@ class AdminClient:
         except ProtocolError as error:
             raise ProtocolError(
                 f"it cannot be drained from here: {error.message}; send its process SIGTERM"
+            ) from None
+
+    async def undo_drain(self, address: str, node: NodeId) -> DrainState:
+        """Tell `node`, at `address`, to serve again; return what it does.
+
+        Errors: `LinkError` of some kind, `DeadlineExceeded`, what the node raises.
+        """
+        link = await self._endpoint.dial(address, expect=node)
+        try:
+            return await link.request(UNDO_DRAIN, UndoDrain(), timeout=_UNDO_TIMEOUT)
+        except NoMethod:
+            raise ProtocolError(
+                f"its drain cannot be undone: its version of pdserve is older than {__version__}"
             ) from None
 
     async def set_mode(self, address: str, node: NodeId, order: SetMode) -> ModeReport:

@@ -64,6 +64,15 @@ class Role(Protocol):
         """Drain; return when no request is left or after `timeout`. May be called again."""
         ...
 
+    async def undo_drain(self) -> None:
+        """Take new work again, after a drain that was cancelled or has ended. Idempotent. Errors:
+        `ConfigError` if it cannot."""
+        ...
+
+    def needed(self) -> str:
+        """What no other node would do if this one drained, in words; empty: others would."""
+        ...
+
     @property
     def left(self) -> int:
         """Number of requests that a drain waits for."""

@@ -164,6 +164,16 @@ class FrontendRole:
             self.node.publish_card(replace(self.node.card, draining=True), {})
         await asyncio.gather(self.siblings.stop(timeout), self.service.stop(timeout))
 
+    async def undo_drain(self) -> None:
+        await self.service.undo_stop()
+        if self.node.card is not None:
+            self.node.publish_card(replace(self.node.card, draining=False), {})
+        if self._context.config.process.frontends > 1:
+            await self.siblings.restart(self.service.port, self.node.address)
+
+    def needed(self) -> str:
+        return ""  # a planner drains none
+
     @property
     def left(self) -> int:
         return self.service.active_requests

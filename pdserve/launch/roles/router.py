@@ -72,6 +72,12 @@ class RouterRole:
         """Announces the drain, so that frontends use other routers; decisions made so far stay."""
         self.router.drain()
 
+    async def undo_drain(self) -> None:
+        self.router.undo_drain()
+
+    def needed(self) -> str:
+        return ""  # frontends wait for a router; a planner drains none
+
     @property
     def left(self) -> int:
         """Number of requests held here."""

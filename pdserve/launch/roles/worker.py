@@ -248,6 +248,12 @@ class WorkerRole:
                 *(left, timeout),
             )
 
+    async def undo_drain(self) -> None:
+        self.worker.undo_drain()
+
+    def needed(self) -> str:
+        return self.worker.agent.mode.needed()
+
     @property
     def left(self) -> int:
         return self.worker.agent.left

@@ -364,12 +364,21 @@ class PrefillQueue:
 
     def leaving(self, now: Seconds, node: NodeId, epoch: Epoch) -> None:
         """Notes that a worker drains: it gets no more claims and keeps those it has."""
-        for worker in self._workers.values():
-            if worker.peer[:2] == (node, epoch) and not worker.leaving:
-                worker.leaving = True
+        self._mark(now, node, epoch, leaving=True)
+
+    def staying(self, now: Seconds, node: NodeId, epoch: Epoch) -> None:
+        """Notes that a worker drains no more: it gets claims again."""
+        self._mark(now, node, epoch, leaving=False)
+
+    def _mark(self, now: Seconds, node: NodeId, epoch: Epoch, *, leaving: bool) -> None:
+        for worker in tuple(self._workers.values()):
+            if worker.peer[:2] == (node, epoch) and worker.leaving is not leaving:
+                worker.leaving = leaving
                 group = self._groups[worker.compat_hash]
                 self._settle(group, worker)
                 self._judge_all(now, group)
+                if group.free:
+                    self._match(now, group)
 
     def ended(self, now: Seconds, peer: QueueStreamId, number: int, outcome: str) -> bool:
         """Ends a claim; False if it is unknown or over."""

@@ -140,6 +140,10 @@ class PrefillQueueService:
             queue.refuse_all("draining")
         self._settle_soon()
 
+    def undo_drain(self) -> None:
+        """Take items again."""
+        self.draining = False
+
     def close(self) -> None:
         """End all streams; their workers turn to other routers. Idempotent."""
         self.draining = True
@@ -296,9 +300,10 @@ class PrefillQueueService:
             for stream in tuple(self._streams.values()):
                 if stream.peer[:2] == (member.node, member.epoch):
                     stream.cut(error)
-        elif member.card is not None and member.card.draining:
+        elif member.card is not None:
             for queue in self._queues.values():
-                queue.leaving(self._node.now(), member.node, member.epoch)
+                mark = queue.leaving if member.card.draining else queue.staying
+                mark(self._node.now(), member.node, member.epoch)
             self._settle_soon()
 
 

@@ -53,15 +53,16 @@ def card_mode(mode: LiveMode) -> CardMode:
 def undone_without(
     me: NodeId,
     mode: LiveMode,
-    target: LiveMode,
+    target: LiveMode | Literal[""],
     models: Collection[str],
     others: Iterable[Member],
     *,
     sure: bool = False,
 ) -> str:
     """Returns the job that no worker would do if `me` changed from `mode` to `target`, in words;
-    empty if other workers do all its jobs. If two workers leave at the same time, the one with the
-    greater name counts as staying (see `ModeSwitch`). With `sure`, no worker that leaves counts."""
+    empty if other workers do all its jobs. An empty `target`: it stops. If two workers leave at the
+    same time, the one with the greater name counts as staying (see `ModeSwitch`). With `sure`, no
+    worker that leaves counts."""
     lost = jobs_of(mode) - jobs_of(target)
     workers = [one for one in others if one.node != me]
     for model in sorted(models):

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, Literal, Protocol, cast
 
 from pdserve.engine.port import EngineState
 from pdserve.errors import Draining, EngineDied, NotReady, Overloaded, PdserveError
 from pdserve.gossip.suspicion import spread
 from pdserve.messages.mode import ModeReport
 from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.runtime.order_fence import OrderFence
 from pdserve.runtime.peers.handlers import answers
 from pdserve.runtime.rpc_methods import MODE
 from pdserve.token_ids import token_ids
@@ -107,6 +108,7 @@ class ModeSwitch:
         self._began: Seconds = 0.0
         self._failed = ""
         self._task: asyncio.Task[None] | None = None
+        self._orders = OrderFence()
         self._cancelled: ModeEvent | None = None
         """The event that ends the change at the next look."""
         node.host(self)
@@ -129,6 +131,10 @@ class ModeSwitch:
     def cancel(self, event: ModeEvent = ModeEvent.DRAINING) -> None:
         """Ends a change that has not happened yet, at the next look."""
         self._cancelled = event
+
+    def needed(self) -> str:
+        """The job that no other ready worker is sure to do if this one stops; empty: none."""
+        return self._undone("", sure=True)
 
     # ------------------------------------------------------------------ orders
 
@@ -157,6 +163,7 @@ class ModeSwitch:
                 "%s wants mode %r, which is refused: %s", call.life.node, order.mode, refused
             )
             return self.report(refused)
+        self._orders.obeyed(order.term, order.number)
         if self._is_wanted(order):
             self._last = self._last or order.last
             return self.report()
@@ -176,6 +183,8 @@ class ModeSwitch:
         """Why it is not obeyed, whatever other workers do; empty: it can be."""
         if order.mode not in LIVE_MODES:
             return f"this release knows no mode {order.mode!r}: there are {', '.join(LIVE_MODES)}"
+        if late := self._orders.refusal(order.term, order.number):
+            return late
         if order.generation not in (0, self.generation):
             return f"stale: it was meant for generation {order.generation} of the mode"
         if order.mode == "both" and not order.share:
@@ -215,7 +224,7 @@ class ModeSwitch:
         """Seconds after which the others know of a change here, and this worker of one there."""
         return _SEEN * spread(self._node.config.gossip, len(self._node.registry) + 1)
 
-    def _undone(self, target: LiveMode, *, sure: bool = False) -> str:
+    def _undone(self, target: LiveMode | Literal[""], *, sure: bool = False) -> str:
         """As `undone_without`."""
         models = {card.name for card in self._service.cards().values()}
         members, mode = self._node.registry, self._service.mode

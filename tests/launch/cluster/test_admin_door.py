@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def _drain(order: DrainOrder, call: object) -> DrainState:
-    return DrainState(left=len(order.__struct_fields__))
+    return DrainState(left=int(order.stay))
 
 
 class Served:

@@ -302,6 +302,22 @@ def test_a_worker_that_drains_keeps_what_it_has_and_gets_no_more() -> None:
     q.queue.check()
 
 
+def test_a_worker_whose_drain_is_undone_gets_what_waits() -> None:
+    q = Queue()
+    q.offer("a", 2)
+    q.queue.leaving(0.0, *peer("a")[:2])
+    q.enqueue(item(1))
+    assert q.claims == []
+    q.queue.staying(0.5, *peer("b")[:2])  # another one
+    assert q.claims == []
+    q.queue.staying(0.5, *peer("a")[:2])
+    assert q.claims == [("a", 1)]
+    assert q.queue.state().workers == 1
+    q.at(2.0)
+    assert q.refusals == []
+    q.queue.check()
+
+
 # ------------------------------------------------------------------------ ends
 
 

@@ -330,6 +330,37 @@ async def test_an_operator_takes_the_order_back() -> None:
 
 
 @virtually
+async def test_a_late_order_of_a_planner_is_refused_and_an_operators_is_not() -> None:
+    async with site("p", "q") as made:
+        assert (await made.change("p", "decode", term=7, number=3)).mode == "decode"
+        for stale in ({"term": 7, "number": 2}, {"term": 6, "number": 9}):
+            refused = (await made.order("p", "prefill", **stale)).refused
+            assert refused.startswith("stale: a later planner has ordered it (plan 3 of term 7")
+        assert made.count("p", "refused") == 2
+        assert (await made.order("p", "decode", term=7, number=3)).refused == ""  # repeated
+        assert (await made.change("p", "prefill")).mode == "prefill"
+        assert (await made.order("p", "decode", term=7, number=2)).refused
+        assert (await made.change("p", "decode", term=8, number=1)).mode == "decode"
+
+
+@virtually
+async def test_a_refused_order_makes_no_later_one_late() -> None:
+    async with site("p") as made:
+        assert (await made.order("p", "decode", term=7, number=3)).refused  # the last one
+        assert (await made.order("p", "prefill", term=7, number=2)).refused == ""
+
+
+@virtually
+async def test_the_last_worker_that_does_something_is_needed() -> None:
+    async with site("p", "q") as made:
+        assert made.workers["p"].agent.mode.needed() == ""
+        assert "no other ready worker" in made.d.agent.mode.needed()
+        await made.change("p", "decode")
+        await made.nodes.until(lambda: not made.d.agent.mode.needed())
+        assert "computes prompts" in made.workers["q"].agent.mode.needed()
+
+
+@virtually
 async def test_a_mode_that_does_not_work_is_given_up() -> None:
     async with site("p", "q") as made:
         with pytest.MonkeyPatch.context() as patch:
