@@ -41,7 +41,7 @@ _MARGIN: Final[Seconds] = 6.0
 _PROGRAM: Final = "pdserve.launch.frontend_main"
 _OWN: Final = (
     *("role", "config", "frontends", "port", "metrics-port", "metrics-host"),
-    *("node-name", "listen", "advertise", "join"),
+    *("node-name", "listen", "advertise", "join", "change"),
 )
 """Options that the other processes get with different values, or not at all."""
 

@@ -117,6 +117,8 @@ class NodeCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     prompt_share: float = 0.0
     """Share of a step's tokens that a worker which takes requests spends on other workers' prompts;
     0: it takes none."""
+    change: str = ""
+    """Id of the planner's change that started the process; empty: someone else did."""
 
     @property
     def going(self) -> bool:

@@ -51,6 +51,7 @@ def test_siblings_get_what_concerns_frontends_and_nothing_else(tmp_path):
         "frontends": "3",
         "metrics-port": "9100",
         "engine": "instant",
+        "change": "7f.2",
         "policy": "round_robin",
         "cluster": "mine",
         "max-body": "1MiB",

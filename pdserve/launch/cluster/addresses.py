@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import ConfigError
+from pdserve.messages.planner import CHANGE_PATTERN
 from pdserve.net.address import advertised, is_loopback, join, split
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ DEFAULT_ROUTER_PORT: Final = 7700
 
 _WILDCARDS: Final = ("0.0.0.0", "::")
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
+_CHANGE: Final = re.compile(CHANGE_PATTERN)
 _ANYWHERE: Final = ("192.0.2.1", "2001:db8::1")
 """Reserved documentation addresses; a packet to them would take the default route."""
 
@@ -42,6 +44,8 @@ class ClusterConfig:
     """Cluster name; nodes of clusters with other names are refused."""
     node_name: str = ""
     """Node name, unique in the cluster; empty: the role, the host and a random word."""
+    change: str = ""
+    """Id of the planner's change that started this process; empty: someone else did."""
     cluster_key_file: Path | None = None
     """File with one key per line in hexadecimal, two while a key is being replaced; None: the
     user's own key, which is created at first use and works on this machine only."""
@@ -74,6 +78,11 @@ class ClusterConfig:
                     f"{name}: {value!r} is not 1 to 100 letters, digits, dots, dashes and "
                     "underscores"
                 )
+        if self.change and not _CHANGE.fullmatch(self.change):
+            raise ConfigError(
+                f"change: {self.change!r} is not 1 to 64 letters, digits, dots, dashes and "
+                "underscores"
+            )
         for address in self.join:
             _check("join", address)
             if split(address)[1] == 0:

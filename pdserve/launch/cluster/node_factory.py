@@ -200,6 +200,7 @@ class NodeFactory:
             started=int(time.time()),
             host=self._host,
             pid=os.getpid(),
+            change=self._config.change,
         )
 
     def _name(self, role: str) -> NodeId:

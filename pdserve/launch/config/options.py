@@ -915,6 +915,15 @@ OPTIONS: tuple[Option, ...] = (
         "role, host and a random word",
     ),
     _text(
+        "change",
+        "cluster.change",
+        "cluster",
+        "Id of the planner's change that this worker is the outcome of; what starts workers for a "
+        "planner gives it.",
+        "ID",
+        "none",
+    ),
+    _text(
         "admin-socket",
         "cluster.admin_socket",
         "cluster",

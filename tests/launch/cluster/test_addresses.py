@@ -82,6 +82,8 @@ def test_where_no_address_leads_anywhere_one_must_be_said() -> None:
         ({"node_name": "ä"}, "node-name"),
         ({"node_name": "x" * 101}, "node-name"),
         ({"cluster": "a b"}, "cluster"),
+        ({"change": "-x"}, "change: '-x'"),
+        ({"change": "a/b"}, "change"),
     ],
 )
 def test_what_cannot_be_is_named(changes: dict[str, object], words: str) -> None:

@@ -50,6 +50,11 @@ async def test_nodes_of_two_processes_meet_over_sockets(tmp_path: Path) -> None:
         await first.close()
 
 
+def test_the_card_says_which_change_started_the_process(tmp_path: Path) -> None:
+    assert membership(tmp_path, change="7f.2").card("worker").change == "7f.2"
+    assert membership(tmp_path).card("worker").change == ""
+
+
 async def test_nodes_of_one_process_share_neither_name_nor_address(tmp_path: Path) -> None:
     made = membership(tmp_path, node_name="mine")
     nodes = [made.node(role, first=role == "router") for role in ("router", "worker", "frontend")]
