@@ -1,0 +1,1 @@
+"""Predicts how many requests would miss their objectives with another pool of workers."""
