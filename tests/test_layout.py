@@ -452,6 +452,7 @@ SHARED_CLASS_NAMES = {
     "Forbidden": _MIRROR,
     "InvalidRequest": _MIRROR,
     "Overloaded": _MIRROR,
+    "PlannerConfig": "the planner of the cluster, and the planner of KV tiers",
     "RateLimited": _MIRROR,
     "Stream": "a stream of a link, and the client's stream of an answer",
     "Unauthorized": _MIRROR,

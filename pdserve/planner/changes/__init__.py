@@ -1,0 +1,1 @@
+"""Follows each change from the order to its end."""

@@ -1,0 +1,344 @@
+"""The core of the planner: what is there and what is wanted go in, plans and orders come out.
+
+Pure and deterministic: no clock, no loop, no randomness of its own. `tick` is called by one owner,
+one call at a time; it may be called in another thread, because a what-if takes milliseconds to
+seconds. A core that begins anew needs nothing but cards and the actuators' lists.
+
+Who decides: each model has one planner, by rendezvous hashing of the living ones. With a budget one
+planner has all models, because a budget is one sum. If a partition makes two, a worker obeys the
+greater term, actuators start a change id once, and workers refuse to leave as the last of their
+mode.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from math import inf
+from typing import TYPE_CHECKING, Final
+
+from pdserve.messages.planner import ScalingPlan
+from pdserve.planner.changes.book import ChangeBook, Underway
+from pdserve.planner.changes.ids import change_id
+from pdserve.planner.changes.table import Action, ChangeState
+from pdserve.planner.changes.times import KindHealth, StartTimes
+from pdserve.planner.explain import ended_line, plan_line
+from pdserve.planner.model_planner import ModelPlanner
+from pdserve.planner.pool import gather
+from pdserve.planner.rules.scene import Scene
+from pdserve.planner.rules.tenure import Tenure
+from pdserve.planner.tick import Order, PlannerOutput
+from pdserve.runtime.rendezvous import key_of, score
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    from pdserve.ids import NodeId, Seconds
+    from pdserve.messages.planner import Change, Kind
+    from pdserve.planner.changes.book import Step
+    from pdserve.planner.config import PlannerConfig, PoolConfig
+    from pdserve.planner.model_planner import Decision
+    from pdserve.planner.outlook import Forecaster, Judge, Load, PoolCandidate, PoolOutcome
+    from pdserve.planner.pool import Mix, Pool
+    from pdserve.planner.tick import PlannerInput
+
+__all__ = ["PlannerCore", "owner_of"]
+
+_ALL_MODELS: Final = ""
+"""Key of the one owner where a budget is shared."""
+_NO_START: Final[tuple[str, ...]] = ("failed", "ended")
+
+
+def owner_of(model: str, planners: Collection[NodeId], *, budget: float) -> NodeId | None:
+    """The planner that decides for a model; None: there is none."""
+    key = key_of((_ALL_MODELS if budget else model).encode())
+    return max(planners, key=lambda node: (score(key, node), node), default=None)
+
+
+@dataclass(slots=True)
+class _Spent:
+    """What is charged, while plans are made one after the other."""
+
+    spare: float
+    used: Counter[str] = field(default_factory=Counter)
+
+
+class PlannerCore:
+    """The decisions of one planner process."""
+
+    def __init__(
+        self,
+        config: PlannerConfig,
+        *,
+        me: NodeId,
+        term: int,
+        judge: Judge,
+        forecaster: Callable[[], Forecaster],
+    ) -> None:
+        """Args: `term` is greater for a later life of a planner, for example its start in Unix
+        milliseconds; `forecaster` makes one for each model. Errors: `ConfigError`."""
+        config.validate()
+        self._config = config
+        self._me = me
+        self._term = term
+        self._judge = judge
+        self._forecaster = forecaster
+        self._times = StartTimes(config)
+        self._health = KindHealth(config)
+        self._book = ChangeBook(config, self._times, self._health)
+        self._tenure = Tenure(config.hold)
+        self._models: dict[str, ModelPlanner] = {}
+        self._plans: dict[str, ScalingPlan] = {}
+        self._said: dict[str, object] = {}
+        self._number = 0
+
+    def enable(self, kind: str) -> None:
+        """An operator has mended a kind that was disabled."""
+        self._health.enable(kind)
+
+    def tick(self, now: Seconds, seen: PlannerInput) -> PlannerOutput:
+        """One round of decisions. `now`: monotonic seconds."""
+        log: list[str] = []
+        ours = {one.step.life for one in self._book if one.action is Action.SWITCH}
+        self._tenure.see(now, seen.workers, (life for life in ours if life is not None))
+        owned = [one for one in self._config.pools if self._owns(one.model, seen)]
+        self._drop({one.model for one in owned})
+        for pool in owned:
+            log += self._advance(now, pool.model, seen)
+        prices = {one.name: self._config.price(one) for one in seen.kinds} | {**self._config.prices}
+        pools = {
+            one.model: self._gather(now, one.model, seen, prices) for one in self._config.pools
+        }
+        spent = _Spent(self._spare(pools), self._used(seen))
+        degraded: dict[str, str] = {}
+        for pool in owned:
+            scene = self._scene(now, pool, pools[pool.model], seen, spent)
+            log += self._plan(scene, seen, spent, degraded)
+        for kind, reason in self._health.disabled().items():
+            degraded["planner_kind_failing"] = f"kind {kind} is not started any more: {reason}"
+        return PlannerOutput(
+            tuple(self._plans[one.model] for one in owned),
+            tuple(self._orders()),
+            tuple(log),
+            degraded,
+            self._config.tick,
+        )
+
+    # ------------------------------------------------------------------ whose model it is
+
+    def _owns(self, model: str, seen: PlannerInput) -> bool:
+        planners = {*seen.planners, self._me}
+        return owner_of(model, planners, budget=self._config.budget) == self._me
+
+    def _drop(self, owned: Collection[str]) -> None:
+        """Forgets models that another planner decides for now: it finds all in the lists."""
+        for model in [one for one in self._models if one not in owned]:
+            self._book.forget(model)
+            del self._models[model]
+            self._plans.pop(model, None)
+            self._said.pop(model, None)
+
+    # ------------------------------------------------------------------ what is there
+
+    def _advance(self, now: Seconds, model: str, seen: PlannerInput) -> list[str]:
+        """Moves the model's changes on, and adopts what is under way."""
+        if model not in self._models:
+            self._models[model] = ModelPlanner(self._config, self._forecaster())
+        ended = self._book.advance(now, model, seen)
+        self._book.adopt(now, model, seen)
+        self._models[model].wrong |= {one.wrong for one in ended if one.wrong is not None}
+        return [ended_line(one) for one in ended]
+
+    def _gather(
+        self, now: Seconds, model: str, seen: PlannerInput, prices: Mapping[str, float]
+    ) -> Pool:
+        return gather(
+            model,
+            seen.workers,
+            seen.instances,
+            self._book.asked(model, prices),
+            prices=prices,
+            ready_in=lambda change, kind: self._book.ready_in(now, change, kind),
+        )
+
+    def _spare(self, pools: Mapping[str, Pool]) -> float:
+        """What the budget leaves for an hour; all pools count, whoever plans for them."""
+        if not self._config.budget:
+            return inf
+        return self._config.budget - sum(pool.cost for pool in pools.values())
+
+    def _used(self, seen: PlannerInput) -> Counter[str]:
+        """Instances of each kind, asked ones included."""
+        listed = {one.change: one.kind for one in seen.instances if one.state not in _NO_START}
+        gone = {one.change for one in seen.instances}
+        asked = {
+            one.id: one.step.kind
+            for one in self._book
+            if one.action is Action.START and one.id not in gone
+        }
+        return Counter((listed | asked).values())
+
+    def _scene(
+        self, now: Seconds, target: PoolConfig, pool: Pool, seen: PlannerInput, spent: _Spent
+    ) -> Scene:
+        kinds = self._config.kinds_of(target, seen.kinds)
+        objectives = (target.ttft, target.itl)
+        demand = seen.demand.get(target.model)
+
+        def judge(load: Load, candidates: Sequence[PoolCandidate]) -> Sequence[PoolOutcome]:
+            traffic = None if demand is None else demand.traffic
+            return self._judge.judge(traffic, objectives, load, candidates)
+
+        return Scene(
+            now=now,
+            wall=seen.wall,
+            config=self._config,
+            target=target,
+            pool=pool,
+            kinds=kinds,
+            blocked=self._blocked(now, kinds, seen),
+            used=spent.used,
+            spare=spent.spare,
+            demand=demand,
+            book=self._book,
+            times=self._times,
+            tenure=self._tenure,
+            knobs=tuple(seen.knobs.get(target.model, ())),
+            reversal=self._models[target.model].reversal(now),
+            judge=judge,
+        )
+
+    def _blocked(self, now: Seconds, kinds: Sequence[Kind], seen: PlannerInput) -> dict[str, str]:
+        """Kinds that are not started now, and why."""
+        found: dict[str, str] = {}
+        for kind in kinds:
+            down = seen.down.get(kind.actuator)
+            why = self._health.blocked(kind.name, now)
+            if down is not None:
+                why = f"actuator {kind.actuator!r} does not answer: {down}"
+            waiting = self._longest_pending(now, kind.name)
+            if not why and waiting >= self._config.start_prior:
+                why = f"a start of kind {kind.name!r} has been pending for {waiting:.0f} s"
+            if why:
+                found[kind.name] = why
+        return found
+
+    def _longest_pending(self, now: Seconds, kind: str) -> Seconds:
+        return max(
+            (
+                now - one.began
+                for one in self._book
+                if one.step.kind == kind and one.state is ChangeState.PENDING
+            ),
+            default=0.0,
+        )
+
+    # ------------------------------------------------------------------ plans
+
+    def _plan(
+        self, scene: Scene, seen: PlannerInput, spent: _Spent, degraded: dict[str, str]
+    ) -> list[str]:
+        """Decides for one model, and begins what was decided. Returns lines for the log."""
+        model = scene.pool.model
+        decision = self._models[model].decide(
+            scene, paused=seen.paused.get(model, ""), pin=seen.pins.get(model)
+        )
+        if decision.alarm:
+            degraded["planner_blind"] = f"{model}: {decision.alarm}"
+        acts = bool(decision.steps) and self._config.mode == "act"
+        told = (() if acts else decision.steps, decision.binding.name, decision.pin)
+        new = acts or self._said.get(model) != told
+        self._number += new
+        begun = self._begin(scene, decision, spent)
+        before = self._plans[model].target if model in self._plans else {}
+        plan = self._record(scene, decision, begun)
+        self._plans[model], self._said[model] = plan, told
+        return [plan_line(plan, before)] if new else []
+
+    def _begin(self, scene: Scene, decision: Decision, spent: _Spent) -> tuple[Change, ...]:
+        """The changes of a decision; with `act` they enter the book."""
+        model, found = scene.pool.model, []
+        for index, step in enumerate(decision.steps):
+            name = change_id(model, step.mode, self._term, self._number, index)
+            change = Underway.new(step, name, model, self._number, scene.now)
+            if self._config.mode == "act":
+                self._make_way(scene.now, model, step)
+                self._book.enter(change)
+            found.append(change.record)
+            if step.action is Action.START:
+                spent.spare -= scene.pool.price(step.kind)
+                spent.used[step.kind] += 1
+        return tuple(found)
+
+    def _make_way(self, now: Seconds, model: str, step: Step) -> None:
+        """An undone drain withdraws an order to drain that was not obeyed yet."""
+        for one in self._book.of(model):
+            same = step.life is not None and one.step.life == step.life
+            if step.action is Action.UNDO and same and one.state is ChangeState.ORDERED:
+                self._book.withdraw(now, one, "the load needs the worker after all")
+
+    def _record(self, scene: Scene, decision: Decision, begun: tuple[Change, ...]) -> ScalingPlan:
+        demand, forecast = scene.demand, decision.forecast
+        target = decision.pin or _target(scene, decision.steps)
+        known = {one.id for one in begun}
+        under_way = tuple(one.record for one in scene.changes if one.id not in known)
+        return ScalingPlan(
+            term=self._term,
+            number=self._number,
+            model=scene.pool.model,
+            target=target,
+            present=dict(Counter(one.mode for one in scene.pool.serving)),
+            changes=begun + under_way,
+            binding=decision.binding.words,
+            forecast={} if forecast is None else dict(zip(_QUANTILES, forecast, strict=True)),
+            observed=0.0 if demand is None or decision.blind else demand.work,
+            miss_before=decision.before.miss if decision.before else 0.0,
+            miss_after=decision.after.miss if decision.after else 0.0,
+            blind=decision.blind,
+            cost=max(0.0, scene.pool.cost + _added_cost(scene, decision.steps)),
+        )
+
+    # ------------------------------------------------------------------ orders
+
+    def _orders(self) -> Iterator[Order]:
+        """What the driver is to do, until the lists show it."""
+        if self._config.mode != "act":
+            return
+        for one in self._book:
+            if one.state in (ChangeState.ASKED, ChangeState.ORDERED):
+                yield self._order("begin", one)
+            elif one.state is ChangeState.ENDING:
+                yield self._order("end", one, one.id)
+            elif one.state is ChangeState.STOPPING:
+                yield self._order("end", one, one.instance)
+
+    def _order(self, verb: str, one: Underway, instance: str = "") -> Order:
+        begin = verb == "begin"
+        return Order(
+            "begin" if begin else "end", one.record, one.model, self._term, one.number, instance
+        )
+
+
+_QUANTILES: Final = ("0.5", "0.9", "0.95")
+
+
+def _target(scene: Scene, steps: Sequence[Step]) -> Mix:
+    """The workers by mode that there will be once all that was begun has happened."""
+    mix = Counter(scene.pool.mix)
+    mix.update(one.mode for one in scene.pool.coming)
+    for step in steps:
+        worker = scene.pool.worker(step.life) if step.life else None
+        if step.action in (Action.START, Action.UNDO):
+            mix[worker.mode if worker else step.mode] += 1
+        elif step.action is Action.STOP and worker is not None:
+            mix[worker.mode] -= 1
+        elif step.action is Action.SWITCH and worker is not None:
+            mix[worker.mode] -= 1
+            mix[step.mode] += 1
+    return {mode: count for mode, count in sorted(mix.items()) if count > 0}
+
+
+def _added_cost(scene: Scene, steps: Sequence[Step]) -> float:
+    """What the steps add to the cost of an hour, once they have happened."""
+    signs = {Action.START: 1, Action.STOP: -1}
+    return sum(signs.get(step.action, 0) * scene.pool.price(step.kind) for step in steps)

@@ -1,0 +1,96 @@
+"""Says in words what binds a plan, and what was decided. Pure.
+
+A `Binding` keeps the figures beside the words, so that a test, or a reader with the same inputs,
+can compute them again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.messages.planner import Change, ScalingPlan
+    from pdserve.planner.changes.book import Ended
+
+__all__ = ["Binding", "ended_line", "plan_line"]
+
+_WORDS: Final[Mapping[str, str]] = {
+    "ttft": "with {workers} workers the p95 TTFT would be {value:.3g} s, above {limit:.3g} s, "
+    "at {work:.2f} work/s ({load})",
+    "itl": "with {workers} workers the p95 ITL would be {value:.3g} s, above {limit:.3g} s, "
+    "at {work:.2f} work/s ({load})",
+    "miss": "with {workers} workers {value:.1%} would miss the objective, more than {limit:.1%}, "
+    "at {work:.2f} work/s ({load})",
+    "floor": "at least {floor} workers must serve, and {workers} do",
+    "max": "max is {max} workers, and there are {workers}",
+    "budget": "the budget of {budget:g} leaves {spare:g}, and a worker costs {price:g}",
+    "slots": "all {slots} slots of kind {kind} are in use",
+    "kind": "{reason}",
+    "actuator": "nothing can start a worker: {reason}",
+    "unreachable": "{share:.1%} of the requests have prompts that take longer than the TTFT "
+    "objective of {ttft:g} s on an idle worker: no number of workers helps them",
+    "modes": "more workers do not help: {value:.1%} would miss with {workers} more",
+    "blind": "blind: {reason}",
+    "doubt": "nothing is removed: {reason}",
+    "panic": "nothing is removed for {seconds:.0f} s: the load was {ratio:.2f} × the forecast",
+    "cooldown": "the last removal was {seconds:.0f} s ago, and {limit:.0f} s must pass",
+    "regret": "a removal at {before:.2f} work/s had to be undone; the load is {work:.2f} work/s "
+    "now, and must be below {limit:.2f}",
+    "changing": "waits for {action} of {what}",
+    "dwell": "no worker may change its mode yet",
+    "operator": "{reason}",
+    "paused": "paused by {reason}",
+    "pinned": "pinned to {reason}",
+    "waiting": "waits for a second tick in agreement: {value:.1%} would miss",
+    "objective": "no objective is configured: only min, max and floors count",
+    "enough": "{value:.1%} would miss, at most {limit:.1%} may",
+    "fast": "the next slow tick may make it smaller",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What keeps a plan from being cheaper or better."""
+
+    name: str
+    """One of a closed set, for metrics."""
+    figures: Mapping[str, float | str] = field(default_factory=dict)
+
+    @property
+    def words(self) -> str:
+        """In one sentence, with the figures."""
+        return _WORDS[self.name].format_map(self.figures)
+
+
+def plan_line(plan: ScalingPlan, before: Mapping[str, int]) -> str:
+    """One plan as a line of the decision log. `before`: the target of the plan before."""
+    doing = ", ".join(_doing(one) for one in plan.changes) or "no change"
+    target = _mix(plan.target)
+    was = "" if before == plan.target else f" (was {_mix(before)})" if before else ""
+    load = plan.blind and f"blind: {plan.blind}"
+    load = load or f"{plan.observed:.2f} work/s, forecast {plan.forecast.get('0.9', 0.0):.2f}"
+    return (
+        f"{plan.model} #{plan.number}: {target}{was}; {doing}; {load}; "
+        f"miss {plan.miss_before:.1%} -> {plan.miss_after:.1%}; {plan.binding}"
+    )
+
+
+def ended_line(one: Ended) -> str:
+    """A change that is over, as a line of the decision log."""
+    change = one.change
+    result = "done" if one.state.value == "done" else f"{one.state.value}: {change.reason}"
+    return f"{one.model}: {_doing(change)} after {one.seconds:.0f} s: {result}"
+
+
+def _doing(change: Change) -> str:
+    what = change.node or change.kind or change.knob
+    to = f" as {change.mode}" if change.mode else ""
+    to = f" = {change.value:g}" if change.knob else to
+    return f"{change.action} {what}{to}"
+
+
+def _mix(mix: Mapping[str, int]) -> str:
+    return "+".join(f"{count} {mode}" for mode, count in sorted(mix.items()) if count) or "none"

@@ -1,0 +1,229 @@
+"""Adds capacity: the cheapest lever that is enough, in a fixed order. Pure.
+
+    undo     cancel a drain: the worker is there and warm
+    ease     let decode workers take more of the prompts
+    switch   change a worker's mode: seconds
+    start    the fewest new workers that are enough: minutes, and money
+
+The first two cost nothing, so they stay in force while later ones are tried. Each lever is judged
+by what it would make of the load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from pdserve.planner.changes.book import Step
+from pdserve.planner.changes.table import Action, ChangeState
+from pdserve.planner.outlook import PoolCandidate, Slot
+from pdserve.planner.rules.scene import STARTED_MODES, slot_of
+from pdserve.planner.rules.switches import switches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from pdserve.planner.outlook import Load, PoolOutcome
+    from pdserve.planner.pool import Worker
+    from pdserve.planner.rules.scene import Scene
+
+__all__ = ["Raised", "helpful_modes", "raise_capacity", "undo_steps"]
+
+_TRIES: Final = 24
+"""Most candidates with new workers that are judged at one tick; each is a replay."""
+_BETTER: Final = 0.01
+"""A lever that is not enough is used if it saves at least this share of the requests."""
+_DECODE: Final = frozenset(("decode", "decode_admission", "handoff"))
+"""Causes of misses that prefill workers do not cure: decoding, and admission to it."""
+
+
+class Raised(NamedTuple):
+    """What is to be done, and what it makes of the load."""
+
+    steps: tuple[Step, ...]
+    after: PoolOutcome
+    enough: bool
+    """False: nothing that may be done keeps the objective."""
+    wanted: int = 0
+    """Starts that would be needed, those under way included."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """Steps so far, and the pool that they make."""
+
+    steps: tuple[Step, ...]
+    candidate: PoolCandidate
+    outcome: PoolOutcome
+
+    def and_then(self, step: Step, candidate: PoolCandidate, outcome: PoolOutcome) -> _Try:
+        return _Try((*self.steps, step), candidate, outcome)
+
+
+def helpful_modes(
+    modes: tuple[str, ...], observed: Mapping[str, int], predicted: Mapping[str, float]
+) -> tuple[str, ...]:
+    """The modes whose workers can cure the misses: where most are missed for want of decoding, a
+    prefill worker would only fill the queue before it."""
+    total = sum(observed.values())
+    causes: Mapping[str, float] = observed if total >= _BETTER_KNOWN else predicted
+    decode = sum(share for cause, share in causes.items() if cause in _DECODE)
+    if decode > 0.5 * sum(causes.values()):
+        return tuple(mode for mode in modes if mode != "prefill")
+    return modes
+
+
+_BETTER_KNOWN: Final = 20
+"""Misses that must have been seen before their causes count more than predicted ones."""
+
+
+def raise_capacity(scene: Scene, load: Load, stay: PoolOutcome, horizon: float) -> Raised:
+    """The first levers that are enough; if none are, those that help most."""
+    now = _Try((), PoolCandidate(scene.base(horizon)), stay)
+    for lever in (_undone, _eased):
+        now = lever(scene, load, now)
+        if _fits(scene, now.outcome):
+            return Raised(now.steps, now.outcome, enough=True)
+    switched = _switched(scene, load, now)
+    if switched is not None and _fits(scene, switched.outcome):
+        return Raised(switched.steps, switched.outcome, enough=True)
+    started = _started(scene, load, now)
+    if switched is not None and switched.outcome.miss < started.after.miss:
+        return Raised(switched.steps, switched.outcome, enough=False, wanted=started.wanted)
+    return started
+
+
+def _fits(scene: Scene, outcome: PoolOutcome) -> bool:
+    return outcome.miss <= scene.target.allowed_miss
+
+
+# ---------------------------------------------------------------------- levers without cost
+
+
+def undo_steps(scene: Scene, reason: str) -> Iterator[tuple[Step, Worker]]:
+    """Cancels the drains that a planner has ordered and that are still going on."""
+    undoing = {one.step.life for one in scene.changes if one.action is Action.UNDO}
+    for one in scene.changes:
+        life = one.step.life
+        if one.action is not Action.STOP or one.state is ChangeState.STOPPING or life in undoing:
+            continue
+        worker = scene.pool.worker(life) if life is not None else None
+        if worker is not None and not _ends_soon(scene, worker):
+            yield Step(action=Action.UNDO, reason=reason, kind=worker.kind, life=life), worker
+
+
+def _ends_soon(scene: Scene, worker: Worker) -> bool:
+    """True if the worker drains because its time runs out: it cannot be kept."""
+    return worker.hard_end is not None and worker.hard_end <= scene.start_p90
+
+
+def _undone(scene: Scene, load: Load, now: _Try) -> _Try:
+    for step, worker in undo_steps(scene, "the load needs it after all"):
+        slots = (*now.candidate.slots, slot_of(worker))
+        candidate = replace(now.candidate, slots=slots)
+        now = now.and_then(step, candidate, scene.predict(load, [candidate])[0])
+    return now
+
+
+def _eased(scene: Scene, load: Load, now: _Try) -> _Try:
+    for knob in scene.knobs:
+        if knob.value == knob.eased:
+            continue
+        candidate = replace(now.candidate, knobs={**now.candidate.knobs, knob.name: knob.eased})
+        outcome = scene.predict(load, [candidate])[0]
+        if outcome.miss <= now.outcome.miss - _BETTER:
+            reason = f"{outcome.miss:.1%} miss instead of {now.outcome.miss:.1%}"
+            step = Step(action=Action.SOFTEN, reason=reason, knob=knob.name, value=knob.eased)
+            now = now.and_then(step, candidate, outcome)
+    return now
+
+
+# ---------------------------------------------------------------------- switches
+
+
+def _switched(scene: Scene, load: Load, now: _Try) -> _Try | None:
+    """The best switch of one worker; None: none may be done, or none helps."""
+    if scene.removing is not None:
+        return None
+    found = switches(scene, now.candidate)
+    outcomes = scene.predict(load, [one.candidate for one in found])
+    best = min(range(len(found)), key=lambda at: outcomes[at].miss, default=None)
+    if best is None or outcomes[best].miss > now.outcome.miss - _BETTER:
+        return None
+    step = found[best].step(now.outcome, outcomes[best])
+    return now.and_then(step, found[best].candidate, outcomes[best])
+
+
+# ---------------------------------------------------------------------- starts
+
+
+def _started(scene: Scene, load: Load, now: _Try) -> Raised:
+    """The fewest new workers that are enough. Starts that are under way and not counted as
+    capacity yet are taken off: waiting for them is no reason to ask for more."""
+    observed = scene.demand.missed if scene.demand is not None else {}
+    modes = helpful_modes(
+        tuple(mode for mode in STARTED_MODES if mode in scene.modes), observed, now.outcome.causes
+    )
+    uncounted = _uncounted(scene)
+    kinds = scene.startable()
+    most = len(kinds) + uncounted
+    added, outcome = _fewest(scene, load, now, modes, most)
+    steps = list(now.steps)
+    for mode, kind in zip(added[uncounted:], kinds, strict=False):
+        reason = f"{now.outcome.miss:.1%} would miss, {len(added)} more would do"
+        steps.append(Step(action=Action.START, reason=reason, kind=kind, mode=mode))
+    return Raised(tuple(steps), outcome, _fits(scene, outcome), len(added))
+
+
+def _uncounted(scene: Scene) -> int:
+    """Starts under way that nobody can say the end of; those of a kind that waits for too long no
+    longer count, so that another kind is tried."""
+    return sum(one.ready_in is None and one.kind not in scene.blocked for one in scene.pool.coming)
+
+
+def _fewest(
+    scene: Scene, load: Load, now: _Try, modes: tuple[str, ...], most: int
+) -> tuple[list[str], PoolOutcome]:
+    """Modes of the new workers, in the order in which they help, and what they make of the
+    load."""
+    if len(modes) == 1 and most > 0:
+        return _fewest_alike(scene, load, now, modes[0], most)
+    added: list[str] = []
+    best, tries = now, 0
+    while modes and len(added) < most and not _fits(scene, best.outcome) and tries < _TRIES:
+        tried = [_with(best.candidate, mode, 1) for mode in modes]
+        outcomes = scene.predict(load, tried)
+        at = min(range(len(modes)), key=lambda index: outcomes[index].miss)
+        tries += len(modes)
+        if added and outcomes[at].miss >= best.outcome.miss:
+            break  # more of them do not help
+        added.append(modes[at])
+        best = _Try((), tried[at], outcomes[at])
+    return added, best.outcome
+
+
+def _fewest_alike(
+    scene: Scene, load: Load, now: _Try, mode: str, most: int
+) -> tuple[list[str], PoolOutcome]:
+    """With one mode the number is found by doubling and halving."""
+    low, high, best = 0, 1, now.outcome
+    while True:
+        high = min(high, most)
+        best = scene.predict(load, [_with(now.candidate, mode, high)])[0]
+        if _fits(scene, best) or high == most:
+            break
+        low, high = high, 2 * high
+    if not _fits(scene, best) and best.miss > now.outcome.miss - _BETTER:
+        return [], now.outcome  # however many: it is not workers that are missing
+    while high - low > 1:
+        middle = (low + high) // 2
+        outcome = scene.predict(load, [_with(now.candidate, mode, middle)])[0]
+        if outcome.miss <= max(scene.target.allowed_miss, best.miss):
+            high, best = middle, outcome
+        else:
+            low = middle
+    return [mode] * high, best
+
+
+def _with(base: PoolCandidate, mode: str, count: int) -> PoolCandidate:
+    return replace(base, slots=(*base.slots, *(Slot(mode) for _ in range(count))))

@@ -1,0 +1,337 @@
+"""Decides for one model: goes through the rules in their order at each tick. Pure.
+
+    pause, pin         the operator's word comes first
+    floor, leases      starts that do not depend on the load
+    blind              nothing is known: hold, or add one if requests wait
+    up                 the objective will be missed: the cheapest lever that is enough
+    panic              the load has left the forecast: nothing is removed for a while
+    slow tick          a better ratio, or one worker less
+
+It remembers votes, cool-downs and the forecast, none of which a restart has to bring back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+from pdserve.planner.changes.table import Action, ChangeState
+from pdserve.planner.explain import Binding
+from pdserve.planner.levers import raise_capacity, undo_steps
+from pdserve.planner.outlook import Horizon, Load, PoolCandidate, PoolOutcome
+from pdserve.planner.rules.obligations import (
+    pin_steps,
+    required_starts,
+    start_steps,
+    wrong_stops,
+)
+from pdserve.planner.rules.sanity import Sanity
+from pdserve.planner.rules.shrink import Loads, shrink
+from pdserve.planner.rules.switches import LastSwitch, rebalance
+from pdserve.planner.rules.votes import Votes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.ids import NodeLife, Seconds
+    from pdserve.planner.changes.book import Step
+    from pdserve.planner.config import PlannerConfig
+    from pdserve.planner.outlook import DemandView, Forecaster
+    from pdserve.planner.pool import Mix
+    from pdserve.planner.rules.sanity import Sight
+    from pdserve.planner.rules.scene import Scene
+
+__all__ = ["Decision", "ModelPlanner"]
+
+_SETTLE: Final[Seconds] = 5.0
+"""Added to a start-up: what is ordered now is decided by the load then."""
+_FALLEN: Final = 0.8
+"""A removal that had to be undone is tried again once the load is below this part of that load."""
+_GRID: Final[Seconds] = 60.0
+"""Distance of the moments at which a forecast is read when its highest value is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is begun now, and why not more or less."""
+
+    steps: tuple[Step, ...] = ()
+    binding: Binding = field(default_factory=lambda: Binding("fast"))
+    before: PoolOutcome | None = None
+    after: PoolOutcome | None = None
+    blind: str = ""
+    alarm: str = ""
+    forecast: Horizon | None = None
+    unreachable: float = 0.0
+    pin: Mix | None = None
+
+
+class ModelPlanner:
+    """One model's decisions."""
+
+    def __init__(self, config: PlannerConfig, forecaster: Forecaster) -> None:
+        self._config = config
+        self._forecaster = forecaster
+        self._sanity = Sanity(config)
+        self._votes = Votes()
+        self._last_switch = LastSwitch(config.stable, config.reversal_ticks, config.reversal_gain)
+        self._next_slow: Seconds | None = None
+        self._panic_until: Seconds = 0.0
+        self._panic_ratio = 0.0
+        self._removed: Seconds | None = None
+        self._regret: tuple[Seconds, float] | None = None
+        """Until when, and above which load, nothing is removed: the last removal was too much."""
+        self._slow: Binding | None = None
+        """What bound the last slow tick."""
+        self.wrong: set[NodeLife] = set()
+        """Workers that came in another mode than was asked for."""
+
+    def reversal(self, now: Seconds) -> tuple[str, str] | None:
+        """Modes, from and to, of a switch that would take the last one back too soon."""
+        return self._last_switch.forbidden(now)
+
+    def decide(self, scene: Scene, *, paused: str, pin: Mapping[str, int] | None) -> Decision:
+        """What to do at this tick."""
+        sight = self._sanity.look(scene.now, scene.target, scene.demand)
+        forecast = self._observe(scene, sight)
+        if paused:
+            return Decision((), Binding("paused", {"reason": paused}), forecast=forecast)
+        decision = self._by_rule(scene, sight, forecast, pin)
+        self._note(scene, decision)
+        return replace(decision, blind=sight.blind, alarm=sight.alarm, forecast=forecast)
+
+    def _by_rule(
+        self, scene: Scene, sight: Sight, forecast: Horizon | None, pin: Mapping[str, int] | None
+    ) -> Decision:
+        self.wrong = {life for life in self.wrong if scene.pool.worker(life) is not None}
+        if steps := wrong_stops(scene, sorted(self.wrong)):
+            reason = f"{steps[0].life} came in a mode that was not asked for"
+            return Decision(tuple(steps), Binding("operator", {"reason": reason}))
+        if pin is not None:
+            fixed = {mode: count for mode, count in pin.items() if count}
+            words = ", ".join(f"{mode}={count}" for mode, count in sorted(fixed.items()))
+            binding = Binding("pinned", {"reason": words})
+            return Decision(tuple(pin_steps(scene, fixed)), binding, pin=fixed)
+        if steps := required_starts(scene):
+            binding = Binding("floor", {"floor": scene.floor, "workers": len(scene.pool.serving)})
+            return Decision(tuple(steps), binding)
+        if sight.blind or forecast is None or scene.demand is None:
+            return self._blind(scene, sight)
+        return self._by_load(scene, sight, scene.demand, forecast)
+
+    # ------------------------------------------------------------------ what is known
+
+    def _observe(self, scene: Scene, sight: Sight) -> Horizon | None:
+        """Feeds the forecast; returns what it says of the time at which a start would serve. None:
+        nothing is known."""
+        demand = scene.demand
+        if sight.blind or demand is None:
+            return None
+        expected = self._forecaster.at(0.0).p50
+        # Means of 30 s: single buckets of 5 s differ by chance far more than a pool should.
+        self._forecaster.observe(scene.now, demand.work_30)
+        if expected > 0 and demand.work_30 > self._config.panic * expected:
+            self._panic_until = scene.now + self._config.stable
+            self._panic_ratio = demand.work_30 / expected
+        forecast = self._forecaster.at(scene.start_p90 + _SETTLE)
+        if self._panics(scene.now):
+            seen = max(demand.work_30, demand.work)
+            return Horizon(*(max(seen, one) for one in forecast))
+        return forecast
+
+    def _panics(self, now: Seconds) -> bool:
+        return now < self._panic_until
+
+    def _panic_binding(self, now: Seconds) -> Binding:
+        left = self._panic_until - now
+        return Binding("panic", {"seconds": left, "ratio": self._panic_ratio})
+
+    # ------------------------------------------------------------------ without knowledge
+
+    def _blind(self, scene: Scene, sight: Sight) -> Decision:
+        binding = Binding("blind", {"reason": sight.blind})
+        if not sight.add or scene.starts():
+            return Decision((), binding)
+        reason = "requests wait in the routers, and the demand is not known"
+        if undone := tuple(step for step, _ in undo_steps(scene, reason)):
+            return Decision(undone, binding)
+        mode = next((mode for mode in scene.modes if mode != "prefill"), "aggregated")
+        return Decision(tuple(start_steps(scene, [mode], reason)), binding)
+
+    # ------------------------------------------------------------------ by load
+
+    def _by_load(
+        self, scene: Scene, sight: Sight, demand: DemandView, forecast: Horizon
+    ) -> Decision:
+        if scene.target.ttft is None and scene.target.itl is None:
+            return Decision((), Binding("objective"))
+        if self._panics(scene.now) and (undone := tuple(undo_steps(scene, "the load has grown"))):
+            return Decision(tuple(step for step, _ in undone), self._panic_binding(scene.now))
+        horizon = scene.start_p90 + _SETTLE
+        load = Load(forecast.p90, demand.held_work + demand.queued_work)
+        stay = scene.predict(load, [PoolCandidate(scene.base(horizon))])[0]
+        decision = self._up(scene, demand, load, stay)
+        if decision is None and self._slow_due(scene.now):
+            decision = self._smaller(scene, sight, demand, load)
+        if decision is None:
+            decision = Decision((), self._calm(scene, stay))
+        after = decision.after or stay
+        return replace(decision, before=stay, after=after, unreachable=stay.unreachable)
+
+    def _calm(self, scene: Scene, stay: PoolOutcome) -> Binding:
+        """What binds between two slow ticks."""
+        if stay.unreachable > 0 and scene.target.ttft is not None:
+            figures = {"share": stay.unreachable, "ttft": scene.target.ttft}
+            return Binding("unreachable", figures)
+        limit = scene.target.allowed_miss
+        return self._slow or Binding("enough", {"value": stay.miss, "limit": limit})
+
+    def _up(
+        self, scene: Scene, demand: DemandView, load: Load, stay: PoolOutcome
+    ) -> Decision | None:
+        """More capacity; None: it is enough."""
+        over = stay.miss > scene.target.allowed_miss
+        agreed = self._votes.add(over)
+        if not over:
+            return None
+        self._slow = None
+        if not (agreed or stay.miss > self._config.fast_up or self._backlogged(scene, demand)):
+            return Decision((), Binding("waiting", {"value": stay.miss}))
+        raised = raise_capacity(scene, load, stay, scene.start_p90 + _SETTLE)
+        if raised.enough:
+            figures = {"value": raised.after.miss, "limit": scene.target.allowed_miss}
+            return Decision(raised.steps, Binding("enough", figures), after=raised.after)
+        return Decision(raised.steps, why_not_more(scene, raised.after), after=raised.after)
+
+    def _backlogged(self, scene: Scene, demand: DemandView) -> bool:
+        """True if so much work waits that no second opinion is needed."""
+        if scene.target.ttft is None:
+            return False
+        workers = max(1, len(scene.pool.serving))
+        waiting = demand.held_work + demand.queued_work
+        return waiting > self._config.queued_limit * scene.target.ttft * workers
+
+    # ------------------------------------------------------------------ slow tick
+
+    def _slow_due(self, now: Seconds) -> bool:
+        if self._next_slow is None:
+            self._next_slow = now + self._config.slow_tick
+        if now < self._next_slow:
+            return False
+        self._next_slow = now + self._config.slow_tick
+        return True
+
+    def _smaller(
+        self, scene: Scene, sight: Sight, demand: DemandView, load: Load
+    ) -> Decision | None:
+        """A better ratio, or one worker less; None: neither."""
+        if (binding := self._held(scene, sight, demand)) is not None:
+            self._slow = binding
+            return None
+        found = rebalance(scene, load, back=True)
+        if found is not None and self._last_switch.allows(scene.now, found):
+            figures = {"value": found.after.miss, "limit": scene.target.allowed_miss}
+            return Decision((found.step,), Binding("enough", figures), after=found.after)
+        if (binding := self._cooling(scene.now, demand)) is not None:
+            self._slow = binding
+            return None
+        shrunk = shrink(scene, self._loads(scene, demand))
+        self._slow = shrunk.binding
+        if shrunk.step is None:
+            return None
+        figures = {"value": shrunk.after.miss if shrunk.after else 0.0}
+        figures["limit"] = scene.target.allowed_miss
+        return Decision((shrunk.step,), Binding("enough", figures), after=shrunk.after)
+
+    def _held(self, scene: Scene, sight: Sight, demand: DemandView) -> Binding | None:
+        """What forbids every change of the slow tick."""
+        if sight.doubt:
+            return Binding("doubt", {"reason": sight.doubt})
+        if self._panics(scene.now):
+            return self._panic_binding(scene.now)
+        busy = scene.removing or next(iter(scene.starts()), None)
+        if busy is not None:
+            what = busy.step.life.node if busy.step.life else busy.step.kind
+            return Binding("changing", {"action": busy.action.value, "what": what})
+        draining = scene.pool.in_state("draining")
+        if draining:
+            return Binding("changing", {"action": "drain", "what": draining[0].node})
+        return None
+
+    def _cooling(self, now: Seconds, demand: DemandView) -> Binding | None:
+        """What forbids a removal so soon after the last one."""
+        since = None if self._removed is None else now - self._removed
+        if since is not None and since < self._config.remove_interval:
+            figures = {"seconds": since, "limit": self._config.remove_interval}
+            return Binding("cooldown", figures)
+        if self._regret is not None:
+            until, before = self._regret
+            work = max(demand.peak_300, demand.work_30)
+            if now < until and work >= _FALLEN * before:
+                figures = {"before": before, "work": work, "limit": _FALLEN * before}
+                return Binding("regret", figures)
+            self._regret = None
+        return None
+
+    def _loads(self, scene: Scene, demand: DemandView) -> Loads:
+        """What a smaller pool must bear. The forecast looks as far as the worker must be idle for
+        its removal to pay: at most twice the cost of knowing the future."""
+        config, drain = self._config, scene.drain_p90()
+        pays = config.break_even * (scene.start_p90 + drain) * _price_ratio(scene)
+        quiet = max(scene.start_p90 + config.stable, pays)
+        steps = range(int(quiet // _GRID) + 1)
+        ahead = max(self._forecaster.at(min(quiet, _GRID * (step + 1))).p90 for step in steps)
+        peak = max(demand.peak_300, demand.work_30)
+        return Loads(Load(peak), Load(ahead), quiet)
+
+    # ------------------------------------------------------------------ what was begun
+
+    def _note(self, scene: Scene, decision: Decision) -> None:
+        """Remembers what cool-downs need. With `advise` nothing happens, so nothing is kept."""
+        if self._config.mode != "act":
+            return
+        now = scene.now
+        work = 0.0 if scene.demand is None else scene.demand.work_30
+        for step in decision.steps:
+            if step.action is Action.STOP:
+                self._removed = now
+            elif step.action is Action.SWITCH and step.life is not None:
+                worker = scene.pool.worker(step.life)
+                if worker is not None:
+                    self._last_switch.did(now, (worker.mode, step.mode))
+            elif decision.before is not None and self._soon_after_removal(now):
+                self._regret = (now + self._config.hold, work)
+
+    def _soon_after_removal(self, now: Seconds) -> bool:
+        return self._removed is not None and now - self._removed < self._config.stable
+
+
+def _price_ratio(scene: Scene) -> float:
+    """Price of the kind that would be started again, over that of the dearest worker there is."""
+    again = scene.pool.price(scene.kinds[0].name) if scene.kinds else 1.0
+    there = max((scene.pool.price(one.kind) for one in scene.pool.serving), default=1.0)
+    return again / there if there > 0 else 1.0
+
+
+def why_not_more(scene: Scene, after: PoolOutcome) -> Binding:
+    """What keeps the planner from adding enough."""
+    size, most = scene.pool.size, scene.target.max
+    if size >= most:
+        return Binding("max", {"max": most, "workers": size})
+    if not scene.kinds:
+        return Binding("actuator", {"reason": "no actuator offers a kind for this model"})
+    reasons = [scene.blocked[one.name] for one in scene.kinds if one.name in scene.blocked]
+    open_kinds = [one for one in scene.kinds if one.name not in scene.blocked]
+    if not open_kinds:
+        return Binding("kind", {"reason": reasons[0]})
+    full = [one for one in open_kinds if scene.free_slots(one) <= 0]
+    if len(full) == len(open_kinds):
+        return Binding("slots", {"slots": full[0].slots, "kind": full[0].name})
+    price = min(scene.pool.price(one.name) for one in open_kinds if one not in full)
+    if price > scene.spare:
+        budget = scene.config.budget
+        return Binding("budget", {"budget": budget, "spare": scene.spare, "price": price})
+    starts = [one for one in scene.starts() if one.state is not ChangeState.JOINED]
+    if starts:
+        return Binding("changing", {"action": "start", "what": starts[0].step.kind})
+    return Binding("modes", {"value": after.miss, "workers": len(scene.startable())})

@@ -1,0 +1,152 @@
+"""What the planner's decisions need to know of demand and of the future, as records and ports.
+
+The demand reader measures demand, the forecast continues it, and the what-if predicts what a pool
+would make of it. Decisions see only the types here, so a test can put any demand and any prediction
+before them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pdserve.ids import Seconds
+
+__all__ = [
+    "DemandView",
+    "Forecaster",
+    "Horizon",
+    "Judge",
+    "Load",
+    "PoolCandidate",
+    "PoolOutcome",
+    "Slot",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemandView:
+    """The demand for one model, all routers together, as known at one moment. Work is prefill
+    seconds at speed 1, cached tokens left out."""
+
+    known: bool = True
+    """False: no router's demand is known, or too little of it. No demand is known, too."""
+    faults: str = ""
+    """Whose demand is not known or only estimated, in words; empty: nobody's."""
+    poor: bool = False
+    """Predictions are wrong, or have not been learnt."""
+    first_tokens: int = 0
+    """First tokens that were seen."""
+    work: float = 0.0
+    """Work per second of the newest complete bucket of 5 s."""
+    work_30: float = 0.0
+    """Mean work per second of the last 30 s."""
+    peak_300: float = 0.0
+    """Highest work per second, in means of 30 s, of the last 300 s."""
+    peak_600: float = 0.0
+    """The same of the last 600 s."""
+    held: int = 0
+    """Requests that wait in routers."""
+    held_work: float = 0.0
+    """Their work, in seconds."""
+    held_wait: Seconds = 0.0
+    """How long those have waited that have waited longest."""
+    queued_work: float = 0.0
+    """Work that waits at workers, in seconds."""
+    missed: Mapping[str, int] = field(default_factory=dict)
+    """Requests of the last 300 s that missed the objective, by cause (`observe.slo.CAUSES`)."""
+    kept: int = 0
+    """Those that kept it."""
+    traffic: object = None
+    """What the `Judge` replays: recent arrivals, lengths and learnt times. Decisions do not look
+    into it."""
+
+
+class Slot(NamedTuple):
+    """One worker of a candidate."""
+
+    mode: str
+    ready_in: Seconds = 0.0
+    """Seconds until it serves; 0: it does."""
+    speed: float = 1.0
+    """Factor by which it is slower than the learnt times."""
+    share: float = 0.0
+    """With mode `both`: the share of a step for other workers' prompts."""
+    kv_tokens: int = 0
+    """KV that it can hold; 0: unknown."""
+    max_sequences: int = 0
+    """Sequences that it runs at once; 0: unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCandidate:
+    """A pool that might be."""
+
+    slots: tuple[Slot, ...]
+    knobs: Mapping[str, float] = field(default_factory=dict)
+    """Thresholds that differ from the configured ones."""
+
+
+class Load(NamedTuple):
+    """The load that candidates are judged by."""
+
+    work: float
+    """Work per second to which the recent arrivals are scaled."""
+    backlog: float = 0.0
+    """Work that waits at the beginning, in seconds."""
+    cached: float = 1.0
+    """Factor on the cached tokens of each arrival: fewer workers remember less."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolOutcome:
+    """What a candidate would make of a load."""
+
+    miss: float
+    """Share of the requests that miss the objective, of those that could keep it."""
+    causes: Mapping[str, float] = field(default_factory=dict)
+    """That share by cause."""
+    ttft_p95: Seconds = 0.0
+    itl_p95: Seconds = 0.0
+    utilisation: Mapping[str, float] = field(default_factory=dict)
+    """Busy share of the workers by mode."""
+    unreachable: float = 0.0
+    """Share of all requests whose own prompt takes longer than the objective on an idle worker.
+    `miss` leaves them out: no number of workers helps them."""
+
+
+class Judge(Protocol):
+    """Predicts outcomes, by replaying traffic."""
+
+    def judge(
+        self,
+        traffic: object,
+        objectives: tuple[Seconds | None, Seconds | None],
+        load: Load,
+        candidates: Sequence[PoolCandidate],
+    ) -> Sequence[PoolOutcome]:
+        """The outcome of each candidate. `objectives`: of the TTFT and of the ITL."""
+        ...
+
+
+class Horizon(NamedTuple):
+    """Forecast work per second, by quantile."""
+
+    p50: float
+    p90: float
+    p95: float
+
+
+class Forecaster(Protocol):
+    """Continues one model's work per second."""
+
+    def observe(self, at: Seconds, value: float) -> None:
+        """One more bucket."""
+        ...
+
+    def at(self, horizon: Seconds) -> Horizon:
+        """The forecast so far ahead."""
+        ...

@@ -1,0 +1,1 @@
+"""The rules by which a planner decides, one in each file."""

@@ -1,0 +1,120 @@
+"""Starts and stops that do not depend on the load: floors, workers that end, and pins. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from pdserve.planner.changes.book import Step
+from pdserve.planner.changes.table import Action
+from pdserve.planner.pool import valid_mix
+from pdserve.planner.rules.scene import STARTED_MODES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from pdserve.ids import NodeLife
+    from pdserve.planner.pool import Mix, Worker
+    from pdserve.planner.rules.scene import Scene
+
+__all__ = ["ending_soon", "pin_steps", "required_starts", "start_steps", "wrong_stops"]
+
+
+def ending_soon(scene: Scene) -> list[Worker]:
+    """Workers that are ended from outside before a successor that is started later could take
+    over: a start-up, a drain and some slack from now."""
+    config = scene.config
+    return [
+        one
+        for one in scene.pool.in_state("ready", "leaving", "proving")
+        if one.hard_end is not None
+        and one.hard_end <= scene.start_p90 + scene.drain_p90(one.kind) + config.lease_slack
+    ]
+
+
+def required_starts(scene: Scene) -> list[Step]:
+    """Starts that bring the pool to its floor, and give each worker that ends a successor,
+    whatever the load."""
+    ending = ending_soon(scene)
+    present = scene.pool.in_state("ready", "leaving", "proving")
+    want = max(scene.floor, len(present)) if ending else scene.floor
+    missing = want - (scene.pool.size - len(ending))
+    reason = f"at least {scene.floor} workers are to serve"
+    if ending:
+        reason = f"{', '.join(one.node for one in ending)} will be ended from outside"
+    modes = [one.mode for one in ending] + [_default_mode(scene)] * max(0, missing)
+    return start_steps(scene, modes[: max(0, missing)], reason, replacing=len(ending))
+
+
+def _default_mode(scene: Scene) -> str:
+    """The mode of a worker that any pool can use."""
+    coming = Counter(one.mode for one in scene.pool.coming)
+    mix = Counter(scene.pool.mix) + coming
+    for mode in STARTED_MODES:
+        if mode in scene.modes and valid_mix(mix + Counter((mode,))):
+            return mode
+    return next((mode for mode in STARTED_MODES if mode in scene.modes), "aggregated")
+
+
+def start_steps(
+    scene: Scene, modes: Iterable[str], reason: str, *, replacing: int = 0
+) -> list[Step]:
+    """Starts in these modes, as many as there is room for."""
+    kinds = scene.startable(replacing=replacing)
+    return [
+        Step(
+            action=Action.START,
+            reason=reason,
+            kind=kind,
+            mode=mode if mode in STARTED_MODES else "aggregated",
+        )
+        for mode, kind in zip(modes, kinds, strict=False)
+    ]
+
+
+def wrong_stops(scene: Scene, wrong: Iterable[NodeLife]) -> list[Step]:
+    """The drain of a worker that came in a mode that was not asked for, one at a time."""
+    if scene.removing is not None:
+        return []
+    for life in wrong:
+        worker = scene.pool.worker(life)
+        if worker is not None and worker.state == "ready":
+            reason = f"it came as {worker.mode}, which was not asked for"
+            return [Step(action=Action.STOP, reason=reason, kind=worker.kind, life=life)]
+    return []
+
+
+def pin_steps(scene: Scene, pin: Mapping[str, int]) -> list[Step]:
+    """What brings the pool to the workers that an operator has fixed: switches first, then starts,
+    and stops of what is too much, one at a time."""
+    present = Counter(scene.pool.mix) + Counter(one.mode for one in scene.pool.coming)
+    missing, surplus = _difference(pin, present), _difference(present, pin)
+    reason = "an operator has pinned the pool"
+    step = None if scene.removing is not None else _pin_switch(scene, missing, surplus, reason)
+    if step is not None:
+        return [step]
+    steps = start_steps(scene, missing.elements(), reason)
+    if not steps and not missing and scene.removing is None:
+        steps = list(_pin_stops(scene, surplus, reason))[:1]
+    return steps
+
+
+def _difference(one: Mapping[str, int], other: Mapping[str, int]) -> Counter[str]:
+    return Counter(dict(one)) - Counter(dict(other))
+
+
+def _pin_switch(scene: Scene, missing: Mix, surplus: Mix, reason: str) -> Step | None:
+    for target in sorted(missing):
+        for mode in sorted(surplus):
+            for one in scene.pool.serving:
+                if one.mode == mode and one.can_switch and not one.pinned:
+                    return Step(action=Action.SWITCH, reason=reason, mode=target, life=one.life)
+    return None
+
+
+def _pin_stops(scene: Scene, surplus: Mix, reason: str) -> Iterator[Step]:
+    if len(scene.pool.serving) <= 1:
+        return
+    for one in sorted(scene.pool.serving, key=lambda one: (one.live_tokens, one.life)):
+        if surplus.get(one.mode, 0) > 0 and not one.pinned:
+            yield Step(action=Action.STOP, reason=reason, kind=one.kind, life=one.life)

@@ -1,0 +1,209 @@
+"""Removes a worker that is not needed, at the slow tick. Pure.
+
+A smaller mix that keeps the objective is looked for around the present one, under the highest load
+of the last minutes and under the forecast beyond the next start-up. Then one worker is removed on
+the way to it. What is judged is what the others would have to do afterwards, so that a removal is
+no reason for the next start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from pdserve.planner.changes.book import Step
+from pdserve.planner.changes.table import Action
+from pdserve.planner.explain import Binding
+from pdserve.planner.outlook import PoolCandidate
+from pdserve.planner.pool import valid_mix
+from pdserve.planner.rules.scene import mix_of, slot_of
+
+if TYPE_CHECKING:
+    from pdserve.ids import Seconds
+    from pdserve.planner.outlook import Load, PoolOutcome
+    from pdserve.planner.pool import Mix, Worker
+    from pdserve.planner.rules.scene import Scene
+
+__all__ = ["Loads", "Shrunk", "removable", "shrink", "victims"]
+
+_AROUND: Final = 2
+"""Workers of each mode by which a mix may differ from the present one."""
+_TRIES: Final = 12
+"""Most mixes that are judged at one slow tick, under two loads each."""
+
+
+class Loads(NamedTuple):
+    """What a smaller pool must bear."""
+
+    peak: Load
+    """The highest of the last minutes."""
+    ahead: Load
+    """The highest forecast until a new worker could serve again, and beyond."""
+    quiet: Seconds
+    """How far ahead `ahead` looks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shrunk:
+    """One step, or what forbids it."""
+
+    step: Step | None = None
+    binding: Binding | None = None
+    after: PoolOutcome | None = None
+    target: Mix | None = None
+    """The mix that is wanted in the end; None: the present one."""
+
+
+def removable(scene: Scene, worker: Worker) -> str:
+    """Why the worker must stay; empty: it may go."""
+    if why := scene.tenure.may_remove(scene.now, worker):
+        return why
+    if len(scene.pool.serving) - 1 < scene.floor:
+        return f"at least {scene.floor} workers must serve"
+    return ""
+
+
+def victims(scene: Scene, mode: str) -> list[Worker]:
+    """Workers of a mode that may be removed, the one whose loss costs least first."""
+    found = [one for one in scene.pool.serving if one.mode == mode and not removable(scene, one)]
+    return sorted(found, key=lambda one: (_loss(scene, one), -_price(scene, one), one.life))
+
+
+def _loss(scene: Scene, worker: Worker) -> float:
+    """Tokens that are computed again when a worker goes: the part of its cache that no other worker
+    has. Its streams' KV moves. A lease that ends soon makes it cheaper."""
+    again = worker.hot_tokens + _MOVED * worker.live_tokens
+    if worker.hard_end is None:
+        return again
+    return again * min(1.0, worker.hard_end / scene.config.hold)
+
+
+_MOVED: Final = 0.1
+"""Cost of moving a token's KV, as a part of computing it."""
+
+
+def _price(scene: Scene, worker: Worker) -> float:
+    return scene.pool.price(worker.kind)
+
+
+# ---------------------------------------------------------------------- the wanted mix
+
+
+def shrink(scene: Scene, loads: Loads) -> Shrunk:
+    """The step towards the smallest mix that keeps the objective, if a step may be made."""
+    base = PoolCandidate(tuple(slot_of(one) for one in scene.pool.serving))
+    present = mix_of(base.slots)
+    tightest: Binding | None = None
+    for mix in _smaller(scene, present):
+        removed = _first_removed(scene, mix, present)
+        if removed is None:
+            continue
+        candidate = _candidate(scene, mix, present)
+        _, why = judged(scene, loads, candidate, sum(mix.values()))
+        if why is None:
+            return Shrunk(*_removal(scene, loads, base, removed), target=mix)
+        tightest = tightest or why
+    return Shrunk(binding=tightest or _no_victim(scene))
+
+
+def _no_victim(scene: Scene) -> Binding:
+    """What keeps every worker."""
+    reasons = [why for one in scene.pool.serving if (why := removable(scene, one))]
+    size, floor = len(scene.pool.serving), scene.floor
+    if size - 1 < floor:
+        return Binding("floor", {"floor": floor, "workers": size})
+    return Binding("operator", {"reason": reasons[0] if reasons else "no worker may be removed"})
+
+
+def _smaller(scene: Scene, present: Mix) -> list[Mix]:
+    """Mixes with fewer workers around the present one, the smallest change first: what one removal
+    cannot do, two will not."""
+    modes = sorted({*scene.modes, *present})
+    size = sum(present.values())
+    found: list[tuple[int, int, Mix]] = []
+    for delta in product(range(-_AROUND, _AROUND + 1), repeat=len(modes)):
+        mix = {mode: present.get(mode, 0) + by for mode, by in zip(modes, delta, strict=True)}
+        total, moved = sum(mix.values()), sum(abs(by) for by in delta)
+        if min(mix.values()) < 0 or not size - _AROUND <= total < size:
+            continue
+        kept = {mode: count for mode, count in mix.items() if count}
+        if total >= max(1, scene.floor) and valid_mix(kept):
+            found.append((moved, total, kept))
+    return [mix for _, _, mix in sorted(found, key=lambda one: (*one[:2], sorted(one[2].items())))][
+        :_TRIES
+    ]
+
+
+def _first_removed(scene: Scene, mix: Mix, present: Mix) -> Worker | None:
+    """The worker that goes first on the way to the mix; None: none may go."""
+    for mode in sorted(present, key=lambda mode: mix.get(mode, 0) - present[mode]):
+        if mix.get(mode, 0) < present[mode] and (found := victims(scene, mode)):
+            return found[0]
+    return None
+
+
+def _candidate(scene: Scene, mix: Mix, present: Mix) -> PoolCandidate:
+    """The pool that a mix makes of the present workers, the ones with the greatest loss kept."""
+    kept, spare = [], []
+    for mode in present:
+        workers = [one for one in scene.pool.serving if one.mode == mode]
+        order = sorted(workers, key=lambda one: (-_loss(scene, one), one.life))
+        kept += [slot_of(one) for one in order[: mix.get(mode, 0)]]
+        spare += [slot_of(one) for one in order[mix.get(mode, 0) :]]
+    for mode, count in mix.items():
+        for _ in range(count - present.get(mode, 0)):
+            kept.append(spare.pop()._replace(mode=mode))
+    return PoolCandidate(tuple(kept))
+
+
+def judged(
+    scene: Scene, loads: Loads, candidate: PoolCandidate, size: int
+) -> tuple[PoolOutcome, Binding | None]:
+    """The worse outcome under both loads, and which limit it breaks. The cache of fewer workers
+    holds less of the prompts."""
+    kept = size / max(1, len(scene.pool.serving))
+    worst: PoolOutcome | None = None
+    for name, load in (("peak", loads.peak), ("ahead", loads.ahead)):
+        smaller = load._replace(cached=min(1.0, kept))
+        outcome = scene.predict(smaller, [candidate])[0]
+        if (why := _breaks(scene, outcome, load, name, size)) is not None:
+            return outcome, why
+        worst = outcome if worst is None or outcome.miss > worst.miss else worst
+    assert worst is not None
+    return worst, None
+
+
+def _breaks(scene: Scene, outcome: PoolOutcome, load: Load, name: str, size: int) -> Binding | None:
+    """The limit that a smaller pool would break; None: it keeps all with room to spare."""
+    target, config = scene.target, scene.config
+    figures: dict[str, float | str] = {"workers": size, "work": load.work, "load": name}
+    if target.ttft is not None and outcome.ttft_p95 > config.remove_ttft * target.ttft:
+        limit = config.remove_ttft * target.ttft
+        return Binding("ttft", {**figures, "value": outcome.ttft_p95, "limit": limit})
+    if target.itl is not None and outcome.itl_p95 > config.remove_itl * target.itl:
+        limit = config.remove_itl * target.itl
+        return Binding("itl", {**figures, "value": outcome.itl_p95, "limit": limit})
+    if outcome.miss > target.allowed_miss:
+        return Binding("miss", {**figures, "value": outcome.miss, "limit": target.allowed_miss})
+    return None
+
+
+def _removal(
+    scene: Scene, loads: Loads, base: PoolCandidate, worker: Worker
+) -> tuple[Step | None, Binding | None, PoolOutcome | None]:
+    """Removes one worker, if the pool without it and before any other step keeps the objective."""
+    slots = list(base.slots)
+    slots.remove(slot_of(worker))
+    outcome, why = judged(scene, loads, PoolCandidate(tuple(slots)), len(slots))
+    if why is not None:
+        return None, why, outcome
+    reason = (
+        f"{len(slots)} are enough for {max(loads.peak.work, loads.ahead.work):.2f} work/s, "
+        f"for {loads.quiet:.0f} s ahead"
+    )
+    return (
+        Step(action=Action.STOP, reason=reason, kind=worker.kind, life=worker.life),
+        None,
+        outcome,
+    )

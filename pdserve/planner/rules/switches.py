@@ -1,0 +1,130 @@
+"""Finds the mode switches that are worth their cost. Pure.
+
+A switch takes a worker out of service for seconds, and a pool that switches to and fro serves
+worse than one with a ratio that is a little wrong. So a worker keeps its mode for a while, the mode
+that gives it away keeps room, the gain must pay, and taking back the last switch needs patience.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from pdserve.planner.changes.book import Step
+from pdserve.planner.changes.table import Action
+from pdserve.planner.outlook import PoolCandidate
+from pdserve.planner.pool import valid_mix
+from pdserve.planner.rules.scene import mix_of, slot_of
+
+if TYPE_CHECKING:
+    from pdserve.ids import Seconds
+    from pdserve.planner.outlook import Load, PoolOutcome
+    from pdserve.planner.pool import Worker
+    from pdserve.planner.rules.scene import Scene
+
+__all__ = ["BetterRatio", "LastSwitch", "Switch", "rebalance", "switches"]
+
+
+class Switch(NamedTuple):
+    """One worker's change of mode, and the pool that it makes."""
+
+    worker: Worker
+    mode: str
+    candidate: PoolCandidate
+
+    def step(self, before: PoolOutcome, after: PoolOutcome) -> Step:
+        """The change to begin."""
+        reason = f"{after.miss:.1%} miss instead of {before.miss:.1%}"
+        return Step(action=Action.SWITCH, reason=reason, mode=self.mode, life=self.worker.life)
+
+
+def switches(scene: Scene, base: PoolCandidate, *, back: bool = False) -> list[Switch]:
+    """Each switch of one worker that leaves every worker something to do. `back`: also those that
+    would take the last one back too soon."""
+    found = []
+    for mode in sorted(mix_of(base.slots)):
+        worker = next(iter(scene.switchable(mode)), None)
+        for target in scene.modes if worker is not None else ():
+            if worker is None or target == mode or (not back and (mode, target) == scene.reversal):
+                continue
+            candidate = _switched(base, worker, target)
+            if candidate is not None and valid_mix(mix_of(candidate.slots)):
+                found.append(Switch(worker, target, candidate))
+    return found
+
+
+def _switched(base: PoolCandidate, worker: Worker, target: str) -> PoolCandidate | None:
+    """The candidate with the worker in another mode; None: the worker is not part of it."""
+    slots, slot = list(base.slots), slot_of(worker)
+    if slot not in slots:
+        return None
+    slots[slots.index(slot)] = slot._replace(mode=target)
+    return replace(base, slots=tuple(slots))
+
+
+@dataclass(frozen=True, slots=True)
+class BetterRatio:
+    """A switch at the slow tick."""
+
+    step: Step
+    modes: tuple[str, str]
+    """From and to."""
+    before: PoolOutcome
+    after: PoolOutcome
+
+
+def rebalance(scene: Scene, load: Load, *, back: bool) -> BetterRatio | None:
+    """The switch that lets the fewest requests miss, if it is worth its cost."""
+    base = PoolCandidate(tuple(slot_of(one) for one in scene.pool.serving))
+    found = switches(scene, base, back=back)
+    if not found:
+        return None
+    before, *outcomes = scene.predict(load, [base, *(one.candidate for one in found)])
+    best = min(range(len(found)), key=lambda at: outcomes[at].miss)
+    switch, after = found[best], outcomes[best]
+    if not _worth_it(scene, switch, before, after):
+        return None
+    modes = (switch.worker.mode, switch.mode)
+    return BetterRatio(switch.step(before, after), modes, before, after)
+
+
+def _worth_it(scene: Scene, switch: Switch, before: PoolOutcome, after: PoolOutcome) -> bool:
+    """True if the switch gains at least twice the service that it costs: the requests that are kept
+    over the stable period, against the worker's share of the pool while it is away. The mode that
+    gives the worker away must keep room."""
+    gain = (before.miss - after.miss) * scene.config.stable
+    cost = scene.drain_p90(switch.worker.kind) / max(1, len(scene.pool.serving))
+    busy = after.utilisation.get(switch.worker.mode, 0.0)
+    return busy <= 1 - scene.config.donor_headroom and gain > 0 and gain >= 2 * cost
+
+
+class LastSwitch:
+    """The model's last switch, and how often its reversal was wanted since."""
+
+    def __init__(self, stable: Seconds, ticks: int, gain: float) -> None:
+        self._stable = stable
+        self._ticks = ticks
+        self._gain = gain
+        self._modes: tuple[str, str] | None = None
+        self._at: Seconds = 0.0
+        self._wanted = 0
+
+    def did(self, now: Seconds, modes: tuple[str, str]) -> None:
+        """A switch was ordered."""
+        self._modes, self._at, self._wanted = modes, now, 0
+
+    def forbidden(self, now: Seconds) -> tuple[str, str] | None:
+        """Modes, from and to, of a switch that would take it back too soon."""
+        if self._modes is None or now - self._at >= self._stable:
+            return None
+        return (self._modes[1], self._modes[0])
+
+    def allows(self, now: Seconds, found: BetterRatio | None) -> bool:
+        """At a slow tick: True if this switch may be done. One back needs an advantage at several
+        slow ticks in a row."""
+        if found is None or found.modes != self.forbidden(now):
+            self._wanted = 0
+            return True
+        better = found.after.miss <= (1 - self._gain) * found.before.miss
+        self._wanted = self._wanted + 1 if better else 0
+        return self._wanted >= self._ticks
