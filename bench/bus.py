@@ -42,19 +42,17 @@ from bench.bus_arms.base import PAYLOAD_BYTES, Arm
 from bench.bus_arms.grpc_arm import Grpc
 from bench.bus_arms.nats_arm import Nats
 from bench.bus_arms.ours import Ours
-from bench.bus_arms.socket_copy import SocketCopy
 from bench.bus_arms.zmq_arm import Zmq
 from bench.machine import facts
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-ARMS: dict[str, type[Arm]] = {arm.name: arm for arm in (Bare, Ours, SocketCopy, Nats, Zmq, Grpc)}
+ARMS: dict[str, type[Arm]] = {arm.name: arm for arm in (Bare, Ours, Nats, Zmq, Grpc)}
 RESULT = Path(__file__).parent / "results" / "bus.md"
 CALLERS = 64
 SERIAL_CALLS = 4000
 WARM_UP = 300
-BULK_BYTES = 1 << 30
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -118,13 +116,6 @@ async def measure_publish(running: Running, seconds: float) -> None:
     if arrived != count:
         raise RuntimeError(f"{running.arm.name}: {arrived} of {count} messages arrived in order")
     running.add("published", count / elapsed)
-
-
-async def measure_bulk(running: Running) -> None:
-    """Gigabytes per second, one way."""
-    started = time.perf_counter()
-    await running.arm.bulk(BULK_BYTES)
-    running.add("bulk", BULK_BYTES / (time.perf_counter() - started) / 1e9)
 
 
 async def warm_up(running: Running) -> None:
@@ -203,20 +194,18 @@ async def compare(
             await running.arm.connect(port)
             stack.push_async_callback(stop, running)
             found.append(running)
-        talking = [running for running in found if not isinstance(running.arm, SocketCopy)]
-        for running in talking:
+        for running in found:
             await warm_up(running)
-        measurements: list[tuple[Callable[[Running], Awaitable[None]], list[Running]]] = [
-            (measure_latency, talking),
-            (lambda running: measure_calls(running, seconds), talking),
-            (lambda running: measure_publish(running, seconds), talking),
-            (measure_bulk, [r for r in found if isinstance(r.arm, (Ours, SocketCopy))]),
+        measurements: list[Callable[[Running], Awaitable[None]]] = [
+            measure_latency,
+            lambda running: measure_calls(running, seconds),
+            lambda running: measure_publish(running, seconds),
         ]
         started, others = time.perf_counter(), _foreign_seconds(found)
         for number in range(rounds):
-            for measure, runnings in measurements:
-                first = number % len(runnings)
-                for running in runnings[first:] + runnings[:first]:
+            for measure in measurements:
+                first = number % len(found)
+                for running in found[first:] + found[:first]:
                     await measure(running)
             print(f"round {number + 1} of {rounds}", file=sys.stderr)
         others = (_foreign_seconds(found) - others) / (time.perf_counter() - started)
@@ -237,7 +226,6 @@ COLUMNS = {
     "client cpu": ("CPU per call, client", "us", "{:.2f}"),
     "server cpu": ("CPU per call, server", "us", "{:.2f}"),
     "published": ("one way", "/s", "{:,.0f}"),
-    "bulk": ("bulk", "GB/s", "{:.2f}"),
 }
 
 
@@ -271,7 +259,6 @@ def aims(by_name: dict[str, Running]) -> list[str]:
         ("p50 at one, of the bare loop's", "p50", "bare", 1.5, False),
         ("p99 at one, of the bare loop's", "p99", "bare", 1.5, False),
         ("one way, of the bare loop's", "published", "bare", 0.70, True),
-        ("bulk, of a socket copy loop's", "bulk", "socket", 0.80, True),
         ("calls at 64, times nats-py's", "calls", "nats-py", 3.0, True),
         ("one way, times nats-py's", "published", "nats-py", 3.0, True),
     ]

@@ -12,12 +12,6 @@ BURST = 64
 """Messages a publisher hands over before it lets the event loop turn."""
 
 
-BULK_CHUNK = 1 << 20
-BULK_CHUNKS = 8
-"""Number of buffers that bulk payloads use in turn, at both ends of every arm. Real payloads do not
-all lie in one buffer that stays in a processor's cache."""
-
-
 class Arm:
     """One kind of bus. The same object serves in one process and asks in the other."""
 
@@ -52,10 +46,6 @@ class Arm:
 
     async def publish(self, count: int, payload: bytes) -> int:
         """Send `count` numbered messages one way; returns how many arrived in order, none twice."""
-        raise NotImplementedError
-
-    async def bulk(self, total: int) -> None:
-        """Move `total` bytes one way, through reused memory; all have arrived when it returns."""
         raise NotImplementedError
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.bus_arms.base import BULK_CHUNK, BULK_CHUNKS, BURST, Arm, Tally
+from bench.bus_arms.base import BURST, Arm, Tally
 from pdserve.ids import NodeId
 from pdserve.net.endpoint import Endpoint
 from pdserve.net.settings import NetSettings
@@ -41,33 +40,24 @@ class Count(msgspec.Struct, frozen=True, array_like=True):
 
 
 ECHO = Method(1, "echo", Payload, Payload)
-_ITEMS, _BULK = 1, 2
+_ITEMS = 1
 _decode_item = decoder(Item)
 _decode_count = decoder(Count)
 
 
 class _Reader:
-    """Counts items, receives payloads into a few buffers in turn, and reports at the end."""
+    """Counts items and reports at the end."""
 
     def __init__(self, stream: IncomingStream) -> None:
         self.stream = stream
         self.tally = Tally()
-        self.memory = [memoryview(bytearray(BULK_CHUNK)) for _ in range(BULK_CHUNKS)]
-        self.payloads = 0
 
     def on_data(self, body: Buffer) -> None:
         self.tally.add(_decode_item(body).number)
 
-    def on_payload(self, meta: bytes, size: int) -> memoryview:
-        return self.memory[self.payloads % BULK_CHUNKS][:size]
-
-    def on_raw(self, meta: bytes, payload: Buffer) -> None:
-        self.payloads += 1
-
     def on_end(self, error: BaseException | None) -> None:
         if error is None:
-            count = self.payloads or self.tally.take()
-            self.stream.try_send(encode(Count(count)), last=True)
+            self.stream.try_send(encode(Count(self.tally.take())), last=True)
 
     def on_unblocked(self) -> None: ...
 
@@ -82,10 +72,6 @@ class _Writer:
     def on_data(self, body: Buffer) -> None:
         self.count = _decode_count(body).count
         self.changed.set()
-
-    def on_payload(self, meta: bytes, size: int) -> None: ...
-
-    def on_raw(self, meta: bytes, payload: Buffer) -> None: ...
 
     def on_end(self, error: BaseException | None) -> None: ...
 
@@ -109,7 +95,7 @@ class _Handler:
         call.reply(call.read(ECHO))
 
     def on_stream(self, stream: IncomingStream, method: int, body: Buffer) -> None:
-        stream.accept(_Reader(stream), window=(8 << 20) if method == _ITEMS else (16 << 20))
+        stream.accept(_Reader(stream), window=8 << 20)
 
 
 class Ours(Arm):
@@ -157,23 +143,3 @@ class Ours(Arm):
         while writer.count < 0:
             await writer.wait()
         return writer.count
-
-    async def bulk(self, total: int) -> None:
-        writer = _Writer()
-        stream = await self.link.open_bulk_stream(_BULK, b"", writer, timeout=5.0, window=4096)
-        free = [memoryview(bytearray(BULK_CHUNK)) for _ in range(BULK_CHUNKS)]
-
-        def give_back(memory: memoryview) -> None:
-            free.append(memory)
-            writer.changed.set()
-
-        for _ in range(total // BULK_CHUNK):
-            while not (free and stream.sendable):
-                await writer.wait()
-            memory = free.pop()
-            stream.try_send_raw(b"\xc0", memory, partial(give_back, memory))
-        stream.end()
-        while writer.count < 0:
-            await writer.wait()
-        if writer.count != total // BULK_CHUNK:
-            raise RuntimeError(f"{writer.count} chunks arrived")

@@ -16,7 +16,6 @@ from pdserve.errors import DialRefused, OwnAddress, PdserveError, ProtocolError
 from pdserve.gossip import events as ev
 from pdserve.gossip.core import Gossip
 from pdserve.gossip.messages import TELL, PartReply, decode
-from pdserve.net.base import MessageSink
 from pdserve.wire.codec import encode
 
 if TYPE_CHECKING:
@@ -298,7 +297,7 @@ class GossipService:
             _log.error("%s failed", task.get_name(), exc_info=task.exception())
 
 
-class _Mute(MessageSink):
+class _Mute:
     """A sink for streams that carry nothing back."""
 
     def on_data(self, body: Buffer) -> None:

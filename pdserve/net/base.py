@@ -30,7 +30,6 @@ __all__ = [
     "LinkDownReason",
     "LinkHandler",
     "LinkStats",
-    "MessageSink",
     "NetListener",
     "Network",
     "Peer",
@@ -106,44 +105,12 @@ class Stream(Protocol):
         """
         ...
 
-    def try_send_raw(
-        self,
-        meta: bytes,
-        payload: Buffer,
-        on_sent: Callable[[], None] | None = None,
-        *,
-        last: bool = False,
-    ) -> bool:
-        """Sends raw bytes behind a small msgpack `meta`, if there is credit, like `try_send`.
-
-        `payload` is not copied. It must not change before `on_sent` is called, which happens
-        exactly once if this returned True: when the transport has drained past it, or the link is
-        gone.
-        """
-        ...
-
-    async def send_raw(
-        self, meta: bytes, payload: Buffer, *, timeout: Seconds, last: bool = False
-    ) -> None:
-        """Sends raw bytes and returns when the payload's memory may be reused.
-
-        Raises `DeadlineExceeded`, `LinkLost`. After a cancellation or a deadline the link may still
-        read the payload; use `try_send_raw` where memory is reused after a failure.
-        """
-        ...
-
     def end(self) -> None:
         """Completes this half; does nothing if it has ended."""
         ...
 
     def abort(self, error: BaseException) -> None:
         """Ends both halves: the peer's sink gets `error`, the own sink is not called any more."""
-        ...
-
-    def consumed(self, size: Bytes) -> None:
-        """Returns the credit of an item of `size` bytes; for streams whose sink holds items
-        back.
-        """
         ...
 
 
@@ -154,18 +121,6 @@ class StreamSink(Protocol):
         """Handles one item."""
         ...
 
-    def on_payload(self, meta: bytes, size: Bytes) -> memoryview | None:
-        """Returns the memory for a large raw payload (writable, `size` bytes); None drops it. The
-        memory is written to until `on_raw`, `on_end`, or `abort` of the stream.
-        """
-        ...
-
-    def on_raw(self, meta: bytes, payload: Buffer) -> None:
-        """Handles a complete raw payload: a small one, or the memory from `on_payload`; empty if
-        dropped.
-        """
-        ...
-
     def on_end(self, error: BaseException | None) -> None:
         """Handles the end: the peer's half is complete (None) or the stream failed. Once."""
         ...
@@ -173,18 +128,6 @@ class StreamSink(Protocol):
     def on_unblocked(self) -> None:
         """Notes that `try_send` may succeed again."""
         ...
-
-
-class MessageSink:
-    """The base of a `StreamSink` whose stream carries no raw payloads; one of a peer is dropped."""
-
-    __slots__ = ()
-
-    def on_payload(self, meta: bytes, size: Bytes) -> memoryview | None:
-        return None
-
-    def on_raw(self, meta: bytes, payload: Buffer) -> None:
-        pass
 
 
 class IncomingCall(Protocol):
@@ -257,7 +200,7 @@ class LinkHandler(Protocol):
 class IncomingStream(Stream, Protocol):
     """A stream that the peer opened."""
 
-    def accept(self, sink: StreamSink, *, window: int = 0, hold: bool = False) -> None:
+    def accept(self, sink: StreamSink, *, window: int = 0) -> None:
         """Reads the stream with `sink`. `window` is the credit to grant (0: the peer sends
         nothing). `hold`: items count as taken only by `consumed`. Raises `Overloaded` if no
         credit is left.
@@ -313,11 +256,10 @@ class Link(Protocol):
         *,
         window: int | None = None,
         last: bool = False,
-        hold: bool = False,
     ) -> Stream:
         """Opens a stream. `window` is the credit granted to the peer, 0 if it sends nothing.
-        `last`: this side sends nothing more. `hold`: items count as taken only by
-        `Stream.consumed`. Raises `LinkLost` (not sent), `Overloaded`, `PayloadTooLarge`.
+        `last`: this side sends nothing more. Raises `LinkLost` (not sent), `Overloaded`,
+        `PayloadTooLarge`.
         """
         ...
 
@@ -330,7 +272,6 @@ class Link(Protocol):
         timeout: Seconds,
         window: int | None = None,
         last: bool = False,
-        hold: bool = False,
     ) -> Stream:
         """Opens a stream on the bulk connection, which is dialled first if there is none. Raises
         what `open_stream` raises, `DeadlineExceeded`, `DialFailed`.

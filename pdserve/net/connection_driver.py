@@ -4,11 +4,7 @@ Writing. The owner queues frames on the connection and calls `wake`. One flush p
 passes the queued bytes, at most about `high_water`, to the transport in one call. While the
 transport is full, nothing is passed on, so the queued bytes have not left this process.
 
-Pinned memory. A raw payload is written without a copy. `pin` stores a callback for the moment when
-the transport has drained past the payload. While there are pins, the transport reports when its
-buffer is empty, not when it is nearly empty.
-
-Reading. A large body is received directly into its destination. Everything else goes into one
+Reading. A large body is received directly into its memory. Everything else goes into one
 buffer that all connections of a node share: each read is copied out before the next one begins.
 
 It knows no requests, streams or peers: it passes events to the rules of its owner.
@@ -17,13 +13,11 @@ It knows no requests, streams or peers: it passes events to the rules of its own
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from pdserve.ids import Bytes
     from pdserve.net.settings import NetSettings
     from pdserve.net.timers import Timers
     from pdserve.wire import events as ev
@@ -31,10 +25,6 @@ if TYPE_CHECKING:
     from pdserve.wire.protocol import Connection
 
 __all__ = ["IGNORE", "ConnectionDriver", "ConnectionOwner"]
-
-_AFTER_PLACED: Final[Bytes] = 4096
-"""Size of the read after a payload that was received in place. Another such payload probably
-follows, and the part of it that is read together with its header must be copied."""
 
 
 class _IgnoreAll(dict[type, "Callable[[Any], None]"]):
@@ -94,15 +84,11 @@ class ConnectionDriver(asyncio.BufferedProtocol):
         self._timers = timers
         self._settings = settings
         self._scratch = scratch
-        self._small = scratch[:_AFTER_PLACED]
-        self._reading: memoryview = scratch
         self._in_place = False
 
         self._paused = False
         self._closing = False
         self._lost = False
-        self._pins: deque[tuple[Bytes, Callable[[], None]]] = deque()
-        self._eager = False
 
     # ------------------------------------------------------------------ writing
 
@@ -122,8 +108,6 @@ class ConnectionDriver(asyncio.BufferedProtocol):
         buffers = connection.data_to_send(self._settings.high_water)
         if not self._write(buffers):
             return
-        if self._pins:
-            self._unpin()
         if connection.queued != connection.taken:
             if not self._paused:
                 # The rest goes out in the next turn: other connections are served in between.
@@ -145,51 +129,14 @@ class ConnectionDriver(asyncio.BufferedProtocol):
                 self.transport.writelines(buffers)
         except RuntimeError:
             self.closed = True
-            self._unpin_all()
             return False
         return True
-
-    def pin(self, on_sent: Callable[[], None]) -> None:
-        """Calls `on_sent` when the transport has drained past all that is queued now."""
-        self._pins.append((self.connection.queued, on_sent))
-
-    def _unpin_all(self) -> None:
-        while self._pins:
-            self._pins.popleft()[1]()
-
-    def _unpin(self) -> None:
-        """Releases the memory that the transport no longer reads."""
-        left = self.transport.get_write_buffer_size()
-        # Under TLS the buffer holds encrypted bytes; their count differs from the plain one.
-        encrypted = self.transport.get_extra_info("ssl_object") is not None
-        past = self.connection.taken - left if not (encrypted and left) else 0
-        while self._pins and self._pins[0][0] <= past:
-            self._pins.popleft()[1]()
-        self._report_empty(bool(self._pins))
-
-    def _report_empty(self, eager: bool) -> None:
-        """Has `resume_writing` called when the transport's buffer is empty, not when it is low."""
-        if eager == self._eager:
-            return
-        self._eager = eager
-        if eager:
-            self.transport.set_write_buffer_limits(high=1, low=0)
-        else:
-            self._set_limits()
-
-    def _set_limits(self) -> None:
-        self.transport.set_write_buffer_limits(
-            high=self._settings.high_water, low=self._settings.low_water
-        )
 
     def pause_writing(self) -> None:
         self._paused = True
 
     def resume_writing(self) -> None:
         self._paused = False
-        # Unpin before the flush: new bytes in the buffer would hide that the old ones have left.
-        if self._pins:
-            self._unpin()
         self.flush()
 
     @property
@@ -212,19 +159,15 @@ class ConnectionDriver(asyncio.BufferedProtocol):
                 return wanted
         # The call before may have offered memory in place, without a read after it.
         self._in_place = False
-        return self._reading
+        return self._scratch
 
     def buffer_updated(self, count: int) -> None:
         self.heard = True
         if self._in_place:
             self._in_place = False
-            self._reading = self._small
             self.dispatch(self.connection.received(count))
             return
-        data = bytes(self._reading[:count])
-        if count == _AFTER_PLACED:
-            self._reading = self._scratch
-        self.dispatch(self.connection.receive_data(data))
+        self.dispatch(self.connection.receive_data(bytes(self._scratch[:count])))
 
     def eof_received(self) -> None:
         """Sends what is queued, because the transport closes itself after this."""
@@ -234,7 +177,6 @@ class ConnectionDriver(asyncio.BufferedProtocol):
 
     def dispatch(self, events: list[ev.Event]) -> None:
         """Passes `events` to the rules; what they queue goes out at the end of this turn."""
-        # After `PayloadBegins`, a call inside this one has events of its own: it is the last event.
         rest = self.rest = iter(events)
         for event in rest:
             self.rules[type(event)](event)
@@ -245,7 +187,8 @@ class ConnectionDriver(asyncio.BufferedProtocol):
         # uvloop's transport has the methods of this class.
         self.transport = cast("asyncio.Transport", transport)
         self.connection = self.owner.connected(self)
-        self._set_limits()
+        high, low = self._settings.high_water, self._settings.low_water
+        self.transport.set_write_buffer_limits(high=high, low=low)
         self.wake()
 
     # ------------------------------------------------------------------ closing
@@ -276,5 +219,4 @@ class ConnectionDriver(asyncio.BufferedProtocol):
     def connection_lost(self, exc: BaseException | None) -> None:
         self.closed = self._lost = True
         self._in_place = False
-        self._unpin_all()
         self.owner.lost(self, exc)

@@ -62,7 +62,7 @@ _LONGEST: Final = 0xFFFF_FFFF
 """Longest timeout in milliseconds that the header can hold: 49 days."""
 _UNSERVED: Final = "method {} is not served"
 """The text with which a peer of release 0.1 reports `NoMethod`, as a `ProtocolError`."""
-_STREAMED: Final = (ev.DataReceived, ev.RawReceived, ev.StreamEnded, ev.StreamReset)
+_STREAMED: Final = (ev.DataReceived, ev.StreamEnded, ev.StreamReset)
 _RECHECK: Final[Seconds] = 0.02
 """Interval at which a retiring link checks whether it may close."""
 
@@ -266,9 +266,8 @@ class PeerLink:
         *,
         window: int | None = None,
         last: bool = False,
-        hold: bool = False,
     ) -> LinkStream:
-        return self._open(self.shell, method, body, sink, window, last, hold)
+        return self._open(self.shell, method, body, sink, window, last)
 
     async def open_bulk_stream(
         self,
@@ -279,14 +278,13 @@ class PeerLink:
         timeout: Seconds,
         window: int | None = None,
         last: bool = False,
-        hold: bool = False,
     ) -> LinkStream:
         shell = self.bulk
         if self.retiring:
             raise LinkLost("the link is closed or closing", sent=False)
         if shell is None or shell.closed:
             shell = await self._wait_bulk(self.now() + timeout)
-        return self._open(shell, method, body, sink, window, last, hold)
+        return self._open(shell, method, body, sink, window, last)
 
     def _open(
         self,
@@ -296,12 +294,11 @@ class PeerLink:
         sink: StreamSink,
         window: int | None,
         last: bool,
-        hold: bool,
     ) -> LinkStream:
         if window is None:
             window = shell.connection.limits.window
         wire = shell.connection.open_stream(method, body, window=window, context=None, last=last)
-        stream = LinkStream(self, shell, wire, sink, hold=hold)
+        stream = LinkStream(self, shell, wire, sink)
         wire.context = stream
         if not shell.due:
             shell.wake()
@@ -411,8 +408,6 @@ class PeerLink:
     def _stream_rules(self, shell: ConnectionDriver) -> Mapping[type, Callable[[Any], None]]:
         return {
             ev.DataReceived: self._on_data,
-            ev.RawReceived: self._on_raw,
-            ev.PayloadBegins: lambda event: self._on_payload(shell, event),
             ev.StreamOpened: lambda event: self._on_opened(shell, event),
             ev.StreamEnded: lambda event: _of(event.stream).on_end(None),
             ev.StreamReset: lambda event: _of(event.stream).on_end(event.error),
@@ -465,7 +460,7 @@ class PeerLink:
             _log.exception("%r: tell of method %d", self, event.method)
 
     def _on_opened(self, shell: ConnectionDriver, event: ev.StreamOpened) -> None:
-        stream = LinkStream(self, shell, event.stream, None, hold=False)
+        stream = LinkStream(self, shell, event.stream, None)
         event.stream.context = stream
         if event.last:
             stream.on_end(None)
@@ -483,26 +478,6 @@ class PeerLink:
             stream.on_data(event.items, event.cost, last=event.last)
         except Exception as error:
             self._sink_failed(stream, error)
-
-    def _on_raw(self, event: ev.RawReceived) -> None:
-        stream = _of(event.stream)
-        try:
-            stream.on_raw(event.meta, event.payload, event.size, last=event.last)
-        except Exception as error:
-            self._sink_failed(stream, error)
-
-    def _on_payload(self, shell: ConnectionDriver, event: ev.PayloadBegins) -> None:
-        stream, destination = _of(event.stream), None
-        try:
-            destination = stream.on_payload(event.meta, event.size)
-            if destination is not None and (
-                destination.readonly or destination.nbytes != event.size
-            ):
-                raise ValueError(f"the sink's memory cannot hold {event.size} bytes")
-        except Exception as error:
-            self._sink_failed(stream, error)
-            destination = None
-        shell.dispatch(shell.connection.place(destination))
 
     def _sink_failed(self, stream: LinkStream, error: Exception) -> None:
         """Handles an exception of a sink: ends its stream only."""

@@ -8,13 +8,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from pdserve.errors import DeadlineExceeded, LinkLost, Overloaded
-from pdserve.wire.flow import cost_of
+from pdserve.errors import DeadlineExceeded, Overloaded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from pdserve.ids import Bytes, Seconds
+    from pdserve.ids import Seconds
     from pdserve.net.base import StreamSink
     from pdserve.net.connection_driver import ConnectionDriver
     from pdserve.net.link import PeerLink
@@ -27,7 +24,7 @@ __all__ = ["LinkStream"]
 class LinkStream:
     """A stream of a link; implements `net.base.Stream` and `net.base.IncomingStream`."""
 
-    __slots__ = ("_ended", "_hold", "_shell", "_sink", "_waiters", "_wire", "link")
+    __slots__ = ("_ended", "_shell", "_sink", "_waiters", "_wire", "link")
 
     def __init__(
         self,
@@ -35,33 +32,26 @@ class LinkStream:
         shell: ConnectionDriver,
         wire: StreamState,
         sink: StreamSink | None,
-        *,
-        hold: bool,
     ) -> None:
         self.link = link
         self._shell = shell
         self._wire = wire
         self._sink = sink
-        self._hold = hold
         # True or the error once the sink gets nothing more.
         self._ended: BaseException | bool = False
         self._waiters: list[asyncio.Future[None]] = []
 
     # ------------------------------------------------------------------ reading
 
-    def accept(self, sink: StreamSink, *, window: int = 0, hold: bool = False) -> None:
+    def accept(self, sink: StreamSink, *, window: int = 0) -> None:
         if self._sink is not None:
             raise RuntimeError("the stream was accepted before")
-        self._sink, self._hold = sink, hold
+        self._sink = sink
         if self._ended:
             sink.on_end(None if self._ended is True else self._ended)
         elif window and not self._shell.connection.grant(self._wire, window):
             self._sink = None
             raise Overloaded("no credit is left for another stream of the peer")
-        self._wake()
-
-    def consumed(self, size: Bytes) -> None:
-        self._shell.connection.consumed(self._wire, cost_of(size))
         self._wake()
 
     def on_data(self, items: list[Buffer], cost: int, *, last: bool) -> None:
@@ -71,22 +61,7 @@ class LinkStream:
                 on_data(body)
                 if self._ended:
                     return  # the sink aborted the stream
-        if not self._hold:
-            self._shell.connection.consumed(self._wire, cost)
-        if last:
-            self.on_end(None)
-
-    def on_payload(self, meta: bytes, size: Bytes) -> memoryview | None:
-        if self._sink is None:
-            return None
-        destination = self._sink.on_payload(meta, size)
-        return None if destination is None else destination.cast("B")
-
-    def on_raw(self, meta: bytes, payload: Buffer, size: Bytes, *, last: bool) -> None:
-        if self._sink is not None:
-            self._sink.on_raw(meta, payload)
-        if not self._hold:
-            self._shell.connection.consumed(self._wire, cost_of(size))
+        self._shell.connection.consumed(self._wire, cost)
         if last:
             self.on_end(None)
 
@@ -117,35 +92,6 @@ class LinkStream:
         deadline = self.link.now() + timeout
         while not self.try_send(body, last=last):
             await self._wait_credit(deadline)
-
-    def try_send_raw(
-        self,
-        meta: bytes,
-        payload: Buffer,
-        on_sent: Callable[[], None] | None = None,
-        *,
-        last: bool = False,
-    ) -> bool:
-        view = memoryview(payload).cast("B")
-        if not self._shell.connection.send_raw(self._wire, meta, view, last=last):
-            return False
-        if on_sent is not None:
-            self._shell.pin(on_sent)
-        self._wake()
-        return True
-
-    async def send_raw(
-        self, meta: bytes, payload: Buffer, *, timeout: Seconds, last: bool = False
-    ) -> None:
-        deadline = self.link.now() + timeout
-        sent = asyncio.get_running_loop().create_future()
-        while not self.try_send_raw(meta, payload, lambda: _settle(sent), last=last):
-            await self._wait_credit(deadline)
-        done, _ = await asyncio.wait({sent}, timeout=max(0.0, deadline - self.link.now()))
-        if not done:
-            raise DeadlineExceeded("the peer did not take the payload in time")
-        if self.link.down is not None:
-            raise LinkLost(f"the link ended: {self.link.down.message}")
 
     def end(self) -> None:
         self._shell.connection.end(self._wire)

@@ -22,10 +22,8 @@ __all__ = [
     "DataReceived",
     "Event",
     "GoingAway",
-    "PayloadBegins",
     "Pong",
     "ProtocolViolated",
-    "RawReceived",
     "RequestCancelled",
     "RequestFailed",
     "RequestsReceived",
@@ -113,29 +111,6 @@ class DataReceived(_Event):
     last: bool
 
 
-class PayloadBegins(_Event):
-    """A large payload follows: call `place` with its destination, or None to drop it. Always the
-    last event of a `receive_*` call.
-    """
-
-    stream: StreamState
-    meta: bytes
-    size: int
-
-
-class RawReceived(_Event):
-    """A raw payload is complete. A large one is in the memory given to `place`; it is empty if it
-    was dropped.
-    """
-
-    stream: StreamState
-    meta: bytes
-    payload: Buffer
-    size: int
-    """Bytes of meta and payload together, also if it was dropped."""
-    last: bool
-
-
 class StreamEnded(_Event):
     """The peer's half of the stream is complete."""
 
@@ -186,8 +161,6 @@ Event = (
     | RequestCancelled
     | StreamOpened
     | DataReceived
-    | PayloadBegins
-    | RawReceived
     | StreamEnded
     | StreamReset
     | StreamUnblocked

@@ -60,7 +60,7 @@ class FrameKind(IntEnum):
     OPEN = 48
     """tag: method, value: credit granted to the other side. `stream` is the sender's slot."""
     DATA = 49
-    """With RAW: value is the length of the meta that precedes the payload."""
+    """One item of a stream."""
     END = 50
     """The sender's half of the stream is complete."""
     RESET = 51
@@ -74,7 +74,7 @@ class FrameFlag(IntFlag):
     """Bits of the flags byte."""
 
     RAW = 0x01
-    """DATA: the body is a msgpack meta followed by bytes that are not msgpack."""
+    """Reserved: no release sends it. A DATA frame with it is a violation."""
     LAST = 0x02
     """OPEN, DATA: the sender's half of the stream ends with this frame."""
     IGNORABLE = 0x80

@@ -25,7 +25,6 @@ __all__ = [
     "IGNORED_BODY",
     "LARGE",
     "MAX_STREAMS",
-    "META",
     "UNKNOWN",
     "Limits",
 ]
@@ -51,8 +50,6 @@ UNKNOWN: Final = -1
 
 IGNORED_BODY: Final[Bytes] = 4096
 """Largest body of an unknown, ignorable frame; it is read whole and dropped."""
-META: Final[Bytes] = 4096
-"""Most bytes of the msgpack part of a raw DATA frame."""
 
 _SMALL: Final[Bytes] = 4096
 _SPARE: Final[Bytes] = 256

@@ -2,10 +2,8 @@
 
 A length is checked against its kind's limit before any of the body is kept, so memory is bounded by
 one frame plus one read. Small frames are slices of the read that contains them. A large body that
-spans several reads is filled in place, directly from the socket if the reader uses `wanted()`.
-
-The owner chooses the destination of a large raw payload: `feed` stops with the frame's meta as the
-last body and `placing` set to the payload's size; `place` continues. Each connection owns one.
+spans several reads is filled in place, directly from the socket if the reader uses `wanted()`. Each
+connection owns one.
 """
 
 from __future__ import annotations
@@ -13,8 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import ProtocolError
-from pdserve.wire.header import HEADER, HEADER_BYTES, FrameFlag, FrameKind
-from pdserve.wire.limits import IGNORED_BODY, LARGE, META, UNKNOWN
+from pdserve.wire.header import HEADER, HEADER_BYTES, FrameFlag
+from pdserve.wire.limits import IGNORED_BODY, LARGE, UNKNOWN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,23 +25,14 @@ __all__ = ["Buffer", "Frame", "FrameParser"]
 Buffer = bytes | bytearray | memoryview
 Frame = tuple["Header", Buffer]
 
-_DATA: Final = int(FrameKind.DATA)
-_RAW: Final = int(FrameFlag.RAW)
 _IGNORABLE: Final = int(FrameFlag.IGNORABLE)
 _unpack_from = HEADER.unpack_from
-
-
-def _is_announced(kind: int, flags: int, length: Bytes, value: int) -> bool:
-    """True if the frame's meta is reported first: its payload is large, or the two lengths
-    disagree.
-    """
-    return kind == _DATA and bool(flags & _RAW) and (length - value >= LARGE or value > length)
 
 
 class FrameParser:
     """Turns bytes into frames, each a `(header, body)`."""
 
-    __slots__ = ("_filled", "_goal", "_header", "_tail", "large", "placing", "single", "table")
+    __slots__ = ("_filled", "_goal", "_header", "_tail", "large", "single", "table")
 
     def __init__(self, table: Sequence[int], *, single: bool = False) -> None:
         """Args: `table` holds each kind's largest body, `UNKNOWN` for kinds that are not
@@ -52,14 +41,12 @@ class FrameParser:
         self.table = table
         self.single = single
         """True: return one frame per `feed`, because the next one may need another table."""
-        self.placing: Bytes = 0
-        """Size of the payload that waits for `place`; 0: none."""
         self._tail = b""
         self._header: Header | None = None
         self._goal: Bytes = 0  # size of the large body
         self._filled: Bytes = 0  # received bytes of it
         self.large: memoryview | None = None
-        """Memory of a large body being received; None: dropped, or there is none."""
+        """Memory of a large body being received; None: there is none."""
 
     @property
     def pending(self) -> Bytes:
@@ -71,8 +58,6 @@ class FrameParser:
         limit and for a kind that is not allowed; after that the stream is unreadable.
         """
         frames: list[Frame] = []
-        if self.placing:
-            raise RuntimeError("feed() before place()")
         if self._goal:
             data = self._fill(data, frames)
             if self._goal:
@@ -90,17 +75,14 @@ class FrameParser:
         last = end - HEADER_BYTES
         while position <= last:
             header = _unpack_from(data, position)
-            length, kind, flags, _, _, value = header
+            length, kind = header[0], header[1]
             if length > table[kind]:
                 self._check_unknown(header)
             start = position + HEADER_BYTES
             stop = start + length
-            if flags and _is_announced(kind, flags, length, value):
-                position = self._begin_raw(header, data, start, frames)
-                break
             if stop > end:
                 if length >= LARGE:
-                    self._begin(header, length, memoryview(bytearray(length)))
+                    self._begin(header, length)
                     self._fill(data[start:], frames)
                     position = end
                 break
@@ -125,8 +107,9 @@ class FrameParser:
 
     # ------------------------------------------------------------------ large bodies
 
-    def _begin(self, header: Header, goal: Bytes, destination: memoryview | None) -> None:
-        self._header, self._goal, self._filled, self.large = header, goal, 0, destination
+    def _begin(self, header: Header, goal: Bytes) -> None:
+        self._header, self._goal, self._filled = header, goal, 0
+        self.large = memoryview(bytearray(goal))
 
     def _fill(self, data: bytes, frames: list[Frame]) -> bytes:
         """Copies `data` into the large body; returns the bytes behind the body."""
@@ -143,42 +126,14 @@ class FrameParser:
         return self.large[self._filled :]
 
     def drop(self) -> None:
-        """Releases the memory of a body being received; the rest of the body is dropped."""
+        """Releases the memory of a body being received: no more bytes will come."""
         self.large = None
 
     def filled(self, count: Bytes) -> list[Frame]:
         """Notes `count` bytes received into `wanted()`; returns the frame if that completed it."""
         self._filled += count
-        if self._filled < self._goal or self._header is None:
+        if self._filled < self._goal or self._header is None or self.large is None:
             return []
-        frame: Frame = (self._header, b"" if self.large is None else self.large)
+        frame: Frame = (self._header, self.large)
         self._header, self._goal, self._filled, self.large = None, 0, 0, None
         return [frame]
-
-    # ------------------------------------------------------------------ raw payloads
-
-    def _begin_raw(self, header: Header, data: bytes, start: int, frames: list[Frame]) -> int:
-        """Reports the payload's meta, if it has arrived; returns where the tail begins."""
-        length, meta_bytes = header[0], header[5]
-        if meta_bytes > min(length, META):
-            raise ProtocolError(f"a raw frame of {length} bytes has a meta of {meta_bytes} bytes")
-        stop = start + meta_bytes
-        if stop > len(data):
-            return start - HEADER_BYTES
-        self._header = header
-        self.placing = length - meta_bytes
-        frames.append((header, data[start:stop]))
-        return stop
-
-    def place(self, destination: memoryview | None) -> list[Frame]:
-        """Sets where the awaited payload goes (None drops it) and continues like `feed`. The
-        payload's frame has `destination` as its body, or an empty one if dropped.
-        """
-        if not self.placing or self._header is None:
-            raise RuntimeError("place() without a payload that waits")
-        if destination is not None and destination.nbytes != self.placing:
-            raise ValueError(f"the payload has {self.placing} bytes")
-        goal, self.placing = self.placing, 0
-        self._begin(self._header, goal, destination)
-        tail, self._tail = self._tail, b""
-        return self.feed(tail)

@@ -1,8 +1,8 @@
 """The protocol of one connection between nodes, sans-I/O: bytes and method calls in, events out.
 
-    receive_data, receive_eof, receive_buffer + received, place     take bytes; return events
-    send_*, respond, fail, grant, abort, accept, refuse ...         only queue frames
-    data_to_send                                                    returns the bytes to write
+    receive_data, receive_eof, receive_buffer + received      take bytes; return events
+    send_*, respond, fail, grant, abort, accept, refuse ...   only queue frames
+    data_to_send                                              returns the bytes to write
 
     state     may receive                    goes on to
     GREETING  CHALLENGE | HELLO              PROVING
@@ -56,7 +56,6 @@ from pdserve.wire.limits import (
     HANDSHAKE_FRAMES,
     HANDSHAKE_TABLE,
     LARGE,
-    META,
     Limits,
 )
 from pdserve.wire.parser import FrameParser
@@ -156,8 +155,6 @@ class Connection:
         """Bytes of the bodies of the peer's unanswered requests."""
         self._streams: dict[int, StreamState] = {}
         self._own_streams = 0
-        # The stream and meta of the raw payload that is being received in place.
-        self._payload: tuple[StreamState, bytes] | None = None
 
         self._handshake = handshake
         self._greetings = 0
@@ -338,7 +335,7 @@ class Connection:
     # ------------------------------------------------------------------ receiving
 
     def receive_data(self, data: bytes) -> list[ev.Event]:
-        """The events that `data` completes. After `PayloadBegins`, call `place` first."""
+        """The events that `data` completes."""
         events: list[ev.Event] = []
         try:
             if self.state is ConnectionState.OPEN:
@@ -377,25 +374,12 @@ class Connection:
             text = "the peer ended the connection during the handshake"
             tls = "; does it use TLS, and this node not?" * (self.dialled and not self._greetings)
             error = HandshakeRefused(text + tls)
-        elif self._parser.pending or self._payload:
+        elif self._parser.pending:
             error = LinkLost("the connection ended inside a frame")
         else:
             error = LinkLost("the peer ended the connection")
         self._end()
         return [ev.ProtocolViolated(error)]
-
-    def place(self, destination: memoryview | None) -> list[ev.Event]:
-        """Sets where the payload of the last `PayloadBegins` goes: writable bytes of its size; None
-        drops it. The memory is written to until the `RawReceived` event, `abort` of the stream,
-        or the end of the connection, whichever comes first.
-        """
-        events: list[ev.Event] = []
-        if self.state is ConnectionState.OPEN:
-            try:
-                self._on_frames(self._parser.place(destination), events)
-            except PdserveError as error:
-                self._violate(error, events)
-        return events
 
     def _violate(self, error: PdserveError | HandshakeRefusal, events: list[ev.Event]) -> None:
         """Ends the connection for a violation; an unauthenticated peer gets only a fixed text."""
@@ -425,7 +409,6 @@ class Connection:
         """Turns frames into events; the most frequent kinds come first."""
         if self.queued - self.taken > self.limits.unsent_hard:
             raise ProtocolError(f"the peer leaves {self.unsent} bytes unread")
-        announced = frames.pop() if self._parser.placing else None
         calls, asked, free, ids_end = self.calls, self._asked, self._free, self._slots.end
         streams, dialled, bodies = self._streams, self.dialled, self._bodies
         # Runs that the next frame may extend; `data` holds the items of stream `current`.
@@ -482,8 +465,6 @@ class Connection:
                 rule = self._rules.get(kind)
                 if rule is not None:
                     rule((length, kind, flags, tag, stream_id, value), body, events)
-        if announced is not None:
-            self._on_payload(announced, events)
 
     # ------------------------------------------------------------------ pings, GOAWAY, counts
 
@@ -753,28 +734,6 @@ class Connection:
             self._sent_last(stream)
         return True
 
-    def send_raw(
-        self, stream: StreamState, meta: bytes, payload: Buffer, *, last: bool = False
-    ) -> bool:
-        """Sends raw bytes like `send_data`; `meta` is a msgpack body of at most 4 KiB. The payload
-        is not copied: it must not change before `data_to_send`'s buffers are written.
-        """
-        length = len(meta) + len(payload)
-        self._check_half(stream, length)
-        if len(meta) > META:
-            raise PayloadTooLarge(f"a meta of {len(meta)} bytes; the limit is {META}")
-        if stream.credit <= 0:
-            return False
-        stream.credit -= cost_of(length)
-        flags = _RAW | (_LAST if last else 0)
-        self._out.append(_pack(length, _DATA, flags, 0, stream.id, len(meta)))
-        self.queued += HEADER_BYTES
-        self._append(meta)
-        self._append(payload)
-        if last:
-            self._sent_last(stream)
-        return True
-
     def end(self, stream: StreamState) -> None:
         """Completes our half of a stream; does nothing if it has ended."""
         if stream.sending and self.state is ConnectionState.OPEN:
@@ -784,8 +743,6 @@ class Connection:
         """Ends a stream in both directions: no event of it will come."""
         if stream.listening:
             stream.listening = False
-            if self._payload is not None and self._payload[0] is stream:
-                self._parser.drop()
             if not stream.receiving:
                 self.budget.give(stream.reclaim(stream.window))
         if self.state is not ConnectionState.OPEN:
@@ -861,37 +818,12 @@ class Connection:
     def _on_data(self, header: Header, body: Buffer, events: list[ev.Event]) -> None:
         last = bool(header[2] & _LAST)
         if header[2] & _RAW:
-            stream = self._on_raw(header, body, last, events)
-        else:
-            stream = self._spend(header)
-            if stream.listening:
-                events.append(ev.DataReceived(stream, [body], cost_of(len(body)), last))
+            raise ProtocolError("a raw payload, which no release sends")
+        stream = self._spend(header)
+        if stream.listening:
+            events.append(ev.DataReceived(stream, [body], cost_of(len(body)), last))
         if last:
             self._end_receiving(stream)
-
-    def _on_raw(
-        self, header: Header, body: Buffer, last: bool, events: list[ev.Event]
-    ) -> StreamState:
-        """Handles a raw frame in one piece, or the payload of an announced one."""
-        if self._payload is not None:
-            (stream, meta), self._payload = self._payload, None
-            payload = body
-        else:
-            stream = self._spend(header)
-            meta, payload = bytes(body[: header[5]]), body[header[5] :]
-        if stream.listening:
-            events.append(ev.RawReceived(stream, meta, payload, header[0], last))
-        return stream
-
-    def _on_payload(self, frame: Frame, events: list[ev.Event]) -> None:
-        """Handles an announced large payload; drops it if this side has aborted the stream."""
-        header, meta = frame
-        stream = self._spend(header)
-        self._payload = (stream, bytes(meta))
-        if stream.listening:
-            events.append(ev.PayloadBegins(stream, bytes(meta), self._parser.placing))
-        else:
-            self._on_frames(self._parser.place(None), events)
 
     def _on_end(self, header: Header, body: Buffer, events: list[ev.Event]) -> None:
         stream = self._receiving(header)

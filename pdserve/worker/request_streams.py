@@ -36,7 +36,6 @@ from pdserve.messages.worker_stream import (
     WorkerMigrationHint,
     split_message,
 )
-from pdserve.net.base import MessageSink
 from pdserve.runtime.peers.handlers import accepts
 from pdserve.wire.codec import decoder, encode
 
@@ -258,7 +257,7 @@ class _Request:
         self.channel.end(self)
 
 
-class _FrontendStream(MessageSink):
+class _FrontendStream:
     """One frontend's stream. Implements `net.base.StreamSink`."""
 
     def __init__(self, owner: RequestStreams, stream: IncomingStream) -> None:

@@ -106,12 +106,6 @@ class _Channel:
     def _ask(self, moving: WorkerMigrationHint) -> None:
         self.calls[moving.number].moving.append(moving.reason)
 
-    def on_payload(self, meta: bytes, size: int) -> memoryview | None:
-        return None
-
-    def on_raw(self, meta: bytes, payload: Buffer) -> None:
-        """Nothing travels raw here."""
-
     def on_end(self, error: BaseException | None) -> None:
         self.ended = error or True
         for call in self.calls.values():

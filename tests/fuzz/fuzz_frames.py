@@ -55,7 +55,7 @@ def fuzz(data: bytes) -> None:
 
 
 def received(victim: Connection, piece: bytes) -> list[ev.Event]:
-    """Give it one read, in place as far as it wants that, and every payload its place."""
+    """Give it one read, in place as far as it wants that."""
     events: list[ev.Event] = []
     wanted = victim.receive_buffer()
     if wanted is not None:
@@ -63,20 +63,9 @@ def received(victim: Connection, piece: bytes) -> list[ev.Event]:
         wanted[:count] = piece[:count]
         events += victim.received(count)
         piece = piece[count:]
-        placed(victim, events)
     if piece:
         events += victim.receive_data(piece)
-        placed(victim, events)
     return events
-
-
-def placed(victim: Connection, events: list[ev.Event]) -> None:
-    """No payload waits for its place any more."""
-    while events and isinstance(last := events[-1], ev.PayloadBegins):
-        events.pop()
-        assert 0 < last.size <= LIMITS.body
-        drop = last.size % 7 == 0
-        events += victim.place(None if drop else memoryview(bytearray(last.size)))
 
 
 def react(victim: Connection, event: ev.Event) -> bool:

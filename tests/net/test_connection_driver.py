@@ -1,4 +1,4 @@
-"""One write per turn of the loop, payloads uncopied and pinned until the transport is done."""
+"""One write per turn of the loop, large bodies neither copied nor joined."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdserve.net.settings import NetSettings
 from pdserve.net.timers import Timers
 from pdserve.wire import events as ev
 from pdserve.wire.limits import LARGE, Limits
-from tests.wire.support import pair, place_all
+from tests.wire.support import pair
 
 if TYPE_CHECKING:
     from pdserve.wire.protocol import Connection
@@ -175,7 +175,7 @@ async def test_much_at_once_is_handed_over_in_turns() -> None:
         await asyncio.sleep(0)
     assert len(transport.writes) == 5
     received = b"".join(bytes(b) for write in transport.writes for b in write)
-    assert [event.method for event in place_all(a, a.receive_data(received))] == list(range(5))
+    assert [event.method for event in a.receive_data(received)] == list(range(5))
 
 
 # ---------------------------------------------------------------------- a full transport
@@ -202,81 +202,6 @@ async def test_a_full_transport_is_left_alone_until_it_asks_for_more() -> None:
     assert d.unsent == 0
 
 
-# ---------------------------------------------------------------------- pinned memory
-
-
-async def test_memory_is_released_at_once_if_the_socket_took_everything() -> None:
-    shell, d, _ = shell_over(FakeTransport())
-    released: list[int] = []
-    d.send_tell(1, bytes(LARGE))
-    shell.pin(lambda: released.append(1))
-    shell.wake()
-    assert released == []
-    await turn()
-    assert released == [1]
-
-
-async def test_memory_stays_pinned_until_the_transport_has_drained_past_it() -> None:
-    transport = FakeTransport(room=LARGE)
-    shell, d, _ = shell_over(transport)
-    await turn()
-    released: list[int] = []
-    for number in range(3):
-        d.send_tell(number, bytes(LARGE))
-        shell.pin(lambda number=number: released.append(number))  # type: ignore[misc]
-    shell.wake()
-    await turn()
-    assert released == []
-    assert transport.limits == (0, 1), "the transport is to report when it is empty"
-    d.send_tell(9, b"small")
-    shell.wake()
-    await turn()
-    transport.drain(LARGE)
-    assert released == [], "no report yet, so nothing is known"
-    transport.drain(1 << 20)
-    await turn()
-    assert released == [0, 1, 2]
-    assert transport.limits == (SETTINGS.low_water, SETTINGS.high_water)
-    assert d.unsent == 0
-
-
-async def test_pins_behind_the_write_are_not_released_with_it() -> None:
-    """What is queued after a flush is not on its way, however empty the transport is."""
-    transport = FakeTransport(room=0)
-    shell, d, _ = shell_over(transport)
-    released: list[str] = []
-    d.send_tell(1, bytes(2 * SETTINGS.high_water))
-    shell.pin(lambda: released.append("first"))
-    shell.wake()
-    await turn()
-    d.send_tell(2, bytes(LARGE))
-    shell.pin(lambda: released.append("second"))
-    transport.room = 0
-    transport.drain(1 << 30)  # empty; resuming hands over the second, which stays in the buffer
-    assert released == ["first"]
-    transport.drain(1 << 30)
-    assert released == ["first", "second"]
-
-
-async def test_under_encryption_only_an_empty_buffer_counts() -> None:
-    transport = FakeTransport(room=0)
-    transport.encrypted = True
-    shell, d, _ = shell_over(transport)
-    released: list[int] = []
-    d.send_tell(1, bytes(LARGE))
-    shell.pin(lambda: released.append(1))
-    shell.wake()
-    await turn()
-    transport.buffered = 5  # whatever of the encrypted bytes is left, ours may still be read
-    shell.wake()
-    d.send_tell(1, b"")
-    await turn()
-    assert released == []
-    transport.drain(1 << 20)
-    await turn()
-    assert released == [1]
-
-
 async def test_nothing_is_written_to_a_transport_that_has_ended() -> None:
     """It may have ended by itself, and say so only in a later turn."""
     transport = FakeTransport()
@@ -298,45 +223,23 @@ async def test_a_transport_that_was_closed_without_a_word_is_noticed_by_a_write(
             raise RuntimeError("unable to perform operation: the handler is closed")
 
     shell, d, _ = shell_over(Gone())
-    released: list[bool] = []
     d.send_tell(1, b"too late")
-    shell.pin(lambda: released.append(True))
     shell.flush()
     assert shell.closed
-    assert released == [True]
     shell.wake()
     await turn()
-
-
-async def test_a_lost_connection_releases_everything() -> None:
-    shell, d, _ = shell_over(FakeTransport(room=0))
-    released: list[int] = []
-    d.send_tell(1, bytes(LARGE))
-    shell.pin(lambda: released.append(1))
-    shell.connection_lost(ConnectionResetError("gone"))
-    assert released == [1]
-    assert isinstance(shell.owner, Owner)
-    assert [type(error) for error in shell.owner.losses] == [ConnectionResetError]
 
 
 # ---------------------------------------------------------------------- reading
 
 
-async def test_a_large_payload_is_received_in_place_and_the_next_read_is_short() -> None:
-    shell, d, a = shell_over(FakeTransport())
-    memory = bytearray(4 * LARGE)
-    got: list[ev.RawReceived] = []
-    shell.rules = {
-        ev.StreamOpened: lambda event: d.grant(event.stream, 1 << 20),
-        ev.PayloadBegins: lambda _: shell.dispatch(d.place(memoryview(memory))),
-        ev.RawReceived: got.append,
-        ev.StreamUnblocked: lambda _: None,
-    }
-    stream = a.open_stream(1, b"", window=0, context=None)
-    d_events = d.receive_data(b"".join(a.data_to_send()))
-    shell.dispatch(d_events)
-    a.receive_data(b"".join(d.data_to_send()))
-    a.send_raw(stream, b"meta", b"p" * len(memory))
+async def test_a_large_body_is_received_in_place() -> None:
+    shell, _, a = shell_over(FakeTransport())
+    told: list[ev.TellReceived] = []
+    shell.rules = {ev.TellReceived: told.append}
+    body = bytes(range(256)) * (LARGE // 64)
+    a.send_tell(1, body)
+    a.send_tell(2, b"next")
     data = b"".join(a.data_to_send())
     reads = []
     while data:
@@ -346,50 +249,30 @@ async def test_a_large_payload_is_received_in_place_and_the_next_read_is_short()
         buffer[:size] = data[:size]
         shell.buffer_updated(size)
         data = data[size:]
-    assert memory == b"p" * len(memory)
-    assert len(got) == 1
+    assert [(event.method, event.body) for event in told] == [(1, body), (2, b"next")]
     assert reads[0] == SETTINGS.read_size
-    assert reads[1] == len(memory) - (30_000 - 16 - 4), "straight into the memory"
-    assert len(shell.get_buffer(-1)) == 4096
-    shell.get_buffer(-1)[:4096] = b"".join(_ping() for _ in range(256))
-    shell.buffer_updated(4096)
-    assert len(shell.get_buffer(-1)) == SETTINGS.read_size, "a full short read was not the end"
+    assert reads[1] == len(body) - (30_000 - 16), "straight into the body"
+    assert len(shell.get_buffer(-1)) == SETTINGS.read_size
 
 
 async def test_a_read_that_came_to_nothing_leaves_no_trace() -> None:
-    """Readiness may be spurious: a buffer is offered, nothing comes, and then the payload has no
-    reader any more."""
+    """Readiness may be spurious: a buffer is offered, nothing comes, and the connection ends."""
     shell, d, a = shell_over(FakeTransport())
-    opened: list[ev.StreamOpened] = []
-    memory = bytearray(4 * LARGE)
-    shell.rules = {
-        ev.StreamOpened: opened.append,
-        ev.PayloadBegins: lambda _: shell.dispatch(d.place(memoryview(memory))),
-    }
-    stream = a.open_stream(1, b"", window=0, context=None)
-    shell.dispatch(d.receive_data(b"".join(a.data_to_send())))
-    d.grant(opened[0].stream, 1 << 20)
-    a.receive_data(b"".join(d.data_to_send()))
-    a.send_raw(stream, b"", bytes(len(memory)))
-    a.send_ping(7)
-    data = b"".join(a.data_to_send())
-    _read(shell, data[:1000])
-    assert len(shell.get_buffer(-1)) == len(memory) - (1000 - 16), "straight into the memory"
-    d.abort(opened[0].stream, ValueError("no reader"))
-    _read(shell, data[1000:])
-    assert a.receive_data(b"".join(d.data_to_send()))[-1] == ev.Pong(7), "read to its end"
+    ended: list[ev.ProtocolViolated] = []
+    shell.rules = {ev.ProtocolViolated: ended.append}
+    a.send_tell(1, bytes(4 * LARGE))
+    _read(shell, b"".join(a.data_to_send())[:1000])
+    assert len(shell.get_buffer(-1)) == 4 * LARGE - (1000 - 16), "straight into the body"
+    shell.dispatch(d.receive_eof())
+    assert len(ended) == 1
+    _read(shell, b"more")
+    assert len(ended) == 1
 
 
 def _read(shell: ConnectionDriver, data: bytes) -> None:
     """Bytes that come by one read."""
     shell.get_buffer(-1)[: len(data)] = data
     shell.buffer_updated(len(data))
-
-
-def _ping() -> bytes:
-    _, a = pair()
-    a.send_ping(1)
-    return b"".join(a.data_to_send())
 
 
 # ---------------------------------------------------------------------- the end

@@ -53,8 +53,8 @@ from tests.support.net_support import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from pdserve.ids import Bytes, Seconds
-    from pdserve.net.base import ByteNetwork
+    from pdserve.ids import Seconds
+    from pdserve.net.base import ByteNetwork, IncomingStream
     from pdserve.net.endpoint import Endpoint
     from pdserve.net.link import PeerLink
 
@@ -568,25 +568,20 @@ class LinkConformance(_Place):
 
     async def test_a_slow_reader_stops_its_sender_and_nobody_else(self) -> None:
         async with self.pair() as pair:
-            pair.handler_b.hold, pair.handler_b.window = True, 8192
+            waiting: list[IncomingStream] = []
+            pair.handler_b.on_stream_hook = lambda stream, *_: waiting.append(stream)
             slow = pair.link.open_stream(5, b"", RecordingStreamSink(), window=0)
-            await pair.handler_b.until(lambda handler: bool(handler.streams))
-            await _eventually(lambda: slow.sendable)
-            while slow.try_send(bytes(1000)):
-                pass
-            with pytest.raises(DeadlineExceeded):
-                await slow.send(bytes(1000), timeout=0.1)
-            incoming, sink = pair.handler_b.streams[0]
-            held = len(sink.items)
-            assert 5 <= held <= 9
+            await _eventually(lambda: bool(waiting))
             assert not slow.sendable
             assert not slow.try_send(b"")
+            with pytest.raises(DeadlineExceeded):
+                await slow.send(b"no credit", timeout=0.1)
             assert (await pair.link.request(ECHO, Echo(b"x"), timeout=PATIENCE)).payload == b"x"
-            for item in sink.items:
-                incoming.consumed(len(item))
-            await slow.send(b"again", timeout=PATIENCE, last=True)
+            sink = RecordingStreamSink()
+            waiting[0].accept(sink, window=8192)
+            await slow.send(b"now", timeout=PATIENCE, last=True)
             await sink.end(PATIENCE)
-            assert sink.items[held:] == [b"again"]
+            assert sink.items == [b"now"]
 
     async def test_without_credit_left_for_the_peer_a_stream_is_refused(self) -> None:
         async with self.pair(budget=10_000, window=8192, least_window=4096) as pair:
@@ -649,68 +644,7 @@ class LinkConformance(_Place):
             with pytest.raises(LinkLost):
                 await stream.send(b"", timeout=PATIENCE)
 
-    # ------------------------------------------------------------------ raw payloads and bulk
-
-    async def test_payload_memory_can_be_reused_as_soon_as_it_is_reported(self) -> None:
-        size = 1 << 20
-        memory = bytearray(size)
-        numbers = random.Random(5)
-        sent: list[bytes] = []
-        async with self.pair() as pair:
-            pair.handler_b.window = 4 * size
-            stream = await pair.link.open_bulk_stream(
-                5, b"", RecordingStreamSink(), timeout=PATIENCE
-            )
-            for number in range(8):
-                sent.append(numbers.randbytes(size))
-                memory[:] = sent[-1]
-                await stream.send_raw(encode(number), memory, timeout=PATIENCE)
-                memory[:] = bytes(size)  # at once: nobody may still be reading it
-            stream.end()
-            sink = pair.handler_b.streams[0][1]
-            await sink.end(PATIENCE)
-            assert [meta for meta, _ in sink.raw] == [encode(number) for number in range(8)]
-            assert [payload for _, payload in sink.raw] == sent
-
-    async def test_payloads_land_where_the_reader_says(self) -> None:
-        size = 300_000
-        block = bytearray(2 * size)
-        places: list[tuple[bytes, Bytes]] = []
-
-        def place(meta: bytes, wanted: Bytes) -> memoryview | None:
-            places.append((meta, wanted))
-            return {b"\x00": memoryview(block)[:size], b"\x01": None}.get(
-                meta, memoryview(block)[size:]
-            )
-
-        async with self.pair() as pair:
-            sink = RecordingStreamSink(place)
-            pair.handler_b.on_stream_hook = lambda stream, *_: stream.accept(sink, window=1 << 20)
-            stream = pair.link.open_stream(5, b"", RecordingStreamSink(), window=0)
-            payloads = [random.Random(i).randbytes(size) for i in range(3)]
-            for number, payload in enumerate(payloads):
-                await stream.send_raw(encode(number), payload, timeout=PATIENCE)
-            await stream.send_raw(b"\x09", b"small", timeout=PATIENCE, last=True)
-            await sink.end(PATIENCE)
-            assert places == [(encode(number), size) for number in range(3)]
-            assert bytes(block) == payloads[0] + payloads[2]
-            assert [payload for _, payload in sink.raw] == [
-                payloads[0],
-                b"",
-                payloads[2],
-                b"small",
-            ]
-
-    async def test_memory_of_the_wrong_size_fails_its_stream_alone(self) -> None:
-        async with self.pair() as pair:
-            sink = RecordingStreamSink(lambda meta, size: memoryview(bytearray(size - 1)))
-            pair.handler_b.on_stream_hook = lambda stream, *_: stream.accept(sink, window=1 << 20)
-            ours = RecordingStreamSink()
-            stream = pair.link.open_stream(5, b"", ours)
-            await stream.send_raw(b"", bytes(100_000), timeout=PATIENCE)
-            assert isinstance(await ours.end(PATIENCE), PdserveError)
-            assert sink.raw == []
-            assert (await pair.link.request(ECHO, Echo(b"x"), timeout=PATIENCE)).payload == b"x"
+    # ------------------------------------------------------------------ bulk
 
     async def test_both_sides_can_open_bulk_streams(self) -> None:
         async with self.pair() as pair:
@@ -723,15 +657,14 @@ class LinkConformance(_Place):
             assert pair.back.stats().bulk
             assert pair.a.connections == 2
             for stream in streams:
-                await stream.send_raw(b"", bytes(200_000), timeout=PATIENCE, last=True)
+                await stream.send(bytes(200_000), timeout=PATIENCE, last=True)
             for handler in (pair.handler_a, pair.handler_b):
                 await handler.until(lambda handler: bool(handler.streams))
                 await handler.streams[0][1].end(PATIENCE)
-                assert handler.streams[0][1].raw == [(b"", bytes(200_000))]
+                assert handler.streams[0][1].items == [bytes(200_000)]
 
     async def test_requests_do_not_wait_for_bulk(self) -> None:
         async with self.pair() as pair:
-            pair.handler_b.hold = True
             pair.handler_b.window = 64 << 20
             stream = await pair.link.open_bulk_stream(
                 5, b"", RecordingStreamSink(), timeout=PATIENCE
@@ -741,7 +674,7 @@ class LinkConformance(_Place):
             pair.back.bulk.transport.pause_reading()
             reused = bytes(1 << 20)
             while stream.sendable:
-                stream.try_send_raw(b"", reused)
+                stream.try_send(reused)
             await _eventually(lambda: pair.link.bulk is not None and pair.link.bulk.full)
             answer = await pair.link.request(ECHO, Echo(b"x"), timeout=PATIENCE)
             assert answer.payload == b"x"

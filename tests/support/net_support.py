@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.errors import PdserveError
-    from pdserve.ids import Bytes, Epoch, Seconds
+    from pdserve.ids import Epoch, Seconds
     from pdserve.net.base import ByteNetwork, IncomingCall, IncomingStream, Link, LinkDownReason
     from pdserve.net.settings import NetSettings
     from pdserve.wire.parser import Buffer
@@ -52,25 +52,14 @@ REFUSE = Method(3, "refuse", Echo, Echo)
 class RecordingStreamSink:
     """Records everything on a stream, and lets a test wait for it."""
 
-    def __init__(self, place: Callable[[bytes, Bytes], memoryview | None] | None = None) -> None:
+    def __init__(self) -> None:
         self.items: list[bytes] = []
-        self.raw: list[tuple[bytes, bytes]] = []
         self.ends: list[BaseException | None] = []
         self.unblocked = 0
-        self._place = place
         self._changed = asyncio.Event()
 
     def on_data(self, body: Buffer) -> None:
         self.items.append(bytes(body))
-        self._changed.set()
-
-    def on_payload(self, meta: bytes, size: Bytes) -> memoryview | None:
-        if self._place is None:
-            return memoryview(bytearray(size))
-        return self._place(meta, size)
-
-    def on_raw(self, meta: bytes, payload: Buffer) -> None:
-        self.raw.append((meta, bytes(payload)))
         self._changed.set()
 
     def on_end(self, error: BaseException | None) -> None:
@@ -108,7 +97,6 @@ class RecordingHandler:
         self.refusal: PdserveError | Exception = ValueError("no reason was set")
         self.streams: list[tuple[IncomingStream, RecordingStreamSink]] = []
         self.window = 64 * 1024
-        self.hold = False
         self.on_stream_hook: Callable[[IncomingStream, int, Buffer], None] | None = None
         self._changed = asyncio.Event()
 
@@ -144,7 +132,7 @@ class RecordingHandler:
             self.on_stream_hook(stream, method, body)
             return
         sink = RecordingStreamSink()
-        stream.accept(sink, window=self.window, hold=self.hold)
+        stream.accept(sink, window=self.window)
         self.streams.append((stream, sink))
 
     async def until(self, met: Callable[[RecordingHandler], bool], timeout: Seconds = 10.0) -> None:

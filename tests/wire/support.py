@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pdserve.ids import NodeId
-from pdserve.wire import events as ev
 from pdserve.wire.handshake import AcceptorHandshake, DialerHandshake, Identity, Versions
 from pdserve.wire.limits import Limits
 from pdserve.wire.protocol import Connection, ConnectionState
@@ -15,8 +14,8 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterable
 
+    from pdserve.wire import events as ev
     from pdserve.wire.flow import BodyBudget
-    from pdserve.wire.parser import Frame, FrameParser
 
 KEY = b"k" * 32
 OTHER_KEY = b"o" * 32
@@ -90,20 +89,8 @@ def pair(limits: Limits | None = None, acceptors: Limits | None = None) -> tuple
 
 
 def move(source: Connection, target: Connection) -> list[Any]:
-    """Carry what `source` has to say; payloads are placed in fresh memory."""
-    return place_all(target, target.receive_data(taken(source)))
-
-
-def place_all(target: Connection, events: list[ev.Event]) -> list[Any]:
-    """Answer every `PayloadBegins` with fresh memory; returns the other events."""
-    found: list[Any] = []
-    while events:
-        *before, last = events
-        found += before
-        if not isinstance(last, ev.PayloadBegins):
-            return [*found, last]
-        events = target.place(memoryview(bytearray(last.size)))
-    return found
+    """Carry what `source` has to say; returns what `target` reports."""
+    return target.receive_data(taken(source))
 
 
 def only(events: Iterable[object], kind: type[E]) -> E:
@@ -128,29 +115,3 @@ def splits(data: bytes, numbers: random.Random) -> list[bytes]:
         pieces.append(data[position : position + size])
         position += size
     return pieces
-
-
-class Reading:
-    """Feeds a parser; payloads are placed in fresh memory and put back behind their meta."""
-
-    def __init__(self, parser: FrameParser) -> None:
-        self.parser = parser
-        self._meta: bytes | None = None
-
-    def feed(self, piece: bytes) -> list[tuple[tuple[int, ...], bytes]]:
-        """The whole frames that `piece` completes."""
-        found: list[tuple[tuple[int, ...], bytes]] = []
-        frames = self.parser.feed(piece)
-        while self.parser.placing:
-            _, meta = frames.pop()
-            found += self._whole(frames)
-            self._meta = bytes(meta)
-            frames = self.parser.place(memoryview(bytearray(self.parser.placing)))
-        return found + self._whole(frames)
-
-    def _whole(self, frames: list[Frame]) -> list[tuple[tuple[int, ...], bytes]]:
-        whole: list[tuple[tuple[int, ...], bytes]] = []
-        for header, body in frames:
-            whole.append((header, (self._meta or b"") + bytes(body)))
-            self._meta = None
-        return whole

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from pdserve.errors import ProtocolError
 from pdserve.wire.header import HEADER, HEADER_BYTES, FrameFlag, FrameKind
-from pdserve.wire.limits import IGNORED_BODY, LARGE, META, Limits
+from pdserve.wire.limits import IGNORED_BODY, LARGE, Limits
 from pdserve.wire.parser import FrameParser
-from tests.wire.support import Reading, splits
+from tests.wire.support import splits
 
 TABLE = Limits().table()
 
@@ -21,10 +21,6 @@ def frame(
     kind: int, body: bytes = b"", *, flags: int = 0, stream: int = 0, value: int = 0
 ) -> bytes:
     return HEADER.pack(len(body), kind, flags, 0, stream, value) + body
-
-
-def raw(meta: bytes, payload: bytes) -> bytes:
-    return frame(FrameKind.DATA, meta + payload, flags=FrameFlag.RAW, value=len(meta))
 
 
 frames = st.one_of(
@@ -37,12 +33,6 @@ frames = st.one_of(
         st.integers(0, 9),
         st.integers(LARGE - 2, 3 * LARGE),
     ),
-    st.builds(
-        lambda meta, seed, size: raw(meta, random.Random(seed).randbytes(size)),
-        st.binary(max_size=50),
-        st.integers(0, 9),
-        st.sampled_from((0, 1, LARGE - 1, LARGE, 2 * LARGE + 7)),
-    ),
 )
 
 
@@ -52,20 +42,19 @@ def expected(data: list[bytes]) -> list[tuple[tuple[int, ...], bytes]]:
 
 @given(st.lists(frames, max_size=6), st.integers(0, 1 << 32))
 def test_any_split_gives_the_same_frames(data, seed) -> None:
-    reading = Reading(FrameParser(TABLE))
+    parser = FrameParser(TABLE)
     found = []
     for piece in splits(b"".join(data), random.Random(seed)):
-        found += reading.feed(piece)
+        found += parser.feed(piece)
     assert found == expected(data)
-    assert reading.parser.pending == 0
+    assert parser.pending == 0
 
 
 @given(st.lists(frames, min_size=1, max_size=4), st.data())
 def test_a_truncated_stream_never_yields_the_frame_that_is_cut(data, draw) -> None:
     whole = b"".join(data)
     cut = draw.draw(st.integers(0, len(whole) - 1))
-    reading = Reading(FrameParser(TABLE))
-    found = reading.feed(whole[:cut])
+    found = FrameParser(TABLE).feed(whole[:cut])
     assert found == expected(data)[: len(found)]
     assert sum(HEADER_BYTES + len(body) for _, body in found) <= cut
 
@@ -87,49 +76,6 @@ def test_a_large_body_can_be_received_in_place() -> None:
     assert received == body
 
 
-def test_a_payload_lands_where_it_is_placed_and_what_follows_is_read_on() -> None:
-    payload = random.Random(2).randbytes(LARGE)
-    parser = FrameParser(TABLE)
-    found = parser.feed(
-        frame(FrameKind.END) + raw(b"meta", payload) + frame(FrameKind.PING, value=7)
-    )
-    assert [bytes(body) for _, body in found] == [b"", b"meta"]
-    assert parser.placing == LARGE
-    with pytest.raises(RuntimeError):
-        parser.feed(b"more")
-    with pytest.raises(ValueError, match="has 16384 bytes"):
-        parser.place(memoryview(bytearray(LARGE - 1)))
-    memory = bytearray(LARGE)
-    (_, placed), (ping, _) = parser.place(memoryview(memory))
-    assert memory == payload
-    assert placed == payload
-    assert ping[5] == 7
-    with pytest.raises(RuntimeError):
-        parser.place(None)
-
-
-def test_a_dropped_payload_costs_no_memory() -> None:
-    parser = FrameParser(TABLE)
-    parser.feed(raw(b"meta", bytes(3 * LARGE))[:-10])
-    assert parser.place(None) == []
-    assert parser.wanted() is None
-    (_, nothing), (end, _) = parser.feed(bytes(10) + frame(FrameKind.END))
-    assert nothing == b""
-    assert end[1] == FrameKind.END
-
-
-def test_memory_that_is_taken_back_is_not_written_to() -> None:
-    memory = bytearray(LARGE)
-    parser = FrameParser(TABLE)
-    parser.feed(raw(b"", b"x" * LARGE)[: HEADER_BYTES + 10])
-    parser.place(memoryview(memory))
-    parser.drop()
-    (_, body), (end, _) = parser.feed(b"y" * (LARGE - 10) + frame(FrameKind.END))
-    assert body == b""
-    assert memory == b"x" * 10 + bytes(LARGE - 10)
-    assert end[1] == FrameKind.END
-
-
 @pytest.mark.parametrize(
     "header",
     [
@@ -140,8 +86,6 @@ def test_memory_that_is_taken_back_is_not_written_to() -> None:
         HEADER.pack(0, FrameKind.HELLO, 0, 0, 0, 0),
         HEADER.pack(0, 200, 0, 0, 0, 0),
         HEADER.pack(IGNORED_BODY + 1, 200, FrameFlag.IGNORABLE, 0, 0, 0),
-        HEADER.pack(100, FrameKind.DATA, FrameFlag.RAW, 0, 0, 101),
-        HEADER.pack(1 << 20, FrameKind.DATA, FrameFlag.RAW, 0, 0, META + 1),
         b"GET / HTTP/1.1\r\n",
     ],
 )

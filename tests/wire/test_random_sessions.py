@@ -101,18 +101,14 @@ class Machine(RuleBasedStateMachine):
         us.streams[name] = stream
         us.sent[name], us.got[name] = [], []
 
-    @rule(side=SIDES, choice=st.integers(0, 9), size=SIZES, raw=st.booleans(), last=st.booleans())
-    def send(self, side: int, choice: int, size: int, raw: bool, last: bool) -> None:
+    @rule(side=SIDES, choice=st.integers(0, 9), size=SIZES, last=st.booleans())
+    def send(self, side: int, choice: int, size: int, last: bool) -> None:
         us = self.sides[side]
         name, stream = self.pick(us, choice)
         if stream is None or not stream.sending:
             return
         item = self.name() + bytes(size)
-        if raw:
-            sent = us.connection.send_raw(stream, b"", item, last=last)
-        else:
-            sent = us.connection.send_data(stream, item, last=last)
-        if sent:
+        if us.connection.send_data(stream, item, last=last):
             us.sent[name].append(item)
 
     @rule(side=SIDES, choice=st.integers(0, 9))
@@ -176,15 +172,10 @@ class Machine(RuleBasedStateMachine):
                 them.streams[name] = event.stream
                 them.sent[name], them.got[name] = [], []
                 them.connection.grant(event.stream, 1000)
-            elif isinstance(event, ev.PayloadBegins):
-                memory = memoryview(bytearray(event.size))
-                self.arrive(us, them, them.connection.place(memory))
             elif isinstance(event, ev.DataReceived):
                 assert event.cost == sum(cost_of(len(item)) for item in event.items)
                 for item in event.items:
-                    self.item(us, them, event.stream, bytes(item), len(item))
-            elif isinstance(event, ev.RawReceived):
-                self.item(us, them, event.stream, bytes(event.payload), event.size)
+                    self.item(us, them, event.stream, bytes(item))
             elif isinstance(event, ev.StreamEnded):
                 assert event.stream.context not in them.over
             elif isinstance(event, ev.StreamReset):
@@ -201,13 +192,13 @@ class Machine(RuleBasedStateMachine):
         assert side.waiting.pop(call) == body
         side.ended[body] += 1
 
-    def item(self, us: Side, them: Side, stream: StreamState, item: bytes, size: int) -> None:
+    def item(self, us: Side, them: Side, stream: StreamState, item: bytes) -> None:
         name = stream.context
         assert isinstance(name, bytes)
         assert name not in them.over
         them.got[name].append(item)
         assert us.sent[name][: len(them.got[name])] == them.got[name], "in order, none missing"
-        them.held.append((stream, cost_of(size)))
+        them.held.append((stream, cost_of(len(item))))
 
     # ------------------------------------------------------------------ always
 

@@ -1,17 +1,14 @@
-"""Streams: two halves that each end once, credit that bounds them, payloads that are not copied."""
+"""Streams: two halves that each end once, credit that bounds them, items that are not copied."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 
 from pdserve.errors import Cancelled, LinkLost, NoWorker, Overloaded, PayloadTooLarge
 from pdserve.wire import events as ev
-from pdserve.wire.codec import encode
 from pdserve.wire.flow import StreamState, cost_of
-from pdserve.wire.header import HEADER, FrameKind
-from pdserve.wire.limits import FRAME_COST, LARGE, META, Limits
+from pdserve.wire.header import HEADER, FrameFlag, FrameKind
+from pdserve.wire.limits import FRAME_COST, LARGE, Limits
 from pdserve.wire.protocol import ConnectionState
 from tests.wire.support import move, only, pair, taken
 
@@ -94,7 +91,7 @@ def test_resets_that_cross_end_the_stream_once_on_each_side() -> None:
 def test_what_crosses_an_abort_is_dropped() -> None:
     d, a, ours, theirs = opened()
     a.send_data(theirs, b"x")
-    a.send_raw(theirs, b"", b"y" * (2 * LARGE))
+    a.send_data(theirs, b"y" * (2 * LARGE))
     a.end(theirs)
     d.abort(ours, Cancelled("enough"))
     assert move(a, d) == []
@@ -237,101 +234,38 @@ def test_data_beyond_the_credit_is_a_violation() -> None:
     assert a.state is ConnectionState.ENDED
 
 
-# ---------------------------------------------------------------------- raw payloads
+# ---------------------------------------------------------------------- bodies
 
 
-def test_a_small_payload_comes_in_one_piece() -> None:
-    d, a, ours, theirs = opened()
-    meta = encode(["block", 7])
-    assert d.send_raw(ours, meta, b"\x00\xff", last=True)
-    raw = only(move(d, a), ev.RawReceived)
-    assert (raw.stream, raw.meta, raw.payload, raw.last) == (theirs, meta, b"\x00\xff", True)
-    assert raw.size == len(meta) + 2
-
-
-def test_a_large_payload_is_neither_copied_nor_joined() -> None:
+def test_a_large_item_is_neither_copied_nor_joined() -> None:
     d, _, ours, _ = opened()
-    payload = memoryview(bytearray(LARGE))
-    d.send_raw(ours, b"meta", payload)
+    item = memoryview(bytearray(LARGE))
+    d.send_data(ours, item)
     _, same = d.data_to_send()
-    assert same is payload
+    assert same is item
 
 
-def test_a_large_payload_asks_where_it_goes_and_lands_there() -> None:
-    d, a, ours, theirs = opened(window=100_000)
-    payload = random.Random(1).randbytes(3 * LARGE)
-    d.send_data(ours, b"before")
-    d.send_raw(ours, b"meta", payload)
-    d.send_data(ours, b"after")
-    before, begins = a.receive_data(taken(d))
-    assert before.items == [b"before"]
-    assert (begins.stream, begins.meta, begins.size) == (theirs, b"meta", len(payload))
-    memory = bytearray(len(payload))
-    raw, after = a.place(memoryview(memory))
-    assert memory == payload
-    assert raw.size == len(payload) + 4
-    assert after.items == [b"after"]
-
-
-def test_a_payload_may_arrive_in_any_pieces() -> None:
+def test_the_end_of_the_connection_lets_go_of_a_body_that_is_being_received() -> None:
     d, a, ours, _ = opened()
-    payload = random.Random(2).randbytes(2 * LARGE)
-    d.send_raw(ours, b"meta", payload)
-    data = taken(d)
-    memory = bytearray(len(payload))
-    events = []
-    position = 0
-    while position < len(data):
-        wanted = a.receive_buffer()
-        if wanted is None:
-            for event in a.receive_data(data[position : position + 5]):
-                assert isinstance(event, ev.PayloadBegins)
-                assert a.place(memoryview(memory)) == []
-            position += 5
-            continue
-        size = min(len(wanted), 1000)
-        wanted[:size] = data[position : position + size]
-        position += size
-        events += a.received(size)
-    assert only(events, ev.RawReceived).payload == payload
-    assert memory == payload
-
-
-def test_aborting_during_a_payload_leaves_its_memory_alone() -> None:
-    d, a, ours, theirs = opened()
-    d.send_raw(ours, b"meta", b"x" * (2 * LARGE))
-    d.send_tell(9, b"next")
-    data = taken(d)
-    only(a.receive_data(data[:1000]), ev.PayloadBegins)
-    memory = bytearray(2 * LARGE)
-    assert a.place(memoryview(memory)) == []
-    a.abort(theirs, Cancelled("the attempt is over"))
-    before = bytes(memory)
-    assert 0 < before.count(b"x") < 1000
-    told = only(a.receive_data(data[1000:]), ev.TellReceived)
-    assert told.body == b"next"
-    assert memory == before
-
-
-def test_the_end_of_the_connection_lets_go_of_the_memory() -> None:
-    d, a, ours, _ = opened()
-    d.send_raw(ours, b"meta", b"x" * (2 * LARGE))
-    only(a.receive_data(taken(d)[:1000]), ev.PayloadBegins)
-    memory = bytearray(2 * LARGE)
-    view = memoryview(memory)
-    a.place(view)
-    a.receive_eof()
+    d.send_data(ours, b"x" * (2 * LARGE))
+    assert a.receive_data(taken(d)[:1000]) == []
+    assert a.receive_buffer() is not None
+    only(a.receive_eof(), ev.ProtocolViolated)
     assert a.receive_buffer() is None
-    view.release()  # raises if somebody still holds a part of it
 
 
-def test_meta_and_payload_have_limits() -> None:
+def test_an_item_has_a_limit() -> None:
     d, _, ours, _ = opened(body=2 * LARGE)
-    with pytest.raises(PayloadTooLarge, match="meta"):
-        d.send_raw(ours, bytes(META + 1), b"")
     with pytest.raises(PayloadTooLarge):
-        d.send_raw(ours, b"", bytes(2 * LARGE + 1))
+        d.send_data(ours, bytes(2 * LARGE + 1))
     assert taken(d) == b""
+
+
+def test_the_reserved_flag_of_raw_payloads_is_a_violation() -> None:
+    _, a, ours, _ = opened()
+    frame = HEADER.pack(1, FrameKind.DATA, FrameFlag.RAW, 0, ours.id, 0)
+    violated = only(a.receive_data(frame + b"x"), ev.ProtocolViolated)
+    assert "raw payload" in violated.error.message
 
 
 def test_a_dead_connection_sends_nothing_more() -> None:
@@ -339,8 +273,6 @@ def test_a_dead_connection_sends_nothing_more() -> None:
     a.receive_eof()
     with pytest.raises(LinkLost):
         a.send_data(theirs, b"")
-    with pytest.raises(LinkLost):
-        a.send_raw(theirs, b"", b"")
     a.end(theirs)
     a.abort(theirs, Cancelled("x"))
     a.consumed(theirs, 100_000)

@@ -32,7 +32,6 @@ from pdserve.messages.worker_stream import (
     OutputBatch,
     split_message,
 )
-from pdserve.net.base import MessageSink
 from pdserve.wire.codec import decoder, encoder_for
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ class RemoteSequence:
             self.accepted.set_exception(error)
 
 
-class WorkerStream(MessageSink):
+class WorkerStream:
     """One stream to a worker. The link must be up."""
 
     def __init__(self, link: Link, timers: Timers) -> None:

@@ -32,7 +32,6 @@ from pdserve.messages.handoff import (
     QueueReport,
     ToQueue,
 )
-from pdserve.net.base import MessageSink
 from pdserve.router.prefill_queue.queue import PrefillQueue, PrefillQueueConfig, QueueStreamId
 from pdserve.runtime.peers.handlers import accepts
 from pdserve.runtime.registry import MemberGone
@@ -307,7 +306,7 @@ class PrefillQueueService:
             self._settle_soon()
 
 
-class _Stream(MessageSink):
+class _Stream:
     """One worker's stream; implements `net.base.StreamSink`."""
 
     def __init__(

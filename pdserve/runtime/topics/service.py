@@ -15,7 +15,6 @@ import logging
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 from pdserve.errors import Overloaded, PdserveError, ProtocolError, Unavailable
-from pdserve.net.base import MessageSink
 from pdserve.runtime.peers.handlers import accepts
 from pdserve.runtime.topics.config import TopicsConfig
 from pdserve.runtime.topics.messages import LOG, STATE, decode_subscribe
@@ -292,7 +291,7 @@ class LogTopic(Publication):
         return {"subscribers": len(self.subscribers), **self._machine.stats()}
 
 
-class _Subscriber(MessageSink):
+class _Subscriber:
     """One subscriber's stream (a `Sink`) and its feed."""
 
     def __init__(
@@ -367,9 +366,6 @@ class _Subscriber(MessageSink):
             self.drop(error)
             raise
         self.pump()
-
-    def on_raw(self, meta: bytes, payload: Buffer) -> None:
-        raise ProtocolError("a subscriber sent a raw payload")
 
     def on_end(self, error: BaseException | None) -> None:
         self.drop(error or Unavailable("the subscriber has gone"))

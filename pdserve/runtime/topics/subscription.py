@@ -14,7 +14,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from pdserve.errors import Cancelled, DialFailed, Draining, LinkLost, ProtocolError
-from pdserve.net.base import MessageSink
 from pdserve.net.redial import Redial
 from pdserve.runtime.registry import MemberGone
 from pdserve.runtime.topics.messages import LOG, STATE, Subscribe
@@ -276,7 +275,7 @@ class Subscription(Generic[F]):
             self.on_close()
 
 
-class _FollowedStream(MessageSink, Generic[F]):
+class _FollowedStream(Generic[F]):
     """The stream to one member (its `Sink`), and the way to the next one: at any time there is a
     stream, a task that opens one, or a timer before that; none after `cut`."""
 
@@ -376,10 +375,6 @@ class _FollowedStream(MessageSink, Generic[F]):
         except Exception as error:
             self._later(error)
             raise  # the link says it to the log and to the peer, and ends the stream
-
-    def on_raw(self, meta: bytes, payload: Buffer) -> None:
-        self._later(None)
-        raise ProtocolError("a publisher sent a raw payload")
 
     def on_end(self, error: BaseException | None) -> None:
         stream = self._stream

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from pdserve.errors import Cancelled, DialFailed, Draining, Overloaded, PdserveError
 from pdserve.messages.handoff import PREFILL_QUEUE, FromQueue
-from pdserve.net.base import MessageSink
 from pdserve.net.redial import Redial
 from pdserve.wire.codec import decoder, encode
 
@@ -61,7 +60,7 @@ class QueueConnectionListener(Protocol):
         ...
 
 
-class QueueConnection(MessageSink):
+class QueueConnection:
     """A connection to one life of a router; it connects at once. Implements
     `net.base.StreamSink`."""
 
