@@ -23,8 +23,9 @@ from pdserve.planner.changes.ids import change_id
 from pdserve.planner.changes.table import Action, ChangeState
 from pdserve.planner.changes.times import KindHealth, StartTimes
 from pdserve.planner.explain import ended_line, plan_line
-from pdserve.planner.model_planner import ModelPlanner
+from pdserve.planner.forecast import Forecast
 from pdserve.planner.pool import gather
+from pdserve.planner.rules.model_planner import ModelPlanner
 from pdserve.planner.rules.scene import Scene
 from pdserve.planner.rules.tenure import Tenure
 from pdserve.planner.tick import Order, PlannerOutput
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
     from pdserve.messages.planner import Change, Kind
     from pdserve.planner.changes.book import Step
     from pdserve.planner.config import PlannerConfig, PoolConfig
-    from pdserve.planner.model_planner import Decision
     from pdserve.planner.outlook import Forecaster, Judge, Load, PoolCandidate, PoolOutcome
     from pdserve.planner.pool import Mix, Pool
+    from pdserve.planner.rules.model_planner import Decision
     from pdserve.planner.tick import PlannerInput
 
 __all__ = ["PlannerCore", "owner_of"]
@@ -73,7 +74,7 @@ class PlannerCore:
         me: NodeId,
         term: int,
         judge: Judge,
-        forecaster: Callable[[], Forecaster],
+        forecaster: Callable[[], Forecaster] = Forecast,
     ) -> None:
         """Args: `term` is greater for a later life of a planner, for example its start in Unix
         milliseconds; `forecaster` makes one for each model. Errors: `ConfigError`."""

@@ -79,7 +79,7 @@ _BETTER_KNOWN: Final = 20
 
 def raise_capacity(scene: Scene, load: Load, stay: PoolOutcome, horizon: float) -> Raised:
     """The first levers that are enough; if none are, those that help most."""
-    now = _Try((), PoolCandidate(scene.base(horizon)), stay)
+    now = _Try((), scene.candidate(scene.base(horizon)), stay)
     for lever in (_undone, _eased):
         now = lever(scene, load, now)
         if _fits(scene, now.outcome):

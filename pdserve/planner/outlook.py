@@ -23,6 +23,7 @@ __all__ = [
     "Load",
     "PoolCandidate",
     "PoolOutcome",
+    "QuantilesAt",
     "Slot",
 ]
 
@@ -79,6 +80,12 @@ class Slot(NamedTuple):
     """KV that it can hold; 0: unknown."""
     max_sequences: int = 0
     """Sequences that it runs at once; 0: unknown."""
+    streams: int = 0
+    """Requests that it has now."""
+    stream_tokens: int = 0
+    """KV tokens of these."""
+    waiting_tokens: int = 0
+    """Prompt tokens that it has to compute now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +147,19 @@ class Horizon(NamedTuple):
     p95: float
 
 
+class QuantilesAt(Protocol):
+    """A forecast with quantiles."""
+
+    @property
+    def p50(self) -> float: ...
+
+    @property
+    def p90(self) -> float: ...
+
+    @property
+    def p95(self) -> float: ...
+
+
 class Forecaster(Protocol):
     """Continues one model's work per second."""
 
@@ -147,6 +167,6 @@ class Forecaster(Protocol):
         """One more bucket."""
         ...
 
-    def at(self, horizon: Seconds) -> Horizon:
-        """The forecast so far ahead."""
+    def at(self, horizon: Seconds) -> QuantilesAt | None:
+        """The forecast so far ahead; None: nothing was observed yet."""
         ...

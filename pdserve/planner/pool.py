@@ -59,6 +59,8 @@ class Worker:
     max_sequences: int = 0
     running: int = 0
     """Requests that it has, waiting ones included."""
+    waiting_tokens: int = 0
+    """Prompt tokens that it has and no step has computed yet."""
     live_tokens: int = 0
     """KV tokens of running requests: what a drain must move."""
     hot_tokens: int = 0

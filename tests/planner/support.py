@@ -77,13 +77,16 @@ class LastValue:
     def __init__(self, spread: float = 1.0) -> None:
         self.value = 0.0
         self.spread = spread
-        self.seen: list[float] = []
+        self.frozen = False
+        """It learns nothing more."""
+        self.asked: list[float] = []
 
     def observe(self, at: float, value: float) -> None:
-        self.value = value
-        self.seen.append(value)
+        if not self.frozen:
+            self.value = value
 
     def at(self, horizon: float) -> Horizon:
+        self.asked.append(horizon)
         return Horizon(self.value, self.spread * self.value, self.spread * self.value)
 
 

@@ -129,19 +129,25 @@ class Scene:
     # ------------------------------------------------------------------ candidates
 
     def base(self, horizon: Seconds) -> tuple[Slot, ...]:
-        """The capacity at the horizon if nothing is changed: what serves, what changes its mode,
-        and what will have come by then. What ends by then is left out."""
-        slots = [
-            slot_of(one)
-            for one in self.pool.in_state("ready", "leaving", "proving")
-            if one.hard_end is None or one.hard_end > horizon
-        ]
+        """The capacity at the horizon if nothing more is changed: what serves, less what is told to
+        leave, and what will have come by then. What ends by then is left out."""
+        orders = {one.step.life: one for one in self.changes if one.step.life is not None}
+        slots = []
+        for worker in self.pool.workers:
+            slot = _planned(worker, orders.get(worker.life))
+            if slot is not None and (worker.hard_end is None or worker.hard_end > horizon):
+                slots.append(slot)
         slots += [
             Slot(one.mode or "aggregated")
             for one in self.pool.coming
             if one.ready_in is not None and one.ready_in <= horizon
         ]
         return tuple(slots)
+
+    def candidate(self, slots: Iterable[Slot]) -> PoolCandidate:
+        """A pool with thresholds as they are now."""
+        eased = {one.name: one.value for one in self.knobs if one.value != one.calm}
+        return PoolCandidate(tuple(slots), eased)
 
     def predict(self, load: Load, candidates: Sequence[PoolCandidate]) -> list[PoolOutcome]:
         """The outcome of each candidate. Without load nothing is missed; a pool that cannot serve
@@ -178,7 +184,22 @@ def slot_of(worker: Worker) -> Slot:
         share=worker.share,
         kv_tokens=worker.kv_tokens,
         max_sequences=worker.max_sequences,
+        streams=worker.running,
+        stream_tokens=worker.live_tokens,
+        waiting_tokens=worker.waiting_tokens,
     )
+
+
+def _planned(worker: Worker, order: Underway | None) -> Slot | None:
+    """What a worker will be once the newest order to it is obeyed; None: it does not serve."""
+    action = None if order is None else order.action
+    if worker.state == "loading" or action is Action.STOP:
+        return None
+    if worker.state == "draining" and action is not Action.UNDO:
+        return None
+    if order is not None and action is Action.SWITCH:
+        return slot_of(worker)._replace(mode=order.step.mode)
+    return slot_of(worker)
 
 
 def mix_of(slots: Iterable[Slot]) -> Mix:

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from pdserve.planner.changes.book import Step
 from pdserve.planner.changes.table import Action
 from pdserve.planner.explain import Binding
-from pdserve.planner.outlook import PoolCandidate
 from pdserve.planner.pool import valid_mix
 from pdserve.planner.rules.scene import mix_of, slot_of
 
 if TYPE_CHECKING:
     from pdserve.ids import Seconds
-    from pdserve.planner.outlook import Load, PoolOutcome
+    from pdserve.planner.outlook import Load, PoolCandidate, PoolOutcome
     from pdserve.planner.pool import Mix, Worker
     from pdserve.planner.rules.scene import Scene
 
@@ -92,19 +91,26 @@ def _price(scene: Scene, worker: Worker) -> float:
 
 def shrink(scene: Scene, loads: Loads) -> Shrunk:
     """The step towards the smallest mix that keeps the objective, if a step may be made."""
-    base = PoolCandidate(tuple(slot_of(one) for one in scene.pool.serving))
+    base = scene.candidate(slot_of(one) for one in scene.pool.serving)
     present = mix_of(base.slots)
     tightest: Binding | None = None
+    failed: list[Mix] = []
     for mix in _smaller(scene, present):
         removed = _first_removed(scene, mix, present)
-        if removed is None:
+        if removed is None or any(_within(mix, larger) for larger in failed):
             continue
         candidate = _candidate(scene, mix, present)
         _, why = judged(scene, loads, candidate, sum(mix.values()))
         if why is None:
             return Shrunk(*_removal(scene, loads, base, removed), target=mix)
         tightest = tightest or why
+        failed.append(mix)
     return Shrunk(binding=tightest or _no_victim(scene))
+
+
+def _within(mix: Mix, larger: Mix) -> bool:
+    """True if the mix has no worker more than the larger one of any mode."""
+    return all(count <= larger.get(mode, 0) for mode, count in mix.items())
 
 
 def _no_victim(scene: Scene) -> Binding:
@@ -154,7 +160,7 @@ def _candidate(scene: Scene, mix: Mix, present: Mix) -> PoolCandidate:
     for mode, count in mix.items():
         for _ in range(count - present.get(mode, 0)):
             kept.append(spare.pop()._replace(mode=mode))
-    return PoolCandidate(tuple(kept))
+    return scene.candidate(kept)
 
 
 def judged(
@@ -195,7 +201,7 @@ def _removal(
     """Removes one worker, if the pool without it and before any other step keeps the objective."""
     slots = list(base.slots)
     slots.remove(slot_of(worker))
-    outcome, why = judged(scene, loads, PoolCandidate(tuple(slots)), len(slots))
+    outcome, why = judged(scene, loads, scene.candidate(slots), len(slots))
     if why is not None:
         return None, why, outcome
     reason = (

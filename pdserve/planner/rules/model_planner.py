@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from pdserve.planner.changes.table import Action, ChangeState
 from pdserve.planner.explain import Binding
 from pdserve.planner.levers import raise_capacity, undo_steps
-from pdserve.planner.outlook import Horizon, Load, PoolCandidate, PoolOutcome
+from pdserve.planner.outlook import Horizon, Load, PoolOutcome
 from pdserve.planner.rules.obligations import (
     pin_steps,
     required_starts,
@@ -127,17 +127,22 @@ class ModelPlanner:
         demand = scene.demand
         if sight.blind or demand is None:
             return None
-        expected = self._forecaster.at(0.0).p50
+        expected = self._at(0.0).p50
         # Means of 30 s: single buckets of 5 s differ by chance far more than a pool should.
         self._forecaster.observe(scene.now, demand.work_30)
         if expected > 0 and demand.work_30 > self._config.panic * expected:
             self._panic_until = scene.now + self._config.stable
             self._panic_ratio = demand.work_30 / expected
-        forecast = self._forecaster.at(scene.start_p90 + _SETTLE)
+        forecast = self._at(scene.start_p90 + _SETTLE)
         if self._panics(scene.now):
             seen = max(demand.work_30, demand.work)
             return Horizon(*(max(seen, one) for one in forecast))
         return forecast
+
+    def _at(self, horizon: Seconds) -> Horizon:
+        """The forecast; nothing before the first observation."""
+        found = self._forecaster.at(horizon)
+        return Horizon(0.0, 0.0, 0.0) if found is None else Horizon(found.p50, found.p90, found.p95)
 
     def _panics(self, now: Seconds) -> bool:
         return now < self._panic_until
@@ -169,10 +174,11 @@ class ModelPlanner:
             return Decision(tuple(step for step, _ in undone), self._panic_binding(scene.now))
         horizon = scene.start_p90 + _SETTLE
         load = Load(forecast.p90, demand.held_work + demand.queued_work)
-        stay = scene.predict(load, [PoolCandidate(scene.base(horizon))])[0]
+        stay = scene.predict(load, [scene.candidate(scene.base(horizon))])[0]
         decision = self._up(scene, demand, load, stay)
-        if decision is None and self._slow_due(scene.now):
-            decision = self._smaller(scene, sight, demand, load)
+        if self._slow_due(scene.now) and (decision is None or not decision.steps):
+            slow = self._slower(scene, sight, demand, load, shrinks=decision is None)
+            decision = slow or decision
         if decision is None:
             decision = Decision((), self._calm(scene, stay))
         after = decision.after or stay
@@ -221,29 +227,35 @@ class ModelPlanner:
         self._next_slow = now + self._config.slow_tick
         return True
 
-    def _smaller(
-        self, scene: Scene, sight: Sight, demand: DemandView, load: Load
+    def _slower(
+        self, scene: Scene, sight: Sight, demand: DemandView, load: Load, *, shrinks: bool
     ) -> Decision | None:
-        """A better ratio, or one worker less; None: neither."""
-        if (binding := self._held(scene, sight, demand)) is not None:
-            self._slow = binding
+        """A better ratio or, if the pool may shrink, one worker less; None: neither."""
+        self._slow = self._held(scene, sight)
+        if self._slow is not None:
             return None
         found = rebalance(scene, load, back=True)
-        if found is not None and self._last_switch.allows(scene.now, found):
-            figures = {"value": found.after.miss, "limit": scene.target.allowed_miss}
-            return Decision((found.step,), Binding("enough", figures), after=found.after)
-        if (binding := self._cooling(scene.now, demand)) is not None:
-            self._slow = binding
+        if self._last_switch.allows(scene.now, found) and found is not None:
+            return self._decided(scene, found.step, found.after)
+        return self._smaller(scene, demand) if shrinks else None
+
+    def _smaller(self, scene: Scene, demand: DemandView) -> Decision | None:
+        """One worker less; None: all are needed, or it is too soon."""
+        self._slow = self._cooling(scene.now, demand)
+        if self._slow is not None:
             return None
         shrunk = shrink(scene, self._loads(scene, demand))
         self._slow = shrunk.binding
-        if shrunk.step is None:
-            return None
-        figures = {"value": shrunk.after.miss if shrunk.after else 0.0}
-        figures["limit"] = scene.target.allowed_miss
-        return Decision((shrunk.step,), Binding("enough", figures), after=shrunk.after)
+        return None if shrunk.step is None else self._decided(scene, shrunk.step, shrunk.after)
 
-    def _held(self, scene: Scene, sight: Sight, demand: DemandView) -> Binding | None:
+    def _decided(self, scene: Scene, step: Step, after: PoolOutcome | None) -> Decision:
+        figures: dict[str, float | str] = {
+            "value": after.miss if after else 0.0,
+            "limit": scene.target.allowed_miss,
+        }
+        return Decision((step,), Binding("enough", figures), after=after)
+
+    def _held(self, scene: Scene, sight: Sight) -> Binding | None:
         """What forbids every change of the slow tick."""
         if sight.doubt:
             return Binding("doubt", {"reason": sight.doubt})
@@ -280,7 +292,7 @@ class ModelPlanner:
         pays = config.break_even * (scene.start_p90 + drain) * _price_ratio(scene)
         quiet = max(scene.start_p90 + config.stable, pays)
         steps = range(int(quiet // _GRID) + 1)
-        ahead = max(self._forecaster.at(min(quiet, _GRID * (step + 1))).p90 for step in steps)
+        ahead = max(self._at(min(quiet, _GRID * (step + 1))).p90 for step in steps)
         peak = max(demand.peak_300, demand.work_30)
         return Loads(Load(peak), Load(ahead), quiet)
 

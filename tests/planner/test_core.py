@@ -1,0 +1,923 @@
+"""Every rule of the planner with numbers, through the whole core."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.ids import NodeId
+from pdserve.messages.planner import Kind
+from pdserve.planner.changes.ids import change_id
+from pdserve.planner.config import Floor
+from pdserve.planner.core import owner_of
+from pdserve.planner.tick import Knob, Refusal
+from tests.planner.support import (
+    ME,
+    MODEL,
+    Bench,
+    actions,
+    binding,
+    config,
+    demand,
+    instance,
+    pool,
+    worker,
+)
+
+START = "begin start aggregated"
+
+
+def names(bench: Bench) -> list[str]:
+    """Ids of the changes that are ordered now."""
+    return [order.change.id for order in bench.last.orders]
+
+
+def mine(number: int, mode: str = "aggregated", **more):
+    """A worker that a planner has started."""
+    change = change_id(MODEL, mode, 0, 0, number)
+    return worker(number, mode, kind="gpu", change=change, **more)
+
+
+def crowd(count: int, mode: str = "aggregated", first: int = 1):
+    return [mine(number, mode) for number in range(first, first + count)]
+
+
+# ---------------------------------------------------------------------- up
+
+
+def test_capacity_is_added_when_two_of_three_ticks_agree():
+    """0.95 work/s on one worker: 5.3 % miss, a little more than 5 %."""
+    bench = Bench()
+    bench.see(worker(1))
+    bench.load(0.95)
+    assert actions(bench.tick()) == []
+    assert binding(bench.last) == "waits for a second tick in agreement: 5.3% would miss"
+    assert actions(bench.tick()) == [START]
+
+
+def test_one_odd_tick_adds_nothing():
+    bench = Bench()
+    bench.see(worker(1))
+    for work in (0.95, 0.5, 0.5, 0.95, 0.5, 0.5):
+        bench.load(work)
+        assert actions(bench.tick()) == []
+
+
+def test_votes_need_not_be_in_a_row():
+    bench = Bench()
+    bench.see(worker(1))
+    for work, added in ((0.95, 0), (0.5, 0), (0.95, 1)):
+        bench.load(work)
+        assert len(actions(bench.tick())) == added
+
+
+def test_capacity_is_added_at_once_when_a_fifth_will_miss():
+    bench = Bench()
+    bench.see(worker(1))
+    bench.load(1.2)  # 25 % miss
+    assert actions(bench.tick()) == [START]
+
+
+def test_capacity_is_added_at_once_when_much_work_waits():
+    """4 × 1 s of work per worker."""
+    bench = Bench()
+    bench.see(worker(1))
+    bench.load(0.91, held_work=3.0, queued_work=0.9)
+    assert actions(bench.tick()) == []
+    bench = Bench()
+    bench.see(worker(1))
+    bench.load(0.91, held_work=3.0, queued_work=1.1)
+    assert actions(bench.tick()) == [START]
+
+
+@pytest.mark.parametrize(("work", "workers"), [(1.7, 2), (2.8, 3), (3.7, 4), (6.6, 7)])
+def test_as_many_are_started_as_are_needed_and_not_one_after_the_other(work, workers):
+    bench = Bench()
+    bench.see(worker(1))
+    bench.load(work)
+    assert actions(bench.tick()) == [START] * (workers - 1)
+    assert bench.last.plans[0].target == {"aggregated": workers}
+
+
+def test_starts_under_way_are_not_asked_for_again():
+    bench = Bench()
+    bench.see(worker(1))
+    bench.load(2.8)
+    bench.tick()
+    asked = names(bench)
+    for state in ("pending", "pending", "booting", "booting"):
+        bench.see(worker(1), instances=tuple(instance(one, state) for one in asked))
+        bench.tick()
+        assert actions(bench.last) == []
+        assert bench.last.plans[0].target == {"aggregated": 3}
+
+
+def test_pending_workers_are_not_capacity():
+    """If they counted as serving the third worker would not be asked for when load grows."""
+    bench = Bench()
+    bench.see(worker(1))
+    bench.load(1.7)
+    bench.tick()
+    bench.see(worker(1), instances=(instance(names(bench)[0], "pending"),))
+    bench.load(2.8)
+    bench.tick()
+    assert actions(bench.last) == [START]
+    assert bench.last.plans[0].present == {"aggregated": 1}
+    assert bench.last.plans[0].target == {"aggregated": 3}
+
+
+def test_an_order_is_repeated_until_the_lists_show_it():
+    bench = Bench()
+    bench.see(worker(1))
+    bench.load(1.7)
+    bench.tick()
+    first = names(bench)
+    bench.tick()
+    assert names(bench) == first != []
+    bench.see(worker(1), instances=(instance(first[0], "pending"),))
+    assert not bench.tick().orders
+
+
+def test_another_kind_is_tried_when_one_is_pending_for_long():
+    kinds = (Kind(name="gpu", actuator="fake"), Kind(name="spot", actuator="fake"))
+    bench = Bench()
+    bench.see(worker(1), kinds=kinds)
+    bench.load(1.7)
+    bench.tick()
+    bench.see(worker(1), instances=(instance(names(bench)[0], "pending"),), kinds=kinds)
+    assert all(output.orders == () for output in bench.until(115))
+    bench.tick(10)
+    assert [order.change.kind for order in bench.last.orders] == ["spot"]
+
+
+# ---------------------------------------------------------------------- the order of levers
+
+
+def disagg(bench: Bench, prefill: int = 2, decode: int = 2, **more) -> None:
+    bench.see(*crowd(prefill, "prefill"), *crowd(decode, "decode", 10), **more)
+
+
+def test_a_drain_is_cancelled_before_anything_is_bought():
+    bench = Bench(config(pool(min=1)))
+    bench.see(*crowd(3))
+    bench.load(0.5)
+    bench.until(65)
+    (stop,) = bench.last.orders
+    assert stop.change.action == "stop"
+    bench.see(
+        *[
+            replace(one, state="draining") if one.node == stop.change.node else one
+            for one in crowd(3)
+        ]
+    )
+    bench.tick()
+    bench.load(2.6)
+    bench.tick()
+    assert actions(bench.last) == [f"begin undo_drain {stop.change.node}"]
+
+
+def test_thresholds_are_eased_before_a_switch():
+    bench = Bench(config(pool(modes=("prefill", "decode"))))
+    bench.judge.eased = 1.0
+    knob = Knob("disagg_max_queue", 10, 2, 10)
+    disagg(bench, knobs={MODEL: (knob,)})
+    bench.load(4.0)
+    bench.until(10)
+    assert actions(bench.last) == ["begin soften disagg_max_queue"]
+    assert bench.last.orders[0].change.value == 2
+    bench.see(*bench.seen.workers, knobs={MODEL: (replace(knob, value=2),)})
+    assert actions(bench.tick()) == []
+
+
+def test_a_mode_is_switched_before_a_worker_is_started():
+    """Work for 3 prefill and 1 decode worker: the ratio is wrong, not the number."""
+    bench = Bench(config(pool(modes=("prefill", "decode"))))
+    bench.judge.decode_weight = 0.3
+    disagg(bench)
+    bench.load(2.0)
+    bench.until(100)
+    bench.load(5.0)
+    bench.until(10)
+    assert actions(bench.last) == ["begin mode w10>prefill"]
+
+
+def test_decode_misses_never_add_prefill_workers():
+    bench = Bench(config(pool(modes=("prefill", "decode"), max=12)))
+    bench.judge.decode_weight = 2.0
+    disagg(bench)
+    bench.load(4.0, missed={"decode": 30, "handoff": 20, "queue": 5})
+    bench.until(10)
+    assert {*actions(bench.last)} == {"begin start decode"}
+
+
+def test_prefill_misses_add_prefill_workers():
+    bench = Bench(config(pool(modes=("prefill", "decode"), max=12)))
+    bench.judge.decode_weight = 0.4
+    disagg(bench)
+    bench.load(7.2)
+    bench.until(10)
+    assert {*actions(bench.last)} == {"begin start prefill"}
+
+
+def test_a_pool_stays_aggregated_unless_modes_are_named():
+    bench = Bench()
+    bench.see(*crowd(2))
+    bench.load(5.0)
+    bench.until(10)
+    assert {*actions(bench.last)} == {START}
+
+
+# ---------------------------------------------------------------------- what binds
+
+
+def overloaded(**more) -> Bench:
+    bench = Bench(config(pool(**more.pop("pool", {})), **more))
+    bench.see(*crowd(2))
+    bench.load(6.0)
+    bench.until(10)
+    return bench
+
+
+def test_max_binds():
+    bench = overloaded(pool={"max": 4})
+    assert actions(bench.last) == [START] * 2
+    assert binding(bench.last) == "max is 4 workers, and there are 4"
+
+
+def test_the_budget_binds_with_all_that_is_asked_for():
+    bench = overloaded(budget=7.0, prices={"gpu": 2.0})
+    assert actions(bench.last) == [START]
+    assert binding(bench.last) == "the budget of 7 leaves 1, and a worker costs 2"
+    assert bench.last.plans[0].cost == 6.0
+
+
+def test_slots_bind():
+    bench = Bench()
+    kinds = (Kind(name="gpu", actuator="fake", slots=3),)
+    listed = tuple(instance(one.change, "running") for one in crowd(2))
+    bench.see(*crowd(2), kinds=kinds, instances=listed)
+    bench.load(6.0)
+    bench.until(10)
+    assert actions(bench.last) == [START]
+    assert binding(bench.last) == "all 3 slots of kind gpu are in use"
+
+
+def test_an_actuator_that_does_not_answer_binds_in_its_own_words():
+    bench = Bench()
+    bench.see(*crowd(2), down={"fake": "slurmctld: connection refused"})
+    bench.load(6.0)
+    bench.until(10)
+    assert actions(bench.last) == []
+    assert "'fake' does not answer: slurmctld: connection refused" in binding(bench.last)
+
+
+def test_without_an_actuator_modes_are_still_switched():
+    bench = Bench(config(pool(modes=("prefill", "decode"))))
+    bench.judge.decode_weight = 0.3
+    disagg(bench, kinds=())
+    bench.load(2.0)
+    bench.until(100)
+    bench.load(5.0)
+    bench.until(10)
+    assert actions(bench.last) == ["begin mode w10>prefill"]
+
+
+def test_what_no_worker_can_help_is_said_and_not_bought():
+    bench = Bench()
+    bench.judge.unreachable = 0.12
+    bench.see(worker(1))
+    bench.load(0.5)
+    bench.until(20)
+    assert actions(bench.last) == []
+    assert binding(bench.last).startswith("12.0% of the requests have prompts that take longer")
+    assert "1 s on an idle worker" in binding(bench.last)
+
+
+def test_a_kind_that_fails_is_told_and_not_started():
+    bench = Bench()
+    bench.see(worker(1))
+    bench.load(1.7)
+    for _ in range(3):
+        bench.tick()
+        (name,) = names(bench)
+        bench.see(worker(1), refusals={name: Refusal("denied", "no such account")})
+        bench.tick()
+        bench.see(worker(1), refusals={})
+        bench.now += 300
+    assert actions(bench.tick()) == []
+    assert binding(bench.last) == "kind 'gpu' is disabled: no such account"
+    assert "no such account" in bench.last.degraded["planner_kind_failing"]
+    bench.core.enable("gpu")
+    assert actions(bench.tick()) == [START]
+
+
+# ---------------------------------------------------------------------- down
+
+
+def calm(workers: int, work: float, **more) -> Bench:
+    bench = Bench(config(pool(**more.pop("pool", {})), **more))
+    bench.see(*crowd(workers))
+    bench.load(work)
+    return bench
+
+
+def test_one_worker_is_removed_at_the_slow_tick():
+    bench = calm(3, 0.5)
+    assert all(output.orders == () for output in bench.until(60))
+    bench.tick()
+    assert actions(bench.last) == ["begin stop w1"]
+    assert "2 are enough" in bench.last.orders[0].change.reason
+
+
+def test_what_the_others_would_have_to_do_decides():
+    """At 0.9 work/s two workers are half busy: a rule without consolidation would remove one. The
+    other one would be at 90 %, and its p95 at 2 s."""
+    bench = calm(2, 0.9)
+    bench.until(300)
+    assert not any(actions(bench.tick()) for _ in range(60))
+    assert binding(bench.last).startswith("with 1 workers the p95 TTFT would be")
+    assert "above 0.8 s, at 0.90 work/s (peak)" in binding(bench.last)
+
+
+def test_a_smaller_cache_is_part_of_what_the_others_would_have_to_do():
+    """Without it 1.45 work/s would fit 2 workers (p95 0.73 s); with 2/3 of the hits it does not."""
+    bench = calm(3, 1.45)
+    bench.until(120)
+    assert actions(bench.last) == []
+    (cached,) = {load.cached for load, _ in bench.judge.asked if load.cached < 1}
+    assert cached == pytest.approx(2 / 3)
+
+
+def test_the_highest_load_of_the_last_minutes_must_fit():
+    bench = calm(3, 0.5)
+    bench.load(0.5, peak_300=2.2)
+    bench.until(120)
+    assert actions(bench.last) == []
+    assert "at 2.20 work/s (peak)" in binding(bench.last)
+
+
+def test_the_forecast_must_fit():
+    bench = calm(3, 0.5)
+    bench.forecast.spread = 4.0
+    bench.until(120)
+    assert actions(bench.last) == []
+    assert "at 2.00 work/s (ahead)" in binding(bench.last)
+
+
+def test_no_demand_is_data_and_the_pool_shrinks_to_its_minimum():
+    """Other planners read it as missing, and kept idle workers for ever."""
+    bench = calm(4, 0.0, pool={"min": 2})
+    bench.load(0.0, first_tokens=0)
+    left = shrink_all(bench, 900)
+    assert left == 2
+    assert binding(bench.last) == "at least 2 workers must serve, and 2 do"
+
+
+def shrink_all(bench: Bench, seconds: float) -> int:
+    """Obeys every stop at once; returns the workers that are left."""
+    at = []
+    for _ in range(int(seconds / 5)):
+        bench.tick()
+        stops = {order.change.node for order in bench.last.orders if order.change.action == "stop"}
+        assert len(stops) <= 1
+        if stops:
+            at.append(bench.now)
+            bench.see(*(one for one in bench.seen.workers if one.node not in stops))
+    assert all(later - sooner >= 120 for sooner, later in pairwise(at))
+    return len(bench.seen.workers)
+
+
+def test_a_missing_report_is_not_zero():
+    bench = calm(4, 0.0)
+    bench.seen = replace(bench.seen, demand={})
+    bench.until(600)
+    assert actions(bench.last) == []
+    assert binding(bench.last) == "blind: no router has reported the demand for this model"
+
+
+def test_a_silent_router_stops_removals_but_not_starts():
+    bench = calm(3, 0.5)
+    bench.load(0.5, faults="router r2 no longer reports its demand")
+    bench.until(120)
+    assert actions(bench.last) == []
+    assert binding(bench.last) == "nothing is removed: router r2 no longer reports its demand"
+    bench.load(4.0, faults="router r2 no longer reports its demand")
+    bench.until(10)
+    assert {*actions(bench.last)} == {START}
+
+
+def test_nothing_is_removed_while_something_is_coming():
+    bench = calm(3, 0.5)
+    name = change_id(MODEL, "aggregated", 9, 9, 9)
+    bench.see(*crowd(3), instances=(instance(name, "booting"),))
+    bench.until(120)
+    assert actions(bench.last) == []
+    assert binding(bench.last) == "waits for start of gpu"
+
+
+def test_one_removal_at_a_time_also_beside_an_operators():
+    bench = calm(4, 0.5)
+    bench.see(*crowd(4), replace(worker(9), state="draining"))
+    bench.until(120)
+    assert actions(bench.last) == []
+    assert binding(bench.last) == "waits for drain of w9"
+
+
+def test_the_victim_is_the_one_whose_loss_costs_least():
+    bench = calm(3, 0.3)
+    workers = [
+        mine(1, hot_tokens=90_000),
+        mine(2, hot_tokens=2_000, live_tokens=1_000),
+        mine(3, hot_tokens=2_000, live_tokens=9_000),
+    ]
+    bench.see(*workers)
+    bench.until(65)
+    assert actions(bench.last) == ["begin stop w2"]
+
+
+def test_of_equal_workers_the_dearest_goes():
+    bench = calm(3, 0.3, prices={"gpu": 1.0, "big": 4.0})
+    bench.see(*crowd(2), replace(mine(3), kind="big"))
+    bench.until(65)
+    assert actions(bench.last) == ["begin stop w3"]
+
+
+def test_a_worker_is_removed_only_if_it_would_be_idle_for_long_enough():
+    """Starts take 600 s, so it must be idle for 1,210 s: the forecast is read that far ahead."""
+    bench = calm(3, 0.5)
+    bench.core._times.add("start", "gpu", 600.0)
+    bench.until(65)
+    assert max(bench.forecast.asked) == pytest.approx(2 * (600 + 5))
+
+
+def test_a_removal_that_had_to_be_undone_is_not_repeated():
+    bench = calm(3, 0.5)
+    bench.until(65)
+    bench.see(*crowd(3)[1:])
+    bench.load(1.95)
+    bench.until(10)
+    assert actions(bench.last) == [START]
+    name = names(bench)[0]
+    bench.see(*crowd(3)[1:], worker(5, change=name), instances=())
+    bench.load(1.6)
+    bench.until(1800)
+    assert actions(bench.last) == []
+    assert binding(bench.last).startswith("a removal at 1.95 work/s had to be undone")
+    bench.load(0.7)
+    assert any(output.orders for output in bench.until(65))
+
+
+# ---------------------------------------------------------------------- panic
+
+
+def test_a_panic_cancels_a_drain_within_one_tick_and_freezes_removals():
+    bench = calm(3, 0.5)
+    bench.until(65)
+    assert actions(bench.last) == ["begin stop w1"]
+    bench.see(replace(mine(1), state="draining"), *crowd(3)[1:])
+    bench.tick()
+    bench.load(0.8)  # 1.6 × the forecast, and two workers could still bear it
+    bench.tick()
+    assert actions(bench.last) == ["begin undo_drain w1"]
+    bench.see(*crowd(3))
+    bench.until(120)
+    assert actions(bench.last) == []
+    assert "the load was 1.60 × the forecast" in binding(bench.last)
+    bench.until(240)
+    assert any("stop" in line for line in actions(bench.last))
+
+
+def test_an_order_to_drain_that_was_not_obeyed_is_withdrawn():
+    bench = calm(3, 0.5)
+    bench.until(65)
+    stop = bench.last.orders[0]
+    bench.load(2.6)
+    bench.tick()
+    assert actions(bench.last) == ["begin undo_drain w1"]
+    assert bench.last.orders[0].number > stop.number
+
+
+def test_an_operators_drain_is_not_cancelled():
+    bench = calm(2, 0.5)
+    bench.see(replace(mine(1), state="draining"), mine(2))
+    bench.load(1.7)
+    bench.until(10)
+    assert actions(bench.last) == [START]
+
+
+def test_during_a_panic_the_forecast_is_what_is_observed():
+    bench = calm(1, 0.5)
+    bench.forecast.value, bench.forecast.frozen = 0.5, True
+    bench.load(1.7)
+    bench.tick()
+    assert actions(bench.last) == [START]
+    assert bench.last.plans[0].forecast["0.9"] == 1.7
+
+
+# ---------------------------------------------------------------------- blind
+
+
+def blind(**more) -> Bench:
+    bench = Bench()
+    bench.see(worker(1))
+    bench.seen = replace(
+        bench.seen, demand={MODEL: demand(0.5, **{"poor": True, "held": 3, **more})}
+    )
+    return bench
+
+
+def test_a_blind_planner_adds_one_when_requests_wait():
+    bench = blind(held_wait=0.51)
+    assert actions(bench.tick()) == []
+    assert actions(bench.tick()) == [START]
+    bench.until(30)
+    assert actions(bench.last) == [START]  # the same order, until it shows
+
+
+def test_a_blind_planner_holds_when_they_do_not_wait_for_long():
+    bench = blind(held_wait=0.49)
+    assert not any(output.orders for output in bench.until(120))
+
+
+def test_a_blind_planner_never_shrinks():
+    bench = blind()
+    bench.see(*crowd(4))
+    assert not any(output.orders for output in bench.until(1200))
+
+
+def test_being_blind_is_told_after_a_minute_and_by_whom():
+    bench = Bench()
+    bench.see(worker(1))
+    faults = "router r1 no longer reports its demand"
+    bench.seen = replace(bench.seen, demand={MODEL: demand(0.0, known=False, faults=faults)})
+    bench.until(60)
+    assert bench.last.degraded == {}
+    bench.tick()
+    assert bench.last.degraded["planner_blind"] == f"m: for 60 s: {faults}"
+    bench.load(0.5)
+    assert bench.tick().degraded == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"poor": True}, "predictions have been wrong"),
+        ({"first_tokens": 19}, "19 first tokens seen of 20"),
+        ({"work_30": float("nan")}, "work_30 is not a number"),
+        ({"peak_300": float("inf")}, "peak_300 is not a number"),
+    ],
+)
+def test_what_makes_it_blind(fields, says):
+    bench = Bench()
+    bench.see(*crowd(3))
+    bench.load(0.5, **fields)
+    bench.until(120)
+    assert actions(bench.last) == []
+    assert says in bench.last.plans[0].blind
+
+
+# ---------------------------------------------------------------------- floors and leases
+
+
+def test_the_floor_is_kept_whatever_the_load():
+    bench = Bench(config(pool(min=3)))
+    bench.see(worker(1))
+    bench.load(0.0)
+    assert actions(bench.tick()) == [START] * 2
+    blind_bench = Bench(config(pool(min=2)))
+    blind_bench.see(worker(1))
+    assert actions(blind_bench.tick()) == [START]
+
+
+def test_an_empty_pool_is_started_without_any_demand():
+    bench = Bench()
+    assert actions(bench.tick()) == [START]
+
+
+def test_workers_of_a_floor_are_started_before_it_holds():
+    floor = Floor(begin=3600.0, end=7200.0, min=3)
+    bench = Bench(config(pool(floors=(floor,))))
+    bench.see(worker(1))
+    bench.load(0.1)
+    bench.seen = replace(bench.seen, wall=3600.0 - 181)
+    assert actions(bench.tick()) == []
+    bench.seen = replace(bench.seen, wall=3600.0 - 180)
+    assert actions(bench.tick()) == [START] * 2
+
+
+def test_a_worker_that_ends_gets_its_successor_in_time():
+    """Start-up 120 s, drain 5 s, slack 60 s."""
+    bench = calm(2, 1.0)
+    bench.see(mine(1, hard_end=186.0), mine(2))
+    assert actions(bench.tick()) == []
+    bench.see(mine(1, hard_end=185.0), mine(2))
+    assert actions(bench.tick()) == [START]
+    assert bench.last.orders[0].change.reason == "w1 will be ended from outside"
+    shown = (instance(names(bench)[0], "booting"),)
+    bench.see(mine(1, hard_end=100.0), mine(2), instances=shown)
+    bench.until(20)
+    assert actions(bench.last) == []
+
+
+def test_a_successor_may_exceed_max_but_not_the_budget():
+    bench = Bench(config(pool(max=2)))
+    bench.see(mine(1, hard_end=60.0), mine(2))
+    bench.load(1.0)
+    assert actions(bench.tick()) == [START]
+    bench = Bench(config(pool(max=2), budget=2.0))
+    bench.see(mine(1, hard_end=60.0), mine(2))
+    bench.load(1.0)
+    assert actions(bench.tick()) == []
+
+
+def test_a_successor_has_the_mode_of_the_one_that_ends():
+    bench = Bench(config(pool(modes=("prefill", "decode"))))
+    bench.see(mine(1, "prefill"), mine(2, "decode", hard_end=100.0))
+    bench.load(0.5)
+    assert actions(bench.tick()) == ["begin start decode"]
+
+
+def test_what_ends_before_a_start_would_serve_is_no_capacity():
+    bench = calm(2, 1.6)
+    bench.see(mine(1, hard_end=100.0), mine(2))
+    bench.tick()
+    assert bench.last.plans[0].miss_before == 0.0  # the successor comes first
+    bench.load(2.6)
+    bench.tick()
+    assert actions(bench.last).count(START) >= 2
+
+
+# ---------------------------------------------------------------------- switches
+
+
+def test_a_worker_keeps_its_mode_for_a_while():
+    bench = Bench(config(pool(modes=("prefill", "decode"), max=4)))
+    bench.judge.decode_weight = 0.3
+    disagg(bench)
+    bench.load(5.0)
+    assert not any(output.orders for output in bench.until(90))
+    bench.until(10)
+    assert actions(bench.last) == ["begin mode w10>prefill"]
+
+
+def test_a_switch_is_not_taken_back_at_once():
+    bench = Bench(config(pool(modes=("prefill", "decode"), max=4)))
+    bench.judge.decode_weight = 0.3
+    disagg(bench)
+    bench.load(5.0)
+    bench.until(100)
+    bench.see(*crowd(2, "prefill"), mine(10, "prefill"), mine(11, "decode"))
+    bench.tick()
+    bench.judge.decode_weight = 1.4  # now the former ratio would be right
+    bench.load(3.0)
+    began = bench.now
+    while not bench.tick().orders:
+        assert bench.now < began + 240
+    assert bench.now >= began + 120  # three slow ticks agree
+
+
+@pytest.mark.parametrize("why", ["fixed", "pinned", "refused"])
+def test_workers_that_cannot_be_switched_are_not(why):
+    bench = Bench(config(pool(modes=("prefill", "decode"), max=4)))
+    bench.judge.decode_weight = 0.3
+    more = {"fixed": {"can_switch": False}, "pinned": {"pinned": True}, "refused": {}}[why]
+    fixed = [mine(10, "decode", **more), mine(11, "decode", **more)]
+    bench.see(*crowd(2, "prefill"), *fixed)
+    bench.load(2.0)
+    bench.until(100)
+    bench.load(5.0)
+    bench.until(10)
+    if why == "refused":
+        assert actions(bench.last) == ["begin mode w10>prefill"]
+        vetoed = Refusal("vetoed", "no other worker decodes")
+        bench.tick(refusals={names(bench)[0]: vetoed})
+        assert actions(bench.last) == ["begin mode w11>prefill"]
+    else:
+        assert actions(bench.last) == []
+
+
+def test_a_switch_waits_for_another_removal():
+    bench = Bench(config(pool(modes=("prefill", "decode"), max=4)))
+    bench.judge.decode_weight = 0.3
+    leaving = mine(20, "decode", state="leaving", target="decode")
+    bench.see(*crowd(2, "prefill"), *crowd(2, "decode", 10), leaving)
+    bench.load(7.0)
+    bench.until(70)
+    assert actions(bench.last) == []
+
+
+# ---------------------------------------------------------------------- the operator
+
+
+def test_a_worker_that_was_started_by_hand_stays_for_an_hour():
+    bench = calm(1, 0.3)
+    bench.see(worker(1), worker(2))
+    assert not any(output.orders for output in bench.until(3590))
+    assert "was started by hand" in binding(bench.last)
+    assert any(output.orders for output in bench.until(130))
+
+
+def test_a_mode_that_was_set_by_hand_stays():
+    bench = Bench(config(pool(modes=("prefill", "decode"), max=4)))
+    disagg(bench)
+    bench.load(2.0)
+    bench.until(20)
+    bench.see(mine(1, "prefill"), mine(2, "decode"), *crowd(2, "decode", 10))
+    bench.tick()
+    bench.judge.decode_weight = 0.3
+    bench.load(3.0)
+    bench.until(1000)
+    assert "w2" not in " ".join(actions(bench.last))
+
+
+def test_a_pinned_worker_is_not_removed():
+    bench = calm(2, 0.3)
+    bench.see(mine(1, pinned=True), mine(2, pinned=True))
+    bench.until(130)
+    assert actions(bench.last) == []
+    assert binding(bench.last) == "w1 is pinned"
+
+
+def test_a_paused_model_is_left_alone():
+    bench = Bench(config(pool(min=3)))
+    bench.see(worker(1), paused={MODEL: "ada, until she resumes it"})
+    bench.load(5.0)
+    bench.until(120)
+    assert actions(bench.last) == []
+    assert binding(bench.last) == "paused by ada, until she resumes it"
+
+
+def test_a_pinned_pool_gets_what_the_operator_fixed():
+    bench = calm(4, 0.1)
+    bench.see(*crowd(4), pins={MODEL: {"aggregated": 2}})
+    bench.tick()
+    assert actions(bench.last) == ["begin stop w1"]
+    assert binding(bench.last) == "pinned to aggregated=2"
+    bench.see(mine(3), pins={MODEL: {"aggregated": 2}})
+    bench.until(20)
+    assert actions(bench.last) == [START]
+
+
+def test_a_pin_switches_before_it_starts():
+    bench = Bench(config(pool(modes=("prefill", "decode"))))
+    disagg(bench, pins={MODEL: {"prefill": 1, "decode": 3}})
+    bench.load(0.5)
+    assert actions(bench.tick()) == ["begin mode w1>decode"]
+
+
+def test_a_worker_of_the_wrong_mode_is_drained():
+    bench = Bench(config(pool(modes=("prefill", "decode"))))
+    disagg(bench)
+    bench.judge.decode_weight = 2.0
+    bench.load(4.0)
+    bench.until(10)
+    name = names(bench)[0]
+    assert actions(bench.last)[0] == "begin start decode"
+    bench.judge.decode_weight = 1.0
+    bench.load(1.0)
+    came = worker(30, "prefill", kind="gpu", change=name)
+    disagg(bench)
+    bench.see(*bench.seen.workers, came)
+    bench.tick()
+    assert "begin stop w30" in actions(bench.last)
+    assert "w30 came otherwise" in bench.last.degraded["planner_kind_failing"]
+
+
+# ---------------------------------------------------------------------- who decides
+
+
+def test_each_model_has_one_planner_and_all_planners_agree():
+    planners = [NodeId(f"planner-{number}") for number in range(5)]
+    models = [f"model-{number}" for number in range(200)]
+    owners = {model: owner_of(model, planners, budget=0.0) for model in models}
+    assert {*owners.values()} == {*planners}
+    assert owners == {m: owner_of(m, planners[::-1], budget=0.0) for m in models}
+    lost = planners[0]
+    for model, owner in owners.items():
+        if owner != lost:
+            assert owner_of(model, planners[1:], budget=0.0) == owner
+
+
+def test_with_a_budget_one_planner_has_all_models():
+    planners = [NodeId(f"planner-{number}") for number in range(5)]
+    models = [f"model-{number}" for number in range(50)]
+    assert len({owner_of(model, planners, budget=8.0) for model in models}) == 1
+
+
+def test_a_planner_decides_only_for_its_models():
+    other = NodeId("planner-2")
+    owned = owner_of(MODEL, [ME, other], budget=0.0) == ME
+    bench = Bench()
+    bench.see(planners=(ME, other))
+    assert bool(bench.tick().orders) is owned
+    stranger = Bench()
+    bigger = next(
+        NodeId(f"p{n}")
+        for n in range(99)
+        if owner_of(MODEL, [ME, NodeId(f"p{n}")], budget=0.0) != ME
+    )
+    stranger.see(planners=(ME, bigger))
+    assert stranger.tick().plans == ()
+    assert stranger.tick(planners=(ME,)).orders
+
+
+def test_a_restarted_planner_goes_on_from_the_lists():
+    bench = Bench()
+    bench.see(worker(1))
+    bench.load(2.8)
+    bench.tick()
+    shown = [instance(name, "booting") for name in names(bench)]
+    bench.see(worker(1), instances=tuple(shown))
+    bench.tick()
+    bench.term = 2
+    bench.restart()
+    assert bench.tick().orders == ()
+    assert bench.last.plans[0].target == {"aggregated": 3}
+    assert {change.id for change in bench.last.plans[0].changes} == {one.change for one in shown}
+
+
+def test_a_planner_that_dies_before_the_list_shows_a_start_does_not_double_it():
+    """The change is asked for, and the planner dies. Its successor asks the list first: it begins
+    after the list has been read."""
+    bench = Bench()
+    bench.see(worker(1))
+    bench.load(1.7)
+    bench.tick()
+    (asked,) = names(bench)
+    bench.term = 2
+    bench.restart()
+    bench.see(worker(1), instances=(instance(asked, "pending"),))
+    bench.until(30)
+    assert actions(bench.last) == []
+
+
+def test_orders_carry_term_and_a_number_that_grows():
+    bench = calm(3, 0.5)
+    bench.term = 77
+    bench.restart()
+    bench.until(65)
+    stop = bench.last.orders[0]
+    bench.load(2.6)
+    bench.tick()
+    undo = bench.last.orders[0]
+    assert (stop.term, undo.term) == (77, 77)
+    assert undo.number > stop.number > 0
+
+
+def test_a_planner_that_only_advises_orders_nothing_and_says_the_same():
+    bench = Bench(config(mode="advise"))
+    bench.see(worker(1))
+    bench.load(2.8)
+    outputs = bench.until(30)
+    assert not any(output.orders for output in outputs)
+    assert bench.last.plans[0].target == {"aggregated": 3}
+    assert sum(len(output.log) for output in outputs) == 1
+
+
+def test_a_configuration_that_cannot_work_is_refused():
+    with pytest.raises(ConfigError):
+        Bench(config(pool(min=3), budget=2.0))
+
+
+# ---------------------------------------------------------------------- ends
+
+
+def test_a_worker_that_does_not_end_is_ended_by_its_actuator_after_its_drain():
+    bench = calm(3, 0.5)
+    bench.until(65)
+    bench.see(replace(mine(1), state="draining"), *crowd(3)[1:])
+    bench.until(60)
+    assert actions(bench.last) == []
+    bench.until(10)
+    (order,) = bench.last.orders
+    assert (order.verb, order.instance) == ("end", mine(1).change)
+
+
+def test_a_worker_that_never_becomes_ready_does_not_block_others():
+    bench = Bench()
+    bench.see(worker(1))
+    bench.load(1.7)
+    bench.tick()
+    name = names(bench)[0]
+    bench.see(worker(1), instances=(instance(name, "booting"),))
+    bench.until(365)
+    assert ("end", name) in [(order.verb, order.instance) for order in bench.last.orders]
+    bench.see(worker(1), instances=())
+    bench.until(70)
+    assert actions(bench.last) == [START]
+    assert names(bench) != [name]
+
+
+def test_a_life_that_dies_during_its_drain_is_gone():
+    bench = calm(3, 0.5)
+    bench.until(65)
+    bench.see(replace(mine(1), state="draining"), *crowd(3)[1:])
+    bench.tick()
+    bench.see(*crowd(3)[1:])
+    bench.tick()
+    assert "stop w1 after" in bench.last.log[0]
+    assert bench.last.plans[0].present == {"aggregated": 2}
+    assert bench.last.orders == ()
