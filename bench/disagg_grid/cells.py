@@ -117,14 +117,12 @@ def _about(random: Random, mean: int, least: int) -> int:
 
 
 def arms(scale: Scale) -> list[Arm]:
-    """All arms that run over a network; `rule` at one ratio, for comparison."""
-    total = scale.workers
-    found = [
-        Arm(0, prefill, total - prefill, disagg)
-        for prefill in scale.prefills
-        for disagg in ("always", "predict")
+    """All arms that run over a network."""
+    choices: tuple[Disagg, ...] = ("always", "predict", "rule")
+    return [
+        Arm(0, prefill, scale.workers - prefill, disagg)
+        for prefill, disagg in product(scale.prefills, choices)
     ]
-    return [*found, Arm(0, total // 2, total - total // 2, "rule")]
 
 
 def grid(scale: Scale) -> Iterator[tuple[World, Arm, int]]:

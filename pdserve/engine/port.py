@@ -210,6 +210,11 @@ class Engine(RequestEngine, Protocol):
         `returns`: only its engine is lost, and the same life may be asked again later."""
         ...
 
+    def make_path(self, node: NodeId, epoch: Epoch) -> None:
+        """Make the KV path to (node, epoch) before a transfer needs it, so that `paths` says its
+        rate. Ignored without an engine that has transports of its own."""
+        ...
+
     def transfer_call(
         self, node: NodeId, epoch: Epoch, ask: TransportCall, reply: Answered
     ) -> None:

@@ -21,6 +21,7 @@ from pdserve.messages.engine import (
     AttemptLost,
     InboundControl,
     InboundControlReply,
+    MakePath,
     OutboundControl,
     OutboundControlReply,
     PathState,
@@ -100,6 +101,11 @@ class TransferController:
         """Tell the core that (node, epoch) is dead, or its engine. `returns`: that starts again."""
         if self._up:
             self._tell_both(PeerGone(node=node, epoch=epoch, returns=returns))
+
+    def make_path(self, node: NodeId, epoch: Epoch) -> None:
+        """Make the path to (node, epoch) in advance, if a core with transports of its own is up."""
+        if self._up and self._transports:
+            self._control(MakePath(node=node, epoch=epoch))
 
     def _tell_both(self, command: SetNodeLife | PeerGone) -> None:
         if self._transports:

@@ -353,6 +353,14 @@ class OutboundControlReply(msgspec.Struct, frozen=True, array_like=True, tag=17)
     message: str = ""
 
 
+class MakePath(msgspec.Struct, frozen=True, array_like=True, tag=24):
+    """Makes the path to a peer before a transfer needs it. Nothing answers: `PathStates` show it.
+    Ignored if there is a path, or none is possible."""
+
+    node: str
+    epoch: int
+
+
 class KvPullAnswer(msgspec.Struct, frozen=True, array_like=True, tag=18):
     """Answers a `KvPullOpened` with what the owner has sent."""
 
@@ -443,7 +451,7 @@ Command = (
 )
 """What the node tells the thread that computes."""
 
-ControlCommand = SetNodeLife | PeerGone | InboundControl | OutboundControlReply
+ControlCommand = SetNodeLife | PeerGone | InboundControl | OutboundControlReply | MakePath
 """What the node tells the thread of the transports, by a socket of their own."""
 
 
@@ -591,6 +599,10 @@ class PathState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Why a better backend that both ends have is not used, or why there is none; empty: no better
     one is possible.
     """
+    measured: float = 0.0
+    """Bytes per second from the peer, measured when this end made the path; 0: not measured."""
+    unmeasured: str = ""
+    """Why it was not measured, in words; empty: it was, or the peer made the path."""
 
 
 class PathStates(msgspec.Struct, frozen=True, array_like=True, tag=16):

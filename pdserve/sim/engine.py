@@ -379,6 +379,11 @@ class VirtualTimeEngine:
         only its engine is dead, and starts again."""
         self._transfer_control.peer_gone(node, epoch, returns=returns)
 
+    def make_path(self, node: NodeId, epoch: Epoch) -> None:
+        """Make the KV path to (node, epoch) before a transfer needs it, so that `paths` says its
+        rate. Ignored without an engine that has transports of its own."""
+        self._transfer_control.make_path(node, epoch)
+
     def transfer_call(
         self, node: NodeId, epoch: Epoch, ask: TransportCall, reply: Answered
     ) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pdserve.transfer.rdma.verbs_path import WorkRequestChain
     from pdserve.transfer.transport_base import HelloExchange
 
-__all__ = ["FakeFabric", "FakeFaults", "FakeTransport"]
+__all__ = ["FakeFabric", "FakeFaults", "FakePath", "FakeTransport"]
 
 _IN_FLIGHT: Final = 4
 """Work requests of a queue pair that a dying process leaves on the wire."""
@@ -83,6 +83,10 @@ class FakeFabric:
 
     def takes(self, pair: FakeQueuePair, size: Bytes) -> Seconds:
         """Seconds of a write of so many bytes that the queue pair begins now."""
+        return self.pace(size)
+
+    def takes_probe(self, size: Bytes) -> Seconds:
+        """Seconds of a probe of so many bytes, on a path without other traffic."""
         return self.pace(size)
 
     def number(self) -> int:
@@ -291,6 +295,11 @@ class FakePath(VerbsPath):
     backend = "fake"
     transport: FakeTransport
     theirs: Sequence[RegionCard]
+
+    async def probe(self, size: Bytes) -> Bytes:
+        """Let the time of a probe pass."""
+        await asyncio.sleep(self.transport.fabric.takes_probe(size))
+        return size
 
     def key_of(self, region: int) -> int:
         """The key that the peer gave for its region."""

@@ -7,6 +7,7 @@ expected bytes; all other memory has a pattern, so that one stray byte shows.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from itertools import product
 from random import Random
 from typing import TYPE_CHECKING
@@ -114,6 +115,21 @@ class TransferConformance:
         pieces = [(start, chunk, group) for start, chunk in chunks for group in groups]
         random.shuffle(pieces)
         return [KvPart(n, *piece) for n, piece in enumerate(pieces)]
+
+    async def test_a_probe_touches_no_block(self) -> None:
+        async with self.world() as world:
+            ours, theirs = await world.connect()
+            world.source.fill({1: 11})
+            for size in (1000, 1 << 20):
+                with contextlib.suppress(TransferRefused):  # this backend has no probes
+                    assert 0 < await ours.probe(size) <= size
+            assert world.destination.holds({}, ALL)
+            sink = RecordingTransferSink()
+            grant = theirs.grant(order([5], 4), sink)
+            assert await deliver(ours, grant.ticket, KvPart(0, 0, [1], (0, 3))).wait() is None
+            await sink.until(lambda s: len(s.parts) == 1)
+            grant.finish()
+            assert world.destination.holds({5: 11}, ALL)
 
     async def test_a_part_is_there_when_its_sink_hears_of_it(self) -> None:
         async with self.world(layouts(4, 2), layouts(4, 4), blocks=64) as world:

@@ -186,6 +186,13 @@ class KvPath(Protocol):
         which the source's blocks are no longer read. The peer's sink fails."""
         ...
 
+    async def probe(self, size: Bytes) -> Bytes:
+        """Bring so many bytes from the peer into memory of no use, the way that KV takes; returns
+        how many have come, fewer if the peer's pool is smaller. Errors: `TransferRefused` with the
+        reason, if this backend or this peer has no probes. Cancellation: what is under way may
+        still come, and is dropped."""
+        ...
+
     async def close(self, reason: str) -> None:
         """End the path; returns when nothing can be written to this node's memory through it, which
         is a fence for all its grants. Deliveries under way end with `PathLost`, and the sinks of

@@ -138,6 +138,10 @@ class PathBase:
     def _farewell(self, reason: str) -> None:
         """Tell the peer that the path has ended, if it does not notice by itself."""
 
+    async def probe(self, size: Bytes) -> Bytes:
+        """Bring bytes of the peer into memory of no use; see `base.KvPath.probe`."""
+        raise self._error(TransferRefused, "", "probe", f"{self.backend} has no probes")
+
     # ------------------------------------------------------------------ the destination
 
     def grant(self, order: GrantSpec, sink: GrantSink) -> GrantEntry:

@@ -36,7 +36,10 @@ RETYPED = {
 }
 """Fields whose type takes more or less than before, and why neither release is sent what it cannot
 read. Records by the names that the release before has for them."""
-TAGGED: dict[str, str] = {}
+TAGGED: dict[str, str] = {
+    "pdserve.transfer.tcp.transport._ProbeOrder": "only for peers whose `_Details` have `probes`",
+    "pdserve.transfer.tcp.transport._Probe": "only the answer to a `_ProbeOrder`",
+}
 """New kinds of messages where an older node expects one of a few, and why it is never sent one."""
 
 Records = dict[str, Any]

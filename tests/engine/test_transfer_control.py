@@ -9,6 +9,7 @@ from pdserve.ids import NodeId
 from pdserve.messages.engine import (
     InboundControl,
     InboundControlReply,
+    MakePath,
     OutboundControl,
     OutboundControlReply,
     PathState,
@@ -40,6 +41,18 @@ class Controlled:
         replies: list[object] = []
         self.control.call(PEER, 3, TransportCall(1, "shm", PathReady(2)), replies.append)
         return replies
+
+
+def test_only_transports_that_are_up_make_paths() -> None:
+    d = Controlled()
+    d.control.make_path(PEER, 3)
+    d.control.begin(transports=False)
+    d.control.make_path(PEER, 3)
+    assert d.posted == []
+    d.control.begin()
+    d.control.make_path(PEER, 3)
+    assert d.posted == [MakePath(node="p", epoch=3)]
+    assert d.told == []
 
 
 def test_a_call_is_replied_to_once() -> None:

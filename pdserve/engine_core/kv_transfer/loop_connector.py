@@ -17,6 +17,7 @@ calls to peers are under way; one more fails as `Overloaded`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections import deque
@@ -50,6 +51,7 @@ from pdserve.ids import NodeId, NodeLife
 from pdserve.messages.engine import (
     InboundControl,
     InboundControlReply,
+    MakePath,
     OutboundControlReply,
     PathStates,
     PeerGone,
@@ -383,6 +385,12 @@ class LoopKvConnector:
                 self.attach(NodeLife(NodeId(command.node), command.epoch))
             case PeerGone():
                 self._peer_gone(NodeLife(NodeId(command.node), command.epoch))
+            case MakePath():
+                self._make_path(NodeLife(NodeId(command.node), command.epoch))
+
+    def _make_path(self, peer: NodeLife) -> None:
+        if self._peer_paths is not None:
+            _ = self._tasks.spawn(_made(self._peer_paths, peer), f"path to {peer} in advance")
 
     def _peer_gone(self, peer: NodeLife) -> None:
         for attempt in list(self._attempts.values()):
@@ -488,6 +496,12 @@ class _Done:
         if error is not None:
             self.peer_paths.lost(self.meter)
         self.mover.emit(PartDelivered(self.handle, self.part, size, error))
+
+
+async def _made(peer_paths: PeerPaths, peer: NodeLife) -> None:
+    """Make a path that nothing waits for; a failure shows in the paths' states."""
+    with contextlib.suppress(PdserveError):
+        await peer_paths.path(peer, in_advance=True)
 
 
 def _later(peer: NodeLife, than: NodeLife) -> bool:

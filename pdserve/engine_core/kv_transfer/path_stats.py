@@ -5,10 +5,11 @@ A path that is set up again uses the same counters, so they only grow while the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdserve.messages.engine import PathState
+from pdserve.transfer.path_probe import PathRate
 
 if TYPE_CHECKING:
     from pdserve.ids import Bytes, NodeLife, Seconds
@@ -26,6 +27,8 @@ class PeerPathStats:
     why: str = ""
     expected: float = 0.0
     degraded: str = ""
+    rate: PathRate = field(default_factory=PathRate)
+    """What its probes found when this end made it."""
     sent: Bytes = 0
     received: Bytes = 0
     seconds: Seconds = 0.0
@@ -49,6 +52,8 @@ class PeerPathStats:
             failures=self.failures,
             down="" if path.down is None else path.down.message,
             degraded=self.degraded,
+            measured=self.rate.rate,
+            unmeasured=self.rate.why_not,
         )
 
 

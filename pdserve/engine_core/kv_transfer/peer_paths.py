@@ -31,6 +31,7 @@ from pdserve.errors import (
 )
 from pdserve.messages.engine import PathState
 from pdserve.messages.transfer import BackendOffers, BackendProbe, PathReady
+from pdserve.transfer.path_probe import PROBE_TIME, PathRate, RateProbe
 from pdserve.transfer.select_backend import MAX_FAILURES, RETRY_INTERVAL, BackendSelector
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pdserve.engine_core.kv_transfer.control_rpc import ControlRpc
-    from pdserve.engine_core.kv_transfer.path_stats import PathMeter
+    from pdserve.engine_core.kv_transfer.path_stats import PathMeter, PeerPathStats
     from pdserve.ids import NodeLife, Seconds
     from pdserve.messages.transfer import TransferControl, TransferTicket
     from pdserve.runtime.tasks import Tasks
@@ -75,6 +76,8 @@ class _Peer:
     """Why no path is possible; empty: there is one, or it is not certain yet."""
     until: Seconds = 0.0
     """Time before which another try is not worth it."""
+    wanted: bool = False
+    """Whether a transfer has waited for a path, so that none is made in advance."""
 
 
 class PeerPaths:
@@ -164,12 +167,13 @@ class PeerPaths:
 
     # ------------------------------------------------------------------ paths to peers
 
-    async def path(self, peer: NodeLife) -> KvPath:
-        """Return the best path to a peer, and set it up if need be. Raises `TransferError`, or
-        `NotReady` if this engine's own transports are not ready. Cancellation: only this wait ends;
-        the set-up goes on."""
+    async def path(self, peer: NodeLife, *, in_advance: bool = False) -> KvPath:
+        """Return the best path to a peer, and set it up if need be. `in_advance`: no transfer waits
+        for it, so it is measured first. Raises `TransferError`, or `NotReady` if this engine's own
+        transports are not ready. Cancellation: only this wait ends; the set-up goes on."""
         await self._be_ready()
         known = self._peers.setdefault(peer, _Peer())
+        known.wanted |= not in_advance
         if known.setting_up is None:
             known.setting_up = self._tasks.spawn(self._set_up(peer, known), f"path to {peer}")
             known.setting_up.add_done_callback(partial(_forget_task, known))
@@ -267,8 +271,27 @@ class PeerPaths:
         except TransferError as error:
             self._connect_failed(peer, choice, error)
             raise
+        self.path_stats.meter(path).stats.rate = await self._measured(path, known)
         self._enter(path, known, choice)
         return path
+
+    async def _measured(self, path: KvPath, known: _Peer) -> PathRate:
+        """Measure a new path while neither end uses it and no transfer waits for it."""
+        probe, reason = RateProbe(), "the path took no time"
+        try:
+            async with asyncio.timeout(PROBE_TIME):
+                while size := probe.next_size():
+                    if known.wanted or path.stats.outgoing or path.stats.granted:
+                        reason = "a transfer was waiting for the path"
+                        break
+                    begin = self._now()
+                    came = await path.probe(size)
+                    probe.add(came, self._now() - begin)
+        except TimeoutError:
+            reason = f"no probe came within {PROBE_TIME * 1000:g} ms"
+        except TransferError as error:
+            reason = error.message
+        return PathRate(probe.rate) if probe.rate else PathRate(why_not=reason)
 
     def _connect_failed(self, peer: NodeLife, choice: BackendChoice, error: TransferError) -> None:
         if self._is_unreachable(error):
@@ -290,8 +313,10 @@ class PeerPaths:
         stats.why, stats.degraded = choice.why + self._unchecked(choice.backend), choice.degraded
         stats.expected = self._rates[choice.backend]
         if known.told is None or known.told.backend != choice.backend:
-            rate = f"about {stats.expected / 1e9:.1f} GB/s" if stats.expected else "rate unknown"
-            _log.info("KV with %s goes over %s, %s (%s)", path.peer, path.backend, rate, stats.why)
+            _log.info(
+                "KV with %s goes over %s, %s (%s)",
+                *(path.peer, path.backend, _rate_words(stats), stats.why),
+            )
         known.told = choice
         self._changed()
 
@@ -396,6 +421,12 @@ class PeerPaths:
             await self._close_paths(peer, "the peer's engine has restarted")
             self._changed()
         self._lives[peer] = life
+
+
+def _rate_words(stats: PeerPathStats) -> str:
+    if stats.rate.rate:
+        return f"{stats.rate.rate / 1e9:.2f} GB/s measured"
+    return f"about {stats.expected / 1e9:.1f} GB/s" if stats.expected else "rate unknown"
 
 
 def _forget_task(known: _Peer, task: asyncio.Task[KvPath | TransferError]) -> None:

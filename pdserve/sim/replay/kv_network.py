@@ -42,6 +42,10 @@ class KvNetwork(FakeFabric):
         """Set the size of a token's KV, from the engines' capabilities; before any transfer."""
         self.token_bytes = capabilities.block_bytes // capabilities.block_size
 
+    def takes_probe(self, size: Bytes) -> Seconds:
+        """Seconds of a probe between two idle workers; its bytes are those of real KV."""
+        return self._latency + size / self._bandwidth
+
     def takes(self, pair: FakeQueuePair, size: Bytes) -> Seconds:
         """Seconds until a work request of `size` bytes has completed; one without bytes, such as a
         notification, takes the latency."""

@@ -8,8 +8,11 @@ write to them nor make the reader fault. `pull_transport` has everything else.
 
 from __future__ import annotations
 
+from array import array
+from functools import partial
 from typing import TYPE_CHECKING
 
+from pdserve.errors import PathLost
 from pdserve.transfer.copy_plan import split_runs
 from pdserve.transfer.copying import (
     CHUNK,
@@ -23,7 +26,6 @@ from pdserve.transfer.same_host.pull_transport import PATIENCE, PullPath, PullTr
 from pdserve.transfer.same_host.shared_table import PeerMapping, map_peer
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Iterator, Sequence
 
     from pdserve.ids import Bytes, Epoch, NodeId, Seconds
@@ -68,6 +70,21 @@ class ShmPath(PullPath):
             if total != expected:
                 return self.differs(job, place, count), size
         return "", size
+
+    async def probe(self, size: Bytes) -> Bytes:
+        """Copy from the peer's first pool. The one thread that copies also unmaps it, later."""
+        if self.down is not None:
+            raise self._error(PathLost, "", "probe", self.down.message)
+        copied: Bytes = await self.transport.run(partial(self._copy_probe, size))
+        return copied
+
+    def _copy_probe(self, size: Bytes) -> Bytes:
+        source = self._peer.views[0]
+        size = min(size, len(source))
+        begin, length = array("q", [0]), array("q", [size])
+        with memoryview(bytearray(size)) as scratch:
+            copy_runs(scratch, source, begin, begin, length, size >= NON_TEMPORAL_BYTES)
+        return size
 
     def _streaming(self, job: PullJob) -> bool:
         return self.into.size(job.share) >= NON_TEMPORAL_BYTES

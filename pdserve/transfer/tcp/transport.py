@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
-from pdserve.errors import TransferCorrupt, TransferWithdrawn
+from pdserve.errors import PathLost, TransferCorrupt, TransferRefused, TransferWithdrawn
 from pdserve.messages.transfer import MAX_BLOCKS
 from pdserve.net.log_throttle import LogThrottle
 from pdserve.net.transport.bounded_acceptor import BoundedAcceptor
@@ -38,6 +38,7 @@ from pdserve.net.transport.sockets import bind_all, connect_any, resolve_now
 from pdserve.transfer.block_mapping import BlockMapping
 from pdserve.transfer.copy_plan import PlanError
 from pdserve.transfer.path_base import DeliveryKey, PathBase
+from pdserve.transfer.path_probe import PROBE_BYTES
 from pdserve.transfer.tcp.framing import BulkError, BulkSocket, ReadPause, Sent, WriteGuard
 from pdserve.transfer.tcp.handshake import (
     TOKEN_BYTES,
@@ -124,7 +125,21 @@ class _Applied(msgspec.Struct, frozen=True, array_like=True, tag=3):
     error: str = ""
 
 
-_Frame = _Data | _Dropped | _Applied
+class _ProbeOrder(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Asks for a probe of so many bytes. Only sent to a peer whose `_Details` say that it has
+    probes."""
+
+    number: int
+    size: int
+
+
+class _Probe(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The answer; the payload is zeros, with a checksum if all payloads have one."""
+
+    number: int
+
+
+_Frame = _Data | _Dropped | _Applied | _ProbeOrder | _Probe
 _decode = msgspec.msgpack.Decoder(_Frame).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -146,6 +161,8 @@ class _Details(msgspec.Struct, frozen=True, array_like=True):
     verify: Verify
     certificate: bytes = b""
     """SHA-256 of the certificate that the listening side shows; empty: no TLS."""
+    probes: bool = False
+    """Whether the listening side answers `_ProbeOrder`; false: it is of a release that does not."""
 
 
 class _OpenGrant(WriteGuard):
@@ -163,6 +180,13 @@ class _OpenGrant(WriteGuard):
         return self.open
 
 
+class _Unplaced(WriteGuard):
+    """Guards a payload that goes into no block."""
+
+    def allowed(self) -> bool:
+        return True
+
+
 class TcpPath(PathBase):
     """A path over one TCP connection, or two under TLS."""
 
@@ -175,6 +199,13 @@ class TcpPath(PathBase):
         """The tokens that identify the peer's connections, if this node listens."""
         self.verify: Verify = "all"
         """What both ends have agreed on."""
+        self.probed = False
+        """Whether the peer answers probes."""
+        self._probe: tuple[int, asyncio.Future[None]] | None = None
+        """The probe that is under way: its number, and its end."""
+        self._probes = itertools.count(1)
+        self._probe_bytes: Bytes = 0
+        """Bytes of probes that the peer has ordered. The reader's own."""
         self._turns = itertools.count(1)
         self._loop = asyncio.get_running_loop()
         self._home = threading.get_ident()
@@ -322,6 +353,54 @@ class TcpPath(PathBase):
             views += [memory[at : at + length] for at, length in pairs]
         return views
 
+    # ------------------------------------------------------------------ probes
+
+    async def probe(self, size: Bytes) -> Bytes:
+        """Order bytes of the peer, which come as those of a part do."""
+        if self.down is not None:
+            raise self._error(PathLost, "", "probe", self.down.message)
+        if not self.probed:
+            raise self._error(
+                TransferRefused, "", "probe", "the peer made the path, or its release has no probes"
+            )
+        number, ended = next(self._probes), self._loop.create_future()
+        self._probe = number, ended
+        self._post(_encode(_ProbeOrder(number, size)))
+        await ended
+        return size
+
+    def _on_order(self, order: _ProbeOrder) -> None:
+        """Send a probe. Errors: `BulkError` for a peer that orders too much."""
+        self._probe_bytes += order.size
+        if order.size < 0 or self._probe_bytes > PROBE_BYTES:
+            raise BulkError(f"the peer has ordered more than {PROBE_BYTES} bytes of probes")
+        self._queue.put(partial(self._send_probe, order))
+
+    def _send_probe(self, order: _ProbeOrder) -> None:
+        assert self._out is not None
+        zeros = memoryview(bytes(order.size))
+        self._out.send(_encode(_Probe(order.number)), [zeros], self._probe_range(order.size))
+
+    def _probe_range(self, size: Bytes) -> Range:
+        return (0, size) if self.verify == "all" else (0, 0)
+
+    def _receive_probe(
+        self, bulk: BulkSocket, frame: _Probe, size: Bytes
+    ) -> Generator[ReadPause, None, None]:
+        if size > PROBE_BYTES:
+            raise BulkError(f"the peer sent a probe of {size} bytes")
+        if size > _INLINE:
+            yield ReadPause.LARGE
+        if size:
+            scratch, guard = [memoryview(bytearray(size))], _Unplaced(threading.Lock())
+            yield from bulk.receive_payload(scratch, guard, self._probe_range(size))
+        self._tell(self._on_probe, frame.number)
+
+    def _on_probe(self, number: int) -> None:
+        """A probe has come; ignores one that nobody waits for any more."""
+        if self._probe is not None and self._probe[0] == number and not self._probe[1].done():
+            self._probe[1].set_result(None)
+
     def _mark(self) -> object:
         return super()._mark(), 0 if self._out is None else self._out.sent
 
@@ -454,11 +533,15 @@ class TcpPath(PathBase):
                 raise BulkError(f"a record cannot be decoded: {error}") from error
             if isinstance(frame, _Data):
                 yield from self._place(bulk, frame, size)
+            elif isinstance(frame, _Probe):
+                yield from self._receive_probe(bulk, frame, size)
             elif size:
                 raise BulkError("a record came with a payload that it must not have")
             elif isinstance(frame, _Dropped):
                 self._midway = False
                 self._conclude(frame, "the source has withdrawn it")
+            elif isinstance(frame, _ProbeOrder):
+                self._on_order(frame)
             else:
                 self._tell(self._on_applied, frame)
             yield ReadPause.FRAME
@@ -605,6 +688,7 @@ class TcpTransport(TransportBase):
         self._check_tls(peer, theirs=bool(details.certificate))
         path = self._path(peer, number, welcome.regions)
         path.verify = stricter(self.verify, details.verify)
+        path.probed = details.probes
         path.remote = welcome.path
         reached: list[socket.socket] = []
         try:
@@ -645,7 +729,9 @@ class TcpTransport(TransportBase):
         count, certificate = (1, b"") if self._tls is None else (2, self._tls.current().fingerprint)
         path.tokens = tuple(secrets.token_bytes(TOKEN_BYTES) for _ in range(count))
         self._expected.update((token, (path, n)) for n, token in enumerate(path.tokens))
-        details = _Details(self._advertise, port, path.tokens, path.verify, certificate)
+        details = _Details(
+            self._advertise, port, path.tokens, path.verify, certificate, probes=True
+        )
         return path, _encode(details)
 
     def _check_tls(self, peer: NodeLife, *, theirs: bool) -> None:

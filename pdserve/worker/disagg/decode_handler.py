@@ -41,6 +41,7 @@ from pdserve.runtime.rpc_methods import (
     RENEW,
     WITHDRAW,
 )
+from pdserve.worker.disagg.first_guess import FirstGuess
 from pdserve.worker.disagg.kv_fetch import KvFetcher
 from pdserve.worker.disagg.overlap import cached_tokens, fits_message, tokens_of
 from pdserve.worker.disagg.policy import DisaggDecision, DisaggInputs
@@ -107,6 +108,9 @@ class DecodeHandler:
         self._overlap = overlap
         self._remote: dict[Handle, RemotePrefillRequest] = {}
         node.host(self)
+        self._guess = FirstGuess(
+            node.id, node.timers, worker.engine, chooser, self._prefill_workers
+        )
         self._deaf = node.on_member(self._on_member)
         for state in _WAYS:
             metrics.handoffs.labels(state.value).read_from(partial(self._in, state))
@@ -118,6 +122,7 @@ class DecodeHandler:
             self.queue.close()
         self.queue = queue
         self.generation = generation
+        self._guess.wake()
 
     def __len__(self) -> int:
         """Number of requests whose KV comes from another worker; each counts until its last
@@ -199,6 +204,7 @@ class DecodeHandler:
         """Refuses all queued prompts and makes no further decisions; running requests end with
         their streams. Idempotent."""
         self._deaf()
+        self._guess.close()
         if self.queue is not None:
             self.queue.close()
 
@@ -322,6 +328,18 @@ class DecodeHandler:
             if member.node not in than
         )
 
+    def _prefill_workers(self) -> list[NodeLife]:
+        """Members that may prefill for a model of this worker, if it uses a prefill queue."""
+        cards = () if self.queue is None else tuple(self.worker.cards().values())
+        return [
+            NodeLife(member.node, member.epoch)
+            for member in self.node.registry
+            if member.node != self.node.id
+            and member.card is not None
+            and member.card.transfers
+            and any(_may_prefill(member.card, card) for card in cards)
+        ]
+
     def lacking(self, lora: str) -> list[NodeId]:
         """Workers that lack this adapter, so that the queue gives them no item that needs it;
         none if it is empty."""
@@ -419,6 +437,7 @@ class DecodeHandler:
 
     def _on_member(self, event: MemberEvent) -> None:
         if not isinstance(event, MemberGone):
+            self._guess.wake()
             return
         gone = NodeLife(event.member.node, event.member.epoch)
         fenced = event.reason == "own rejoin"

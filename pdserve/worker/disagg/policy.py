@@ -8,7 +8,8 @@
     never     locally
 
 The coefficients of the prediction are learnt from past prefills, starting with the first one; until
-then they are guesses. Every decision has a one-word reason, for metrics, log and header.
+then they are guesses. That of the transfer comes from the paths (`first_guess`). Every decision has
+a one-word reason, for metrics, log and header.
 
 Pure. Owned by the decode handler.
 """
@@ -108,6 +109,12 @@ class PrefillCosts:
         network."""
         self.cached_share = 0.0
         """Recent mean share of a prompt that prefill workers had cached."""
+
+    def guess_transfer(self, token: Seconds) -> None:
+        """Begins with so many transfer seconds per token, as a path's rate says. Ignored after the
+        first remote prefill, which has told more: the rest of its time too."""
+        if not self.transfer.observed:
+            self.transfer = LinearFit(self.transfer.base, token, 2000)
 
     def local(self, uncached: int, seconds: Seconds) -> None:
         """Records a local prefill."""

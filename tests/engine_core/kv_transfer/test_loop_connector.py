@@ -24,11 +24,12 @@ from pdserve.errors import (
     TransferRefused,
 )
 from pdserve.ids import NodeId, NodeLife
-from pdserve.messages.engine import InboundControl, PeerGone, SetNodeLife
+from pdserve.messages.engine import InboundControl, MakePath, PeerGone, SetNodeLife
 from pdserve.messages.transfer import BackendProbe, PathHello, PathReady
-from pdserve.testing.fake_rdma import FakeFabric, FakeFaults
+from pdserve.testing.fake_rdma import FakeFabric, FakeFaults, FakePath
 from pdserve.testing.virtual_time import run
 from pdserve.transfer.backends import TransferBackend
+from pdserve.transfer.path_base import PathBase
 from tests.engine_core.kv_transfer.world import (
     End,
     World,
@@ -110,6 +111,68 @@ def test_attempts_to_one_peer_share_a_path(seed: int) -> None:
             assert two.d.asked == 3  # a probe, PathHello, PathReady
             for key in keys:
                 two.d.mover.finish(key)
+
+    run(main())
+
+
+def _paced(seconds: float, size_rate: float):
+    return lambda size: seconds + size / size_rate
+
+
+def test_a_path_made_in_advance_is_measured(seed: int) -> None:
+    async def main() -> None:
+        async with Two(seed) as two:
+            two.fabric.pace = _paced(1e-4, 5e9)
+            two.d.tell(MakePath(node="p", epoch=2))
+            await two.until(lambda: bool(two.d.paths and two.p.paths))
+            (ours,), (theirs,) = two.d.paths, two.p.paths
+            assert ours.measured == pytest.approx(5e9, rel=0.05)
+            assert (ours.unmeasured, theirs.measured) == ("", 0.0)
+            assert two.d.holds({})
+            two.d.tell(MakePath(node="p", epoch=2))  # it is there
+            two.d.tell(MakePath(node="nobody", epoch=2))
+            await asyncio.sleep(1.0)
+            assert len(two.d.paths) == 1
+
+    run(main())
+
+
+def test_a_transfer_does_not_wait_for_a_measurement(seed: int) -> None:
+    async def main() -> None:
+        async with Two(seed) as two:
+            two.fabric.pace = _paced(0.004, 1e12)
+            two.d.tell(MakePath(node="p", epoch=2))
+            await asyncio.sleep(0.001)
+            began = two.loop.time()
+            await granted(two, two.d, two.p, KEY, [1])
+            assert two.loop.time() - began < 0.006  # the probe under way, and no other
+            await two.until(lambda: bool(two.d.paths))
+            assert two.d.paths[0].unmeasured == "a transfer was waiting for the path"
+            two.d.mover.finish(KEY)
+
+    run(main())
+
+
+def test_a_path_too_slow_for_probes_is_made_all_the_same(seed: int) -> None:
+    async def main() -> None:
+        async with Two(seed) as two:
+            two.fabric.pace = _paced(1.0, 1e9)
+            two.d.tell(MakePath(node="p", epoch=2))
+            await two.until(lambda: bool(two.d.paths))
+            (ours,) = two.d.paths
+            assert (ours.measured, ours.down) == (0.0, "")
+            assert ours.unmeasured == "no probe came within 50 ms"
+
+    run(main())
+
+
+def test_a_back_end_without_probes_says_so(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(FakePath, "probe", PathBase.probe)
+        async with Two(seed) as two:
+            two.d.tell(MakePath(node="p", epoch=2))
+            await two.until(lambda: bool(two.d.paths))
+            assert "fake has no probes" in two.d.paths[0].unmeasured
 
     run(main())
 

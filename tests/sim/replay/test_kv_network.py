@@ -10,6 +10,7 @@ from pdserve.sim.replay.config import ReplayConfig
 from pdserve.sim.replay.run import ReplayResult, replay
 from pdserve.sim.workloads.generate import MultiTurn, Unique
 from pdserve.sim.workloads.trace_request import TraceRequest
+from pdserve.worker.disagg.policy import PrefillCosts
 
 SPLIT = ReplayConfig(
     workers=0,
@@ -88,3 +89,18 @@ def test_unique_prompts_over_many_workers_leave_nothing() -> None:
     config = replace(SPLIT, prefill=2, routers=2, frontends=3, noise=0.3, bandwidth=2e9)
     result = run(config, Unique(requests=60, rate=10.0, input=3000, output=20))
     assert result.summary["outcomes"]["completed"] == 60
+
+
+def test_a_decode_worker_begins_with_the_networks_true_rate(monkeypatch) -> None:
+    guesses: list[float] = []
+    guess = PrefillCosts.guess_transfer
+
+    def watched(costs: PrefillCosts, token: float) -> None:
+        guesses.append(token)
+        guess(costs, token)
+
+    monkeypatch.setattr(PrefillCosts, "guess_transfer", watched)
+    config = replace(SPLIT, bandwidth=1e9, disagg="predict", prefill=2)
+    (record,) = run(config, [one(1, 8000)]).records
+    assert guesses[-1] == pytest.approx(TOKEN_BYTES / 1e9, rel=0.01)
+    assert record.prefill_reason == "predicted_local"  # 1 s on the network, 0.2 s here

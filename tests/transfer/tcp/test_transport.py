@@ -18,6 +18,7 @@ from pdserve.messages.transfer import PathHello, PathReady, PathWelcome
 from pdserve.testing.kv_oracle import expected_block, layouts
 from pdserve.testing.transfer_support import RecordingTransferSink, deliver, order, transfer_pair
 from pdserve.transfer.base import KvPart, Region
+from pdserve.transfer.path_probe import PROBE_BYTES
 from pdserve.transfer.tcp import framing, transport
 from pdserve.transfer.tcp.framing import BulkError, BulkSocket, Sent, WriteGuard
 from pdserve.transfer.tcp.handshake import proof
@@ -116,6 +117,61 @@ def data(ticket, **changes: object) -> transport._Data:
 
 
 BLOCK = expected_block(layouts(2, 1)[0], 7)
+
+
+async def test_a_probe_comes_as_parts_do() -> None:
+    async with world() as two:
+        ours, theirs = await two.connect()
+        assert await ours.probe(3 << 20) == 3 << 20
+        with pytest.raises(TransferRefused, match="the peer made the path"):
+            await theirs.probe(1)
+
+
+async def test_a_peer_of_the_release_before_is_not_asked_for_probes(monkeypatch) -> None:
+    class Before(msgspec.Struct, frozen=True, array_like=True):
+        host: str
+        port: int
+        tokens: tuple[bytes, ...]
+        verify: str
+        certificate: bytes = b""
+
+    async with world() as two:
+        accepts = two.destination.transport._accept
+        read = transport._Details
+
+        async def accept(peer, number, hello):
+            path, details = await accepts(peer, number, hello)
+            whole = msgspec.msgpack.decode(details, type=read)
+            # The release before reads what this one writes, and writes one field less.
+            assert msgspec.msgpack.decode(details, type=Before).port == whole.port
+            old = Before(*msgspec.structs.astuple(whole)[:-1])
+            return path, msgspec.msgpack.encode(old)
+
+        monkeypatch.setattr(two.destination.transport, "_accept", accept)
+        ours, _ = await two.connect()
+        with pytest.raises(TransferRefused, match="release has no probes"):
+            await ours.probe(1)
+        assert ours.down is None
+
+
+async def test_a_peer_that_orders_too_many_probes_is_left() -> None:
+    async with world() as two, Raw(two) as raw:
+        for number in range(3):
+            await raw.send(frame(transport._ProbeOrder(number, PROBE_BYTES // 2)))
+        await raw.closed()
+        assert "probes" in raw.path.down.message
+
+
+async def test_a_probe_that_is_late_ends_no_other() -> None:
+    async with world() as two, Raw(two) as raw:
+        raw.path.probed = True
+        first = asyncio.ensure_future(raw.path.probe(1))
+        await asyncio.sleep(0)
+        first.cancel()
+        second = asyncio.ensure_future(raw.path.probe(1))
+        await raw.send(frame(transport._Probe(1), b"x"))
+        await raw.send(frame(transport._Probe(2), b"x"))
+        assert await second == 1
 
 
 async def test_a_frame_by_the_rules_is_placed() -> None:

@@ -170,3 +170,17 @@ def test_nobody_has_more_than_all_of_a_prompt():
     learnt = PrefillCosts()
     learnt.remote(1000, 1 << 60, 1000, 0.1, 0.2)
     assert 0 <= learnt.cached_share <= 1
+
+
+def test_a_measured_path_is_believed_until_a_transfer_tells_more():
+    """10 GbE, 128 KiB of KV a token: prompts that a fast network would carry stay here."""
+    chooser = DisaggPolicy("predict")
+    assert chooser.decide(prospect(tokens=8000, streams=3)).remote
+    chooser.learnt.guess_transfer(131_072 / 1.25e9)
+    assert not chooser.decide(prospect(tokens=8000, streams=1)).remote
+    before = chooser.decide(prospect(tokens=8000)).there
+    chooser.learnt.remote(8000, 0, 8000, prefill=0.4, whole=0.5)
+    learnt = chooser.learnt.transfer.slope
+    chooser.learnt.guess_transfer(1.0)
+    assert chooser.learnt.transfer.slope == learnt
+    assert chooser.decide(prospect(tokens=8000)).there < before
