@@ -271,6 +271,7 @@ SCENARIO_FOLDERS = {
 """Folders of tests that are sorted by kind of run and mirror no package."""
 
 SCENARIOS = {
+    "planner/test_plant.py": "a planner and its cluster for thousands of ticks",
     "worker/mode/test_planted_bugs.py": "bugs that scenarios of a mode change must find",
     "engine/test_handoff_between_engines.py": "two engines hand prompts over, transports included",
     "engine/test_stalled_cores.py": "the client, the watchdog and a core that hangs",

@@ -254,7 +254,7 @@ class PlannerCore:
         before = self._plans[model].target if model in self._plans else {}
         plan = self._record(scene, decision, begun)
         self._plans[model], self._said[model] = plan, told
-        return [plan_line(plan, before)] if new else []
+        return [plan_line(plan, begun, before)] if new else []
 
     def _begin(self, scene: Scene, decision: Decision, spent: _Spent) -> tuple[Change, ...]:
         """The changes of a decision; with `act` they enter the book."""

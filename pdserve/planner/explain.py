@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from pdserve.messages.planner import Change, ScalingPlan
     from pdserve.planner.changes.book import Ended
@@ -65,9 +65,10 @@ class Binding:
         return _WORDS[self.name].format_map(self.figures)
 
 
-def plan_line(plan: ScalingPlan, before: Mapping[str, int]) -> str:
-    """One plan as a line of the decision log. `before`: the target of the plan before."""
-    doing = ", ".join(_doing(one) for one in plan.changes) or "no change"
+def plan_line(plan: ScalingPlan, begun: Sequence[Change], before: Mapping[str, int]) -> str:
+    """One plan as a line of the decision log. `begun`: the changes that it begins; `before`: the
+    target of the plan before."""
+    doing = ", ".join(_doing(one) for one in begun) or "no change"
     target = _mix(plan.target)
     was = "" if before == plan.target else f" (was {_mix(before)})" if before else ""
     load = plan.blind and f"blind: {plan.blind}"

@@ -217,6 +217,10 @@ class _Record:
         """Remember a forecast until its bucket comes."""
         self._expected.append(expected)
 
+    def forget_expected(self) -> None:
+        """Forecasts that were made are not compared with what comes."""
+        self._expected.clear()
+
     def score(self, bucket: int, value: float) -> None:
         """Compare what came in a bucket with what was forecast for it. Forecasts for buckets that
         nobody observed are dropped."""
@@ -275,6 +279,13 @@ class Forecast:
             mean = sum(self._open) / len(self._open)
             self._open.clear()
             self._end_bucket(bucket, at, mean)
+
+    def shifted(self) -> None:
+        """Forget what was forecast for times to come: the load has changed all at once. How wrong
+        forecasts were across that change says nothing of those that are made after it, and would
+        multiply the new load by the step for as long as ratios are kept."""
+        for record in self._records:
+            record.forget_expected()
 
     def at(self, horizon: Seconds) -> Quantiles | None:
         """Forecast the mean load `horizon` seconds after the newest observation; None: nothing was

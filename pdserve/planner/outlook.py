@@ -167,6 +167,10 @@ class Forecaster(Protocol):
         """One more bucket."""
         ...
 
+    def shifted(self) -> None:
+        """The load has left the forecast: errors across that moment are not learnt."""
+        ...
+
     def at(self, horizon: Seconds) -> QuantilesAt | None:
         """The forecast so far ahead; None: nothing was observed yet."""
         ...

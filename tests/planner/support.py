@@ -80,10 +80,14 @@ class LastValue:
         self.frozen = False
         """It learns nothing more."""
         self.asked: list[float] = []
+        self.shifts = 0
 
     def observe(self, at: float, value: float) -> None:
         if not self.frozen:
             self.value = value
+
+    def shifted(self) -> None:
+        self.shifts += 1
 
     def at(self, horizon: float) -> Horizon:
         self.asked.append(horizon)

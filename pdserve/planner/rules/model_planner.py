@@ -13,6 +13,7 @@ It remembers votes, cool-downs and the forecast, none of which a restart has to 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 from pdserve.planner.changes.table import Action, ChangeState
@@ -45,6 +46,8 @@ __all__ = ["Decision", "ModelPlanner"]
 
 _SETTLE: Final[Seconds] = 5.0
 """Added to a start-up: what is ordered now is decided by the load then."""
+_MEAN: Final[Seconds] = 30.0
+"""Length of the means by which the load is followed."""
 _FALLEN: Final = 0.8
 """A removal that had to be undone is tried again once the load is below this part of that load."""
 _GRID: Final[Seconds] = 60.0
@@ -76,7 +79,9 @@ class ModelPlanner:
         self._votes = Votes()
         self._last_switch = LastSwitch(config.stable, config.reversal_ticks, config.reversal_gain)
         self._next_slow: Seconds | None = None
-        self._panic_until: Seconds = 0.0
+        self._panic_until: Seconds = -inf
+        self._shifted_at: Seconds = -inf
+        """When the load left the forecast, upwards or downwards."""
         self._panic_ratio = 0.0
         self._removed: Seconds | None = None
         self._regret: tuple[Seconds, float] | None = None
@@ -127,17 +132,30 @@ class ModelPlanner:
         demand = scene.demand
         if sight.blind or demand is None:
             return None
-        expected = self._at(0.0).p50
-        # Means of 30 s: single buckets of 5 s differ by chance far more than a pool should.
-        self._forecaster.observe(scene.now, demand.work_30)
-        if expected > 0 and demand.work_30 > self._config.panic * expected:
-            self._panic_until = scene.now + self._config.stable
-            self._panic_ratio = demand.work_30 / expected
+        self._watch(scene.now, demand.work_30)
         forecast = self._at(scene.start_p90 + _SETTLE)
         if self._panics(scene.now):
-            seen = max(demand.work_30, demand.work)
-            return Horizon(*(max(seen, one) for one in forecast))
+            # At first the mean of 30 s still holds much of what was before.
+            new = scene.now - self._shifted_at < _MEAN
+            seen = max(demand.work_30, demand.work) if new else demand.work_30
+            return Horizon(seen, seen, seen)
         return forecast
+
+    def _watch(self, now: Seconds, work: float) -> None:
+        """Compares the load with its forecast, and feeds the forecast. A load that has left the
+        forecast upwards is a panic."""
+        expected, config = self._at(0.0).p50, self._config
+        rises = expected > 0 and work > config.panic * expected
+        if rises and not self._panics(now):
+            self._shifted_at, self._panic_ratio = now, work / expected
+        if rises:
+            self._panic_until = now + config.stable
+        elif expected > config.panic * work:
+            self._shifted_at = now
+        if now - self._shifted_at <= _MEAN:
+            self._forecaster.shifted()
+        # Means of 30 s: single buckets of 5 s differ by chance far more than a pool should.
+        self._forecaster.observe(now, work)
 
     def _at(self, horizon: Seconds) -> Horizon:
         """The forecast; nothing before the first observation."""
