@@ -104,7 +104,7 @@ class _Item:
     arrived: Seconds
     deadline: Seconds | None
     uncached: int
-    """Tokens missing at the worker with the longest prefix."""
+    """Tokens missing at the prefill worker with the longest prefix."""
     rank: tuple[int, float, int]
     overlaps: Mapping[NodeId, int]
     """Leading blocks per worker, as of `looked`."""
@@ -291,8 +291,7 @@ class PrefillQueue:
     def _entry(self, now: Seconds, peer: QueueStreamId, item: PrefillItem) -> _Item:
         self._arrivals += 1
         overlaps = self._overlap(now, item)
-        most = max(overlaps.values(), default=0) * item.block_size
-        uncached = max(1, item.prompt_tokens - most)
+        uncached = max(1, item.prompt_tokens - self._cached(item, overlaps))
         arrived = now - item.waited
         key = uncached + self.config.ageing * arrived
         deadline = None if item.deadline is None else now + item.deadline
@@ -307,6 +306,15 @@ class PrefillQueue:
             overlaps,
             now,
         )
+
+    def _cached(self, item: PrefillItem, overlaps: Mapping[NodeId, int]) -> int:
+        """Most tokens of the prompt that a worker of the queue has. What others have is not asked
+        for: the decode worker itself counts as having what the router expects it to have soon."""
+        group = self._groups.get(item.compat_hash)
+        if group is None:
+            return 0
+        known = (blocks for node, blocks in overlaps.items() if node in group.by_node)
+        return max(known, default=0) * item.block_size
 
     def _make_room(self, peer: QueueStreamId, item: PrefillItem) -> bool:
         """Displaces an item of lower priority if the queue is full; False if there is none."""

@@ -43,10 +43,23 @@ def test_the_shortest_is_first() -> None:
 
 def test_only_uncached_tokens_count() -> None:
     q = Queue()
+    q.offer("p", 0)
     q.holds(2, p=50)
     for request, tokens in ((1, 500), (2, 1000)):
         q.enqueue(item(request, tokens))
     assert q.queue.state().waiting_tokens == 500 + 1000 - 50 * BLOCK
+    assert q.drained() == [2, 1]
+
+
+def test_what_the_decode_worker_has_is_to_be_computed() -> None:
+    """A router expects every prompt that it has placed to be cached where it went. If that counted,
+    a long prompt would be as short as a short one."""
+    q = Queue()
+    q.offer("p", 0)
+    q.holds(1, d=59)
+    for request, tokens in ((1, 1000), (2, 300)):
+        q.enqueue(item(request, tokens))
+    assert q.queue.state().waiting_tokens == 1300
     assert q.drained() == [2, 1]
 
 
