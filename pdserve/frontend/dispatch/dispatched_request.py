@@ -22,6 +22,7 @@ from pdserve.errors import (
     EngineDied,
     EngineError,
     LinkError,
+    NotReady,
     NoWorker,
     Overloaded,
     PdserveError,
@@ -269,7 +270,7 @@ class DispatchedRequest:
         while refusals.tries < _ATTEMPTS:
             try:
                 booking = await self.route()
-            except NoWorker:
+            except (NoWorker, NotReady):
                 if refusals.last is None:
                     raise
                 if not refusals.let_in_again(self._context.now()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from pdserve.errors import LinkError, NoWorker
+from pdserve.errors import LinkError, NotReady, NoWorker
 from pdserve.frontend.dispatch.migration.migration_state import Exclusions
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Refusals:
         """True if routers find no worker only because the workers that refused are excluded: then
         their errors are the cause to report, and not `error`."""
         return (
-            isinstance(error, NoWorker)
+            isinstance(error, NoWorker | NotReady)
             and self.last is not None
             and not isinstance(self.last, NoWorker)
             and bool(self.excluded(now, epoch_of))

@@ -69,9 +69,12 @@ _PAUSE: Final[Seconds] = 0.05
 """Seconds before a router that has just joined is asked again."""
 _LINK_TIMEOUT: Final[Seconds] = 3.0
 
-_DECISIONS: Final = (RequestError, Overloaded, NoWorker, NotReady)
+_DECISIONS: Final = (RequestError, Overloaded)
 """Errors that are a router's decision about a request. For any other error another router is
 asked."""
+_NO_WORKER: Final = (ModelNotFound, NoWorker, NotReady)
+"""A router's decisions that another router may contradict: this one may have just joined, or may be
+cut off from a worker."""
 _ABSENT: Final = (LinkError, DeadlineExceeded, Draining)
 """Errors that show that a router is gone or about to go."""
 
@@ -133,8 +136,9 @@ class RouterClient:
         self._routers = Routers()
         self.booked: dict[int, Booked] = {}
         """Requests at workers, by booking."""
-        self._asking: dict[NodeId, dict[asyncio.Timeout, None]] = {}
-        """The timeouts of questions without an answer, by router; to end them early."""
+        self._asking: dict[NodeId, dict[asyncio.Task[object], bool]] = {}
+        """The tasks that wait for a router's answer, by router; True: another router is to be
+        asked."""
         node.host(self)
 
     @property
@@ -158,8 +162,9 @@ class RouterClient:
             asked = now()
             try:
                 decision = await self._ask(router, aged(question, asked - began), patience)
-            except (ModelNotFound, NoWorker) as error:
+            except _NO_WORKER as error:
                 self._note_answer(router)
+                search.start += now() - asked
                 self._check_behind(error, question, search)
                 search.behind.add(router)
             except _DECISIONS:
@@ -187,7 +192,7 @@ class RouterClient:
             try:
                 asking = self._node.ref(router).ask(EXPLAIN, asked, timeout=_EXPLAIN_TIMEOUT)
                 return router, await asking
-            except _DECISIONS:
+            except (*_DECISIONS, *_NO_WORKER):
                 raise
             except PdserveError as error:
                 if self._node.now() >= search.over:
@@ -209,23 +214,27 @@ class RouterClient:
         if patience is not None:
             timeout = min(timeout, patience)
         asking = self._asking.setdefault(router, {})
+        task = asyncio.current_task()
+        assert task is not None
+        cancelled = task.cancelling()
+        asking[task] = False
         try:
-            async with asyncio.timeout(None) as given_up:
-                asking[given_up] = None
-                try:
-                    return await ref.ask(
-                        ROUTE, question, timeout=timeout, late=partial(self._came_late, router)
-                    )
-                finally:
-                    del asking[given_up]
+            return await ref.ask(
+                ROUTE, question, timeout=timeout, late=partial(self._came_late, router)
+            )
         except DeadlineExceeded:
             raise DeadlineExceeded(
                 f"the request's deadline passed while router {router} held it: no worker had room"
             ) from None
-        except TimeoutError:
+        except asyncio.CancelledError:
+            # As `asyncio.timeout`, which costs some microseconds of each request.
+            if not asking[task] or task.uncancel() > cancelled:
+                raise
             raise LinkLost(
                 f"router {router} is suspected to be dead; another one is asked"
             ) from None
+        finally:
+            del asking[task]
 
     def _came_late(self, router: NodeId, decision: RouteDecision) -> None:
         self.release(router, decision.booking, "unreached")
@@ -238,13 +247,15 @@ class RouterClient:
     def _check_behind(
         self, error: PdserveError, question: RouteRequest, search: RouterSearch
     ) -> None:
-        """Handles a router that knows no worker: returns if the router may have just joined, else
-        raises."""
+        """Handles a router that knows no worker for the request. Returns if this node knows one, so
+        that other routers are asked, for up to `_CATCH_UP` seconds; else raises."""
         takes = self._is_served(question)
+        late = self._node.now() - search.start > _CATCH_UP
+        if isinstance(error, NotReady) and (late or not takes):
+            raise error
         if isinstance(error, NoWorker) and (question.excluded or not takes):
             raise error
-        # If this node knows a worker that takes the request, the router may have just joined.
-        if self._node.now() - search.start > _CATCH_UP or not takes:
+        if late or not takes:
             raise no_worker_error(question.model, None) from None
 
     def _is_served(self, question: RouteRequest) -> bool:
@@ -372,13 +383,12 @@ class RouterClient:
 
     def _leave_doubtful(self, routers: Iterable[Member]) -> None:
         """Ends the questions at suspected routers, because a healthy one can be asked."""
-        now = self._node.now()
         for member in routers:
             if in_doubt(member):
-                for given_up in self._asking.get(member.node, ()):
-                    if not given_up.expired():
-                        # An expired timeout cannot be rescheduled; its task has not run since.
-                        given_up.reschedule(now)
+                asking = self._asking.get(member.node, {})
+                for task in [task for task, given_up in asking.items() if not given_up]:
+                    asking[task] = True
+                    task.cancel()
 
 
 def aged(question: RouteRequest, seconds: Seconds) -> RouteRequest:

@@ -417,6 +417,55 @@ async def test_what_a_router_decides_reaches_the_client() -> None:
 
 
 @virtually
+async def test_another_router_may_know_a_ready_worker() -> None:
+    """The first one is cut off from the workers: what it says is no news to this frontend."""
+    async with world() as w:
+        for name in ("r1", "r2"):
+            await w.router(name)
+        worker = await w.worker("a")
+        await w.ready()
+        first = w.routers[w.backend.routers.order[0]]
+        first.refusal = NotReady("no worker is ready", retry_after=4.0)
+        before = w.nodes.loop.time()
+        (await w.backend.open(request(), Sink())).cancel()
+        assert w.nodes.loop.time() - before < 0.01
+        asked = first.questions[-1]
+        worker.node.publish_card(NodeCard(reason="the engine restarts"), {})
+        await w.nodes.until(lambda: not w.backend.routers._is_served(asked))
+        assert (await refused(w, NotReady)).message == "no worker is ready"
+        assert w.nodes.loop.time() - before < 1.0
+
+
+@virtually
+async def test_the_time_at_a_router_that_knows_no_worker_is_no_wait_for_the_next() -> None:
+    async with world() as w:
+        for name in ("r1", "r2"):
+            await w.router(name)
+        await w.worker("a")
+        await w.ready()
+        first = w.routers[w.backend.routers.order[0]]
+        first.holds = True
+        opening = asyncio.ensure_future(w.backend.open(request(deadline=30.0), Sink()))
+        await asyncio.sleep(10.0)
+        ((_, call),) = first.held
+        call.fail(NotReady("no worker is ready"))
+        (await opening).cancel()
+
+
+@virtually
+async def test_of_a_full_worker_and_a_router_that_knows_none_the_client_hears_the_worker() -> None:
+    async with world() as w:
+        router, worker = await w.router("r"), await w.worker("a")
+        await w.ready()
+        sink = Sink()
+        await w.backend.open(request(), sink)
+        router.refusal = NotReady("no worker is ready")
+        worker.refuse(Overloaded("32 requests are waiting"))
+        await w.nodes.until(lambda: bool(sink.errors))
+        assert [str(error) for error in sink.errors] == ["32 requests are waiting"]
+
+
+@virtually
 async def test_a_router_that_begins_anew_is_asked_again_unless_it_is_right() -> None:
     async with world() as w:
         router, worker = await w.router("r"), await w.worker("a")
