@@ -1,13 +1,21 @@
-"""Reads a TOML file that a person wrote; errors name the file and the line. Pure."""
+"""Reads a TOML file that a person wrote; errors name the file and the line or the table. Pure."""
 
 from __future__ import annotations
 
+import difflib
 import tomllib
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from pdserve.errors import ConfigError
 
-__all__ = ["read_toml", "readable"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["nearest", "read_table", "read_toml", "readable"]
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 def read_toml(data: bytes, source: str) -> dict[str, Any]:
@@ -33,3 +41,31 @@ def readable(text: str, most: int = 200) -> str:
     """A file's text as shown in an error: printable and shortened."""
     shown = "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text[:most])
     return shown if len(text) <= most else f"{shown}…"
+
+
+def read_table(table: object, record: type[T], place: str) -> T:
+    """Reads a table of the file as a record, whose fields are the names that it may have.
+
+    Args: `place` names the table in errors, as `file: [planner.actuator]`.
+
+    Errors: `ConfigError` for a name that the record lacks, with the nearest one that it has, for a
+    missing name and for a wrong type.
+    """
+    if not isinstance(table, dict):
+        raise ConfigError(f"{place}: must be a table")
+    known = [field.encode_name for field in msgspec.structs.fields(record)]
+    for name in table:
+        if name not in known:
+            hint = nearest(name, known)
+            raise ConfigError(f"{place}: {readable(name)!r} is unknown; {hint}", param=name)
+    try:
+        return msgspec.convert(table, record)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{place}: {readable(str(error))}") from None
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: the one that was meant, or all that there are."""
+    known = tuple(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"

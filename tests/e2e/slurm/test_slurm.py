@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from tests.e2e.slurm.single_node import PATIENCE, Slurm, why_not
+from tests.support.slurm import PATIENCE, Slurm, why_not
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -164,6 +164,7 @@ def test_a_job_is_a_cluster_with_a_key_of_its_own(job, program, slurm):
     assert worker.environ()["SLURM_CPUS_PER_TASK"] == "1"
 
 
+@pytest.mark.long(one_in=3)
 def test_beyond_loopback_the_api_asks_for_the_jobs_own_key(slurm, program, tmp_path, tiny_model):
     job = Job(slurm, program, tmp_path, tiny_model, HTTP_HOST="0.0.0.0")
     try:
@@ -183,6 +184,7 @@ def test_beyond_loopback_the_api_asks_for_the_jobs_own_key(slurm, program, tmp_p
     assert not job.dir.exists()
 
 
+@pytest.mark.long(one_in=3)
 def test_each_role_heals(job, program):
     before = job.processes()
     for role in ("worker", "router", "frontend"):
@@ -206,6 +208,7 @@ def test_a_cancelled_job_drains_and_leaves_nothing(job):
     assert not job.dir.exists()
 
 
+@pytest.mark.long(one_in=3)
 def test_a_warning_before_the_time_is_over_ends_in_order(job):
     job.slurm.run("scancel", "--batch", "--signal=TERM", job.id)
     assert job.over() == "COMPLETED"
@@ -246,6 +249,7 @@ def interface() -> Iterator[str]:
     subprocess.run(["ip", "link", "delete", name], check=True)
 
 
+@pytest.mark.long(one_in=3)
 def test_nodes_with_several_networks_use_the_one_that_is_named(
     program, tmp_path, tiny_model, interface
 ):
@@ -269,6 +273,7 @@ def test_nodes_with_several_networks_use_the_one_that_is_named(
         assert job.log().count("launch.process: closed") == 4
 
 
+@pytest.mark.long(one_in=3)
 def test_the_last_nodes_compute_prompts_for_the_others(program, tmp_path, tiny_model, interface):
     folder = tmp_path / "slurm"
     folder.mkdir()

@@ -45,9 +45,11 @@ TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
+SelectTypeParameters=CR_Core
 ReturnToService=2
-KillWait=30
+KillWait={kill_wait}
+SlurmdParameters=config_overrides
+SchedulerParameters=bf_interval=1
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -56,11 +58,14 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=short Nodes=ALL MaxTime=1 State=UP
 """
 
 
 def why_not() -> str | None:
-    """Why Slurm cannot run here; None when it can."""
+    """Why Slurm cannot run here; None when it can. With `PDSERVE_REQUIRE_SLURM` it must."""
+    if os.environ.get("PDSERVE_REQUIRE_SLURM", "") not in ("", "0"):
+        return None
     path = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin"))
     missing = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
     if missing:
@@ -71,8 +76,12 @@ def why_not() -> str | None:
 class Slurm:
     """Starts with `with`."""
 
-    def __init__(self, folder: Path, nodes: int = 1) -> None:
-        self.folder = folder
+    def __init__(
+        self, folder: Path, nodes: int = 1, *, cpus: int | None = None, kill_wait: int = 30
+    ) -> None:
+        """Args: `cpus` of each node, also more than there are; `kill_wait` in seconds."""
+        self.folder, self._kill_wait = folder, kill_wait
+        self._cpus = cpus or os.cpu_count()
         host = socket.gethostname().partition(".")[0]
         self.nodes = [host] if nodes == 1 else [f"n{number}" for number in range(1, nodes + 1)]
         self.environ = os.environ | {
@@ -85,7 +94,7 @@ class Slurm:
         try:
             self._configure()
             self._munged()
-            self._daemon("slurmctld", "-D")
+            self.start_controller()
             for node in self.nodes:
                 (self.folder / f"spool-{node}").mkdir()
                 self._daemon("slurmd", "-D", "-N", node)
@@ -107,6 +116,16 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+
+    def start_controller(self) -> None:
+        """Starts `slurmctld`, which reads its state."""
+        self._controller = self._daemon("slurmctld", "-D")
+
+    def stop_controller(self) -> None:
+        """Ends it in order; jobs go on."""
+        self._controller.send_signal(signal.SIGTERM)
+        self._controller.wait(PATIENCE)
+        self._daemons.remove(self._controller)
 
     def _all_idle(self) -> bool:
         shown = self.run("scontrol", "show", "node").stdout
@@ -151,10 +170,12 @@ class Slurm:
                 for _ in (host, *self.nodes)
             ]
             ports = [server.getsockname()[1] for server in servers]
-        each = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} State=UNKNOWN"
+        each = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs={self._cpus} State=UNKNOWN"
         nodes = zip(self.nodes, ports[1:], strict=True)
         lines = "\n".join(f"NodeName={name} Port={port} {each}" for name, port in nodes)
-        conf = _CONF.format(host=host, ports=ports, folder=self.folder, nodes=lines)
+        conf = _CONF.format(
+            host=host, ports=ports, folder=self.folder, nodes=lines, kill_wait=self._kill_wait
+        )
         (self.folder / "slurm.conf").write_text(conf)
 
     def _munged(self) -> None:
@@ -170,7 +191,8 @@ class Slurm:
         )
         self.until(files["socket"].exists, "munge")
 
-    def _daemon(self, *command: str) -> None:
+    def _daemon(self, *command: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{command[0]}.out.log").open("ab") as log:
             daemon = subprocess.Popen(command, env=self.environ, stdout=log, stderr=log)
         self._daemons.append(daemon)
+        return daemon
