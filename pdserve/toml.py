@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,9 +12,9 @@ import msgspec
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
-__all__ = ["nearest", "read_table", "read_toml", "readable"]
+__all__ = ["TomlPlaces", "nearest", "read_table", "read_toml", "readable"]
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -69,3 +70,48 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = tuple(known)
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+
+
+class TomlPlaces:
+    """Finds the line of a field in a file with entries `[[name]]`, which tomllib does not
+    report."""
+
+    def __init__(self, text: str, source: str, name: str) -> None:
+        """`source` names the file, `name` the entries."""
+        self._source = source
+        self._text = text
+        self._name = name
+        header = rf"^\s*\[\[\s*{re.escape(name)}\s*\]\]"
+        self._starts = [match.start() for match in re.finditer(header, text, re.M)]
+
+    def error(self, number: int | None, name: str, reason: str) -> ConfigError:
+        """The error for field `name` of entry `number`, from 0; None: of the file itself."""
+        line = self._line(number, name)
+        entry = "" if number is None else f" ({self._name} {number + 1})"
+        words = f"{self._source}, line {line}{entry}: '{readable(name)}': {reason}"
+        return ConfigError(words, param=name)
+
+    def check_names(
+        self, table: Mapping[str, Any], known: tuple[str, ...], number: int | None
+    ) -> None:
+        """Errors: `ConfigError` for a field that is not known, with the nearest one that is."""
+        for name in table:
+            if name not in known:
+                raise self.error(number, name, f"unknown field; {nearest(name, known)}")
+
+    def _line(self, number: int | None, name: str) -> int:
+        begin, end = 0, len(self._text)
+        if number is not None and number < len(self._starts):
+            begin = self._starts[number]
+            end = (*self._starts, end)[number + 1]
+        at = self._place(rf"[\"']?{re.escape(name)}[\"']?", begin, end)
+        return self._text.count("\n", 0, at) + 1
+
+    def _place(self, quoted: str, begin: int, end: int) -> int:
+        """The line where a field is set, else the line of its header or inline table, else
+        `begin`."""
+        for pattern in (rf"^[ \t]*{quoted}[ \t]*[=.]", rf"[\s\[.{{,]{quoted}\s*[=.\]]"):
+            found = re.compile(pattern, re.M).search(self._text, begin, end)
+            if found:
+                return found.end() - 1
+        return begin

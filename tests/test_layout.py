@@ -91,6 +91,8 @@ ASYNCIO = {
     "pdserve/net/transport/tcp.py": "sockets",
     "pdserve/observe/loop_lag.py": "measures the loop itself",
     "pdserve/observe/probes.py": "a small listener for /live, /health and /metrics",
+    "pdserve/planner/service.py": "ticks, and decisions in a thread",
+    "pdserve/planner/driver/actuator_watch.py": "asks an actuator again and again",
     "pdserve/runtime/node.py": "joins, leaves and rejoins; waits for links and parts",
     "pdserve/runtime/peers/local_link.py": "requests that wait for a node of the same process",
     "pdserve/runtime/peers/peer_ref.py": "asks many nodes under one deadline",

@@ -2,7 +2,7 @@
 
 SLO    name=LIMIT, with commas between them: ttft=500ms,itl=50ms@p95
 LIMIT  a time, perhaps with the share of the requests that must keep it: 500ms@p95
-TIME   `launch.config.units.parse_duration`; in --slo a number alone is milliseconds
+TIME   `launch.config.units.parse_limit`; in --slo a number alone is milliseconds
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pdserve.errors import ConfigError
-from pdserve.launch.config.units import parse_duration
+from pdserve.launch.config import units
 from pdserve.sim.capacity.objective import SloLimit
 
 if TYPE_CHECKING:
@@ -92,27 +92,8 @@ def parse_slo_text(text: str, names: tuple[str, ...], *, cold: bool = False) -> 
 
 
 def parse_limit(text: str, unit: str = "") -> SloLimit:
-    """Reads `500ms` or `500ms@p95`; `unit` is that of a number alone, which is refused without.
-    Errors: `ValueError`."""
-    time, at, percentile = (one.strip() for one in text.partition("@"))
-    if time.replace(".", "", 1).isdigit():
-        if not unit:
-            raise ValueError(f"{time!r} has no unit: write {time}ms or {time}s")
-        time += unit
-    seconds = parse_duration(time)
-    if not seconds > 0:
-        raise ValueError(f"{text!r} must be more than 0")
-    return SloLimit(seconds, _percentile(percentile) if at else None)
-
-
-def _percentile(text: str) -> float:
-    try:
-        value = float(text.removeprefix("p")) if text.startswith("p") else 0.0
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 100:
-        raise ValueError(f"{text!r} is not a percentile such as p95")
-    return round(value / 100, 9)
+    """As `launch.config.units.parse_limit`. Errors: `ValueError`."""
+    return SloLimit(*units.parse_limit(text, unit))
 
 
 def _factor(text: str) -> float:

@@ -74,6 +74,8 @@ class Drain:
         self._ending = False
         """True once the process ends, which cannot be taken back."""
         self._orders = OrderFence()
+        self._term = 0
+        """Term of the planner that ordered the drain."""
         self._sure_at: Seconds = 0.0
         """The process does not end before, since it may have to serve on."""
         self._undoing: asyncio.Task[None] | None = None
@@ -97,6 +99,7 @@ class Drain:
         self._ending, self._stays, self._sure_at = True, False, 0.0
         if self._undoing is not None:
             await asyncio.wait({self._undoing})
+        self._term = 0
         self.begin(timeout)
         assert self._task is not None
         await asyncio.wait({self._task})
@@ -125,6 +128,7 @@ class Drain:
             left=self.left,
             remaining=0.0 if done else max(0.0, self._until - _now()),
             stays=self._stays,
+            term=self._term,
         )
 
     def reason(self) -> str | None:
@@ -148,6 +152,7 @@ class Drain:
         before = self._task is not None
         if not before:
             self._begin_ordered(node, order, by)
+        self._term = order.term if not before else min(self._term, order.term)
         if not order.stay:
             self._end_after(node)
         return replace(self._answer(), already=before)
@@ -241,7 +246,7 @@ class Drain:
             self._task = self._tasks.spawn(self._run(), "drain")
             raise
         else:
-            self._task, self._stays = None, not self._ending
+            self._task, self._term, self._stays = None, 0, not self._ending
             _log.info("serves again")
         finally:
             self._undoing = None

@@ -115,6 +115,8 @@ class ScalingPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Why no demand is known; empty: it is known."""
     cost: Amount = 0.0
     """Cost of an hour with the target."""
+    unreachable: float = 0.0
+    """Share of requests whose own prompt takes longer than the TTFT objective on an idle worker."""
 
 
 class PlannerReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -16,6 +16,7 @@ from pdserve.messages.engine import PathState
 from pdserve.messages.handoff import QueueState
 from pdserve.messages.kv_events import Tier
 from pdserve.messages.mode import ModeReport
+from pdserve.messages.planner import PlannerReport
 from pdserve.messages.routing import Count, WorkerLoad
 from pdserve.observe.exposition import ScrapedFamily
 
@@ -66,6 +67,8 @@ class DrainState(msgspec.Struct, frozen=True, array_like=True):
     """True: it takes new work, for its drain was undone or there was none."""
     refused: str = ""
     """Why this order is not obeyed; empty: it is."""
+    term: Count = 0
+    """Term of the planner that ordered the drain; 0: an operator did, or a signal."""
 
 
 class RouterStats(msgspec.Struct, frozen=True, array_like=True):
@@ -227,6 +230,8 @@ class NodeReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A worker's KV tiers below its device."""
     mode: ModeReport | None = None
     """A worker's mode, and how far a change of it is."""
+    planner: PlannerReport | None = None
+    """A planner's plans, and what it knows of instances and operators' wishes."""
 
 
 class MemberStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -510,6 +510,80 @@ class Instruments:
         (),
     )
 
+    # Metrics of planners. Workers are those of the planner's pools.
+    planner_workers: Family[Gauge] = _gauges(
+        "planner_workers",
+        "Workers by what a planner sees them do, instances that are not workers yet included: "
+        "ready, loading, leaving, proving, draining, pending, booting.",
+        "planner",
+        ("model", "mode", "state"),
+    )
+    planner_target_workers: Family[Gauge] = _gauges(
+        "planner_target_workers",
+        "Workers that the planner wants.",
+        "planner",
+        ("model", "mode"),
+    )
+    planner_work: Family[Gauge] = _gauges(
+        "planner_work",
+        "Work per second, in prefill seconds of a worker of speed 1: observed, and its forecast at "
+        "the time when a worker that is started now would serve (p50, p90, p95).",
+        "planner",
+        ("model", "value"),
+    )
+    planner_miss_share: Family[Gauge] = _gauges(
+        "planner_miss_share",
+        "Predicted share of requests that miss the objective: before the plan, after it, and those "
+        "that no worker could help (unreachable).",
+        "planner",
+        ("model", "when"),
+    )
+    planner_blind: Family[Gauge] = _gauges(
+        "planner_blind",
+        "1 while the planner does not know the demand for the model.",
+        "planner",
+        ("model",),
+    )
+    planner_changes: Family[Gauge] = _gauges(
+        "planner_changes",
+        "Changes that are under way, by action and state.",
+        "planner",
+        ("action", "state"),
+    )
+    planner_change_seconds: Family[Histogram] = _histograms(
+        "planner_change_seconds",
+        "Seconds from the decision for a change until it was over, done or not.",
+        "planner",
+        LATENCY_BUCKETS,
+        ("action",),
+    )
+    planner_orders: Family[Counter] = _counters(
+        "planner_orders_total",
+        "Orders to workers and actuators, by outcome: done, or refused as transient, denied, "
+        "exhausted, vetoed or stale.",
+        "planner",
+        ("action", "outcome"),
+    )
+    planner_worker_seconds: Family[Counter] = _counters(
+        "planner_worker_seconds_total",
+        "Time of workers by state; pending instances are free in most environments.",
+        "planner",
+        ("model", "state"),
+    )
+    planner_cost: Family[Counter] = _counters(
+        "planner_cost_total",
+        "What workers have cost, in the unit of the prices of their kinds; starts that wait count.",
+        "planner",
+        ("model",),
+    )
+    planner_tick_seconds: Family[Histogram] = _histograms(
+        "planner_tick_seconds",
+        "Seconds of one decision, its what-ifs included.",
+        "planner",
+        LATENCY_BUCKETS,
+        (),
+    )
+
     # Metrics of workers about prompts that are prefilled elsewhere or for others.
     prefill_decisions: Family[Counter] = _counters(
         "prefill_decisions_total",

@@ -296,6 +296,7 @@ class PlannerCore:
             miss_before=decision.before.miss if decision.before else 0.0,
             miss_after=decision.after.miss if decision.after else 0.0,
             blind=decision.blind,
+            unreachable=decision.unreachable,
             cost=max(0.0, scene.pool.cost + _added_cost(scene, decision.steps)),
         )
 

@@ -9,6 +9,7 @@ Numbers are 16 bits, chosen once and never reused. Those of topics stand with th
     0x0310-0x031f  workers         here, messages/worker_stream.py
     0x0320-0x032f  any node        here
     0x0330         the hash secret here
+    0x0350-0x035f  planners        here
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from pdserve.messages.kv_pull import (
     WarmUp,
 )
 from pdserve.messages.mode import ModeReport, SetMode
+from pdserve.messages.planner_orders import PlannerAnswer, PlannerOrder
 from pdserve.messages.routing import (
     ReleaseBooking,
     RouteDecision,
@@ -120,3 +122,6 @@ UNDO_DRAIN: Final = Method(0x0325, "undo drain", UndoDrain, DrainState)
 
 SECRET: Final = Method(0x0330, "hash secret", HashSecretQuery, HashSecret)
 """A node asks another for its hash secret (`runtime.hash_secret`)."""
+
+PLANNER: Final = Method(0x0350, "planner", PlannerOrder, PlannerAnswer)
+"""An operator asks or tells a planner something."""

@@ -256,6 +256,8 @@ async def test_a_planner_does_not_drain_the_last_one_unless_it_says_so() -> None
         assert not w.drain.begun
         assert not (await w.order(stay=True, term=7, number=2, last=True)).refused
         await asyncio.sleep(6.0)
+        assert w.drain.state() == DrainState(drained=True, stays=True, term=7)
+        await w.order(stay=True)  # an operator wants it, too
         assert w.drain.state() == DrainState(drained=True, stays=True)
 
 

@@ -6,7 +6,6 @@ clear: only SHA-256 digests stay in memory.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import hmac
 import re
@@ -15,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pdserve.errors import ConfigError, Forbidden, Unauthorized
 from pdserve.messages.routing import WEIGHT_BOUNDS
-from pdserve.toml import read_toml, readable
+from pdserve.toml import TomlPlaces, read_toml
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from pdserve.messages.card import ModelCard
 
@@ -159,7 +158,6 @@ _ENTRY = (
 _LIMITS = ("max_concurrent_requests", "requests_per_minute", "tokens_per_minute")
 MIN_KEY_LENGTH: Final = 16
 """Length in characters from which a random key cannot be guessed."""
-_HEADER = re.compile(r"^\s*\[\[\s*key\s*\]\]", re.M)
 
 
 def parse_keys(data: bytes, source: str) -> KeyRing:
@@ -169,7 +167,7 @@ def parse_keys(data: bytes, source: str) -> KeyRing:
     """
     document = read_toml(data, source)
     text = data.decode("utf-8-sig")
-    where = _Where(text, source)
+    where = TomlPlaces(text, source, "key")
     where.check_names(document, ("key",), None)
     entries = document.get("key", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -190,48 +188,7 @@ def parse_keys(data: bytes, source: str) -> KeyRing:
     )
 
 
-class _Where:
-    """Finds the line of a field, which tomllib does not report."""
-
-    def __init__(self, text: str, source: str) -> None:
-        self._source = source
-        self._text = text
-        self._starts = [match.start() for match in _HEADER.finditer(text)]
-
-    def error(self, number: int | None, name: str, reason: str) -> ConfigError:
-        line = self._line(number, name)
-        entry = "" if number is None else f" (key {number + 1})"
-        words = f"{self._source}, line {line}{entry}: '{readable(name)}': {reason}"
-        return ConfigError(words, param=name)
-
-    def check_names(
-        self, table: Mapping[str, Any], known: tuple[str, ...], number: int | None
-    ) -> None:
-        for name in table:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}"
-                raise self.error(number, name, f"unknown field; {hint}")
-
-    def _line(self, number: int | None, name: str) -> int:
-        begin, end = 0, len(self._text)
-        if number is not None and number < len(self._starts):
-            begin = self._starts[number]
-            end = (*self._starts, end)[number + 1]
-        at = self._place(rf"[\"']?{re.escape(name)}[\"']?", begin, end)
-        return self._text.count("\n", 0, at) + 1
-
-    def _place(self, quoted: str, begin: int, end: int) -> int:
-        """The line where a field is set, else the line of its header or inline table, else
-        `begin`."""
-        for pattern in (rf"^[ \t]*{quoted}[ \t]*[=.]", rf"[\s\[.{{,]{quoted}\s*[=.\]]"):
-            found = re.compile(pattern, re.M).search(self._text, begin, end)
-            if found:
-                return found.end() - 1
-        return begin
-
-
-def _entry(entry: dict[str, Any], number: int, where: _Where) -> ApiKey:
+def _entry(entry: dict[str, Any], number: int, where: TomlPlaces) -> ApiKey:
     where.check_names(entry, _ENTRY, number)
     tenant = entry.get("tenant")
     if not isinstance(tenant, str) or not tenant or not tenant.isprintable():
@@ -248,7 +205,7 @@ def _entry(entry: dict[str, Any], number: int, where: _Where) -> ApiKey:
     )
 
 
-def _digest(entry: dict[str, Any], number: int, where: _Where) -> bytes:
+def _digest(entry: dict[str, Any], number: int, where: TomlPlaces) -> bytes:
     clear, hashed = entry.get("key"), entry.get("key_sha256")
     if (clear is None) == (hashed is None):
         raise where.error(number, "key", "give exactly one of 'key' and 'key_sha256'")
@@ -261,7 +218,7 @@ def _digest(entry: dict[str, Any], number: int, where: _Where) -> bytes:
     return bytes.fromhex(hashed)
 
 
-def _weight(entry: dict[str, Any], number: int, where: _Where) -> float:
+def _weight(entry: dict[str, Any], number: int, where: TomlPlaces) -> float:
     weight = entry.get("weight", 1.0)
     low, high = WEIGHT_BOUNDS
     if type(weight) not in (int, float) or not low <= weight <= high:
@@ -269,7 +226,7 @@ def _weight(entry: dict[str, Any], number: int, where: _Where) -> float:
     return float(weight)
 
 
-def _models(entry: dict[str, Any], number: int, where: _Where) -> frozenset[str] | None:
+def _models(entry: dict[str, Any], number: int, where: TomlPlaces) -> frozenset[str] | None:
     models = entry.get("models")
     if models is None:
         return None
@@ -278,7 +235,7 @@ def _models(entry: dict[str, Any], number: int, where: _Where) -> frozenset[str]
     return frozenset(models)
 
 
-def _max_priority(entry: dict[str, Any], number: int, where: _Where) -> int | None:
+def _max_priority(entry: dict[str, Any], number: int, where: TomlPlaces) -> int | None:
     value = entry.get("max_priority")
     low, high = PRIORITIES
     if value is not None and (type(value) is not int or not low <= value <= high):
@@ -288,14 +245,14 @@ def _max_priority(entry: dict[str, Any], number: int, where: _Where) -> int | No
     return value
 
 
-def _flag(entry: dict[str, Any], name: str, usual: bool, number: int, where: _Where) -> bool:
+def _flag(entry: dict[str, Any], name: str, usual: bool, number: int, where: TomlPlaces) -> bool:
     value = entry.get(name, usual)
     if not isinstance(value, bool):
         raise where.error(number, name, "must be true or false")
     return value
 
 
-def _limits(table: Any, number: int, where: _Where) -> KeyLimits:
+def _limits(table: Any, number: int, where: TomlPlaces) -> KeyLimits:
     if not isinstance(table, dict):
         raise where.error(number, "limits", "must be a table: [key.limits]")
     where.check_names(table, _LIMITS, number)

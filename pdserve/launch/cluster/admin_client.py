@@ -46,6 +46,7 @@ from pdserve.runtime.rpc_methods import (
     DRAIN,
     DROP_KV,
     MODE,
+    PLANNER,
     STATUS,
     TRACES,
     UNDO_DRAIN,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from pdserve.messages.handoff import Disagg
     from pdserve.messages.kv_pull import KvTaken, WarmUp
     from pdserve.messages.mode import ModeReport, SetMode
+    from pdserve.messages.planner_orders import PlannerAnswer, PlannerOrder
     from pdserve.messages.status import ClusterStatus, DrainState
     from pdserve.messages.tiers import DropOrder, DropReport
     from pdserve.messages.trace import TraceQuery, TraceReply
@@ -225,6 +227,14 @@ class AdminClient:
             raise ProtocolError(
                 f"it cannot change its mode: its version of pdserve is older than {__version__}"
             ) from None
+
+    async def tell_planner(self, address: str, node: NodeId, order: PlannerOrder) -> PlannerAnswer:
+        """Ask or tell the planner `node`, at `address`.
+
+        Errors: `LinkError` of some kind, `DeadlineExceeded`, what the planner raises.
+        """
+        link = await self._endpoint.dial(address, expect=node)
+        return await link.request(PLANNER, order, timeout=_TIMEOUT)
 
     async def drop_kv(self, address: str, node: NodeId, order: DropOrder) -> DropReport:
         """Have the worker `node`, at `address`, forget KV on its tiers.

@@ -69,6 +69,32 @@ def format_duration(seconds: Seconds) -> str:
     return f"{seconds:g}s"
 
 
+def parse_limit(text: str, unit: str = "") -> tuple[Seconds, float | None]:
+    """`500ms`, or `500ms@p95` with the share of the requests that must keep the limit.
+
+    `unit` is that of a number alone, which is refused without. Errors: `ValueError`.
+    """
+    time, at, percentile = (one.strip() for one in text.partition("@"))
+    if time.replace(".", "", 1).isdigit():
+        if not unit:
+            raise ValueError(f"{time!r} has no unit: write {time}ms or {time}s")
+        time += unit
+    seconds = parse_duration(time)
+    if not seconds > 0:
+        raise ValueError(f"{text!r} must be more than 0")
+    return seconds, _percentile(percentile) if at else None
+
+
+def _percentile(text: str) -> float:
+    try:
+        value = float(text.removeprefix("p")) if text.startswith("p") else 0.0
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 100:
+        raise ValueError(f"{text!r} is not a percentile such as p95")
+    return round(value / 100, 9)
+
+
 def parse_switch(text: str) -> bool:
     """`true` or `false`, in the usual spellings."""
     word = text.strip().lower()

@@ -1,0 +1,208 @@
+"""Carries out what the core of the planner orders: at workers by calls, elsewhere by actuators.
+
+    begin start        the actuator of the kind starts a worker
+    begin stop         the worker drains and ends by itself (`DRAIN`)
+    begin undo_drain   it serves again (`UNDO_DRAIN`)
+    begin mode         it changes its mode (`MODE`)
+    end                the actuator ends an instance that is drained, or never served
+
+The core repeats an order at each tick until cards and lists show it. So an order that is still on
+its way is not sent again, and one that was lost is. A refusal goes to the core with the next tick.
+Orders carry term and number, so a worker obeys no planner that has a successor.
+Owned by the service; the tasks are the node's.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from pdserve.errors import NoMethod, PdserveError
+from pdserve.messages.mode import SetMode
+from pdserve.messages.status import DrainOrder, UndoDrain
+from pdserve.planner.actuators.base import (
+    DEADLINE,
+    ActuatorDenied,
+    ActuatorError,
+    ActuatorExhausted,
+    within,
+)
+from pdserve.planner.tick import Refusal
+from pdserve.runtime.rpc_methods import DRAIN, MODE, UNDO_DRAIN
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Iterable
+    from typing import TypeVar
+
+    from pdserve.ids import Seconds
+    from pdserve.planner.actuators.base import Actuator
+    from pdserve.planner.driver.actuator_watch import ActuatorWatch
+    from pdserve.planner.tick import Order, RefusalKind
+    from pdserve.runtime.node import Node
+    from pdserve.wire.codec import Method
+
+    Q = TypeVar("Q")
+    R = TypeVar("R")
+
+__all__ = ["Orders"]
+
+_log = logging.getLogger(__name__)
+
+_ANSWER: Final[Seconds] = 5.0
+"""Longest wait for a worker's answer: a tick."""
+_UNDO: Final[Seconds] = 20.0
+"""The same for a drain that is undone: it answers when it serves again."""
+_GRACE: Final[Seconds] = 45.0
+"""Time for a process to end before it is killed: its own drain timeout, and 15 s."""
+_SHARE: Final = 0.5
+"""Share of a step for other workers' prompts where the core names none."""
+_STALE: Final = "stale"
+_MOST: Final = 64
+"""Most orders on their way; the core repeats those that have to wait."""
+
+
+class Orders:
+    """The orders of one planner that are on their way."""
+
+    def __init__(
+        self,
+        node: Node,
+        watches: Iterable[ActuatorWatch],
+        on_done: Callable[[str, str], None] = lambda action, outcome: None,
+    ) -> None:
+        """`on_done` is called with the action and the outcome of each order, for metrics."""
+        self._node = node
+        self._watches = tuple(watches)
+        self._on_done = on_done
+        self._running: set[tuple[str, str]] = set()
+        self._refusals: dict[str, Refusal] = {}
+
+    def taken_refusals(self) -> dict[str, Refusal]:
+        """Refusals since the last call, by id of the change."""
+        found, self._refusals = self._refusals, {}
+        return found
+
+    def carry_out(self, orders: Iterable[Order]) -> None:
+        """Begins those that are not on their way."""
+        for order in orders:
+            key = (order.verb, order.change.id)
+            if key in self._running or len(self._running) >= _MOST:
+                continue
+            self._running.add(key)
+            name = f"{order.verb} {order.change.action} {order.change.id}"
+            task = self._node.tasks.spawn(self._do(order), name)
+            task.add_done_callback(partial(self._ended, key))
+
+    def _ended(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
+        self._running.discard(key)
+
+    async def _do(self, order: Order) -> None:
+        try:
+            refusal = await self._carried_out(order)
+        except ActuatorError as error:
+            refusal = _by_actuator(error)
+        except NoMethod:
+            refusal = Refusal("denied", "its version of pdserve cannot do that")
+        except PdserveError as error:
+            refusal = Refusal("transient", error.message)
+        except Exception as error:
+            _log.exception("an order of the planner")
+            refusal = Refusal("transient", f"{type(error).__name__}, see the planner's log")
+        action = order.change.action if order.verb == "begin" else "end"
+        self._on_done(action, "done" if refusal is None else refusal.kind)
+        if refusal is not None:
+            _log.info("%s of %s: %s", action, _what(order), refusal.reason)
+            self._refusals[order.change.id] = refusal
+
+    async def _carried_out(self, order: Order) -> Refusal | None:
+        """Returns why it is not obeyed; None: it is. Errors: `PdserveError` of some kind."""
+        if order.verb == "end":
+            return await self._end(order)
+        by_action = {
+            "start": self._start,
+            "stop": self._drain,
+            "undo_drain": self._undo,
+            "mode": self._set_mode,
+        }
+        carry_out = by_action.get(order.change.action)
+        if carry_out is None:
+            return Refusal("denied", f"this planner cannot carry out {order.change.action!r}")
+        return await carry_out(order)
+
+    # ------------------------------------------------------------------ by actuators
+
+    async def _start(self, order: Order) -> Refusal | None:
+        change, actuator = order.change, self._starts(order.change.kind)
+        if actuator is None:
+            return Refusal("transient", f"no actuator offers kind {change.kind!r} now")
+        async with within(DEADLINE, f"{actuator.name} was asked to start {change.kind}"):
+            await actuator.start(change.kind, change.mode, change.id)
+        return None  # one that fails is in the list, with the reason
+
+    async def _end(self, order: Order) -> Refusal | None:
+        actuator = self._started(order.instance)
+        if actuator is None:
+            return Refusal("transient", f"no actuator lists {order.instance or 'it'}")
+        async with within(DEADLINE, f"{actuator.name} was asked to end {order.instance}"):
+            await actuator.stop(order.instance, _GRACE)
+        return None
+
+    def _starts(self, kind: str) -> Actuator | None:
+        return next(
+            (one.actuator for one in self._watches if any(k.name == kind for k in one.kinds)), None
+        )
+
+    def _started(self, change: str) -> Actuator | None:
+        """The actuator that has an instance. One that does not answer now may be the one."""
+        for watch in self._watches:
+            if any(one.change == change for one in watch.instances):
+                return watch.actuator
+        return None
+
+    # ------------------------------------------------------------------ at workers
+
+    async def _drain(self, order: Order) -> Refusal | None:
+        message = DrainOrder(False, order.term, order.number)
+        state = await self._ask(order, DRAIN, message, _ANSWER)
+        return _by_worker(state.refused)
+
+    async def _undo(self, order: Order) -> Refusal | None:
+        state = await self._ask(order, UNDO_DRAIN, UndoDrain(order.term, order.number), _UNDO)
+        return _by_worker(state.refused)
+
+    async def _set_mode(self, order: Order) -> Refusal | None:
+        message = SetMode(
+            mode=order.change.mode,
+            share=order.change.share or _SHARE,
+            term=order.term,
+            number=order.number,
+        )
+        report = await self._ask(order, MODE, message, _ANSWER)
+        return _by_worker(report.refused)
+
+    async def _ask(self, order: Order, method: Method[Q, R], message: Q, timeout: Seconds) -> R:
+        """Asks the life of the worker that is meant. Errors: as `PeerRef.ask`."""
+        assert order.change.node is not None
+        worker = self._node.ref(order.change.node, order.change.epoch)
+        return await worker.ask(method, message, timeout=timeout)
+
+
+def _by_worker(refused: str) -> Refusal | None:
+    if not refused:
+        return None
+    kind: RefusalKind = "stale" if refused.startswith(_STALE) else "vetoed"
+    return Refusal(kind, refused)
+
+
+def _by_actuator(error: ActuatorError) -> Refusal:
+    if isinstance(error, ActuatorDenied):
+        return Refusal("denied", error.message)
+    if isinstance(error, ActuatorExhausted):
+        return Refusal("exhausted", error.message, error.retry_after)
+    return Refusal("transient", error.message)
+
+
+def _what(order: Order) -> str:
+    return str(order.change.node or order.change.kind or order.change.id)

@@ -1,0 +1,302 @@
+"""Runs a planner: looks at the cluster, has the core decide, and has the orders carried out.
+
+Every tick it sums up what routers, cards, loads and actuators say, and gives that to the core, in a
+thread, because a what-if takes longer than the event loop may wait. Then it sends the orders and
+tells what was decided: in its report, in the decision log and in metrics.
+
+It keeps nothing that a later planner needs: a planner that dies leaves the cluster as it is, and
+the next owner of a model finds every change in cards and lists. Operators' wishes are known to all
+planners. Owned by `planner.node`; the tasks are the node's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from msgspec.structs import replace
+
+from pdserve.clock import until_next
+from pdserve.errors import PdserveError
+from pdserve.messages.demand import DEMAND, DemandReport
+from pdserve.messages.planner import PlannerReport
+from pdserve.messages.planner_orders import PLANNERS, PlannerState
+from pdserve.messages.routing import LOAD, WorkerLoad
+from pdserve.messages.status import NodeReport, StatusQuery
+from pdserve.planner.core import PlannerCore
+from pdserve.planner.driver.actuator_watch import ActuatorWatch
+from pdserve.planner.driver.cluster_sight import ClusterSight
+from pdserve.planner.driver.measures import Measures
+from pdserve.planner.driver.operators import Operators
+from pdserve.planner.driver.orders import Orders
+from pdserve.runtime.peers.peer_ref import ask_all
+from pdserve.runtime.rpc_methods import REPORT
+from pdserve.wire.codec import decoder, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from pdserve.ids import NodeId, Seconds
+    from pdserve.messages.node import NodeCard
+    from pdserve.observe.degraded import Degradations
+    from pdserve.observe.metrics import Metrics
+    from pdserve.planner.actuators.base import Actuator
+    from pdserve.planner.config import PlannerConfig
+    from pdserve.planner.driver.decision_log import DecisionLog
+    from pdserve.planner.outlook import Forecaster, Judge
+    from pdserve.planner.tick import PlannerOutput
+    from pdserve.runtime.node import Node
+    from pdserve.runtime.registry import Member
+    from pdserve.runtime.topics.service import Topics
+
+__all__ = ["PlannerService", "in_a_thread"]
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_SETTLE: Final[Seconds] = 3.0
+"""Most seconds at the beginning in which cards, reports of routers and other planners arrive."""
+_PATIENCE: Final[Seconds] = 1.0
+"""Longest wait for the reports of workers that change; then the last ones count."""
+
+
+async def in_a_thread(work: Callable[[], T]) -> T:
+    """Runs it beside the event loop. Cancellation: it goes on, and its result is dropped."""
+    return await asyncio.to_thread(work)
+
+
+class PlannerService:
+    """One planner: `open` once its node has joined, then `close`."""
+
+    def __init__(
+        self,
+        config: PlannerConfig,
+        node: Node,
+        topics: Topics,
+        card: NodeCard,
+        actuators: Sequence[Actuator],
+        *,
+        judge: Judge,
+        forecaster: Callable[[], Forecaster],
+        wall: Callable[[], float],
+        log: DecisionLog,
+        degradations: Degradations,
+        metrics: Metrics,
+        offload: Callable[[Callable[[], PlannerOutput]], Awaitable[PlannerOutput]] = in_a_thread,
+    ) -> None:
+        """`wall`: Unix seconds. `offload` runs one decision; in virtual time it runs at once."""
+        self.config = config
+        self.watches = tuple(ActuatorWatch(one) for one in actuators)
+        self._node = node
+        self._card = card
+        self._wall = wall
+        self._log = log
+        self._degradations = degradations
+        self._offload = offload
+        self._judge, self._forecaster = judge, forecaster
+        self._core: PlannerCore | None = None
+        self._core_epoch = 0
+        self._output: PlannerOutput | None = None
+        self._degraded: dict[str, str] = {}
+        self._draining = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self.measures = Measures(metrics)
+        self.sight = ClusterSight(config, node, self.watches)
+        self.operators = Operators(node, self, wall)
+        self.orders = Orders(node, self.watches, self.measures.ordered)
+        self._state = topics.publish_state(PLANNERS, encode)
+        self._topics = topics
+        topics.subscribe_state(LOAD, decoder(WorkerLoad), self.sight.loaded, self.sight.load_gone)
+        topics.subscribe_state(DEMAND, decoder(DemandReport), self._demanded)
+        topics.subscribe_state(
+            PLANNERS, decoder(PlannerState), self._told_by, self.sight.planner_gone
+        )
+
+    # ------------------------------------------------------------------ life
+
+    def open(self) -> None:
+        """The node has joined: begins to look and to decide."""
+        self._node.publish_card(replace(self._card, topics=self._topics.names), {})
+        self.tell()
+        if self.config.mode == "off":
+            _log.info("the planner is off: --planner=advise shows plans, act carries them out")
+            return
+        spawn = self._node.tasks.spawn
+        self._tasks = [
+            spawn(watch.run(self.config.tick), f"actuator {watch.name}") for watch in self.watches
+        ]
+        self._tasks.append(spawn(self._run(), "planner"))
+
+    def drain(self) -> None:
+        """Decides no more; other planners take over its models. Changes that are under way go
+        on."""
+        self._draining = True
+        if self._node.card is not None:
+            self._node.publish_card(replace(self._node.card, draining=True), {})
+
+    def undo_drain(self) -> None:
+        """Decides again."""
+        self._draining = False
+        if self._node.card is not None:
+            self._node.publish_card(replace(self._node.card, draining=False), {})
+
+    async def close(self) -> None:
+        """Ends all work here; nothing in the cluster changes by it. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        self._tasks = []
+        for watch in self.watches:
+            await watch.actuator.close()
+
+    def unready_reason(self) -> str | None:
+        """For probes; a planner that is blind is ready all the same, and says so elsewhere."""
+        if self._draining:
+            return "draining: other planners decide"
+        return None if self._node.lives else "joining the cluster"
+
+    # ------------------------------------------------------------------ ticks
+
+    async def _run(self) -> None:
+        await self._settle()
+        while True:
+            try:
+                if not self._draining:
+                    await self.tick()
+                    self._note({"planner_failed": ""})
+            except Exception as error:
+                # A defect in a decision must not end all decisions; what is under way goes on.
+                _log.exception("a tick of the planner")
+                self._note({"planner_failed": f"{type(error).__name__} in a decision: see the log"})
+            await asyncio.sleep(until_next(self._node.now(), self.config.tick))
+
+    async def _settle(self) -> None:
+        """Waits until something is known, so that the first decision is none in ignorance."""
+        looked = [self._node.tasks.spawn(_first_look(one), "first look") for one in self.watches]
+        await asyncio.sleep(_SETTLE)
+        if looked:
+            await asyncio.wait(looked)
+
+    async def tick(self) -> None:
+        """Looks, decides, and sends the orders."""
+        self.sight.reports |= await self._reports(self.sight.changing())
+        now, wall = self._node.now(), self._wall()
+        seen = self.sight.look(now, wall, self.operators.wishes, self.orders.taken_refusals())
+        core = self._core_of_this_life()
+        output = await self._offload(lambda: core.tick(now, seen))
+        self.measures.ticked(self._node.now() - now)
+        if self._draining or core is not self._core:
+            return  # another planner decides by now
+        self._output = output
+        self.operators.note(output.plans)
+        self.orders.carry_out(output.orders)
+        for line in output.log:
+            self._log.add(line)
+        self._note(self._all_degraded(output))
+        self.measures.note(now, seen, output.plans)
+
+    def _core_of_this_life(self) -> PlannerCore:
+        """A core whose term is the present life of the node: one that was declared dead begins
+        anew, after those that have decided meanwhile."""
+        if self._core is None or self._core_epoch != self._node.epoch:
+            self._core_epoch = self._node.epoch
+            self._core = PlannerCore(
+                self.config,
+                me=self._node.id,
+                term=self._node.epoch,
+                judge=self._judge,
+                forecaster=self._forecaster,
+            )
+        return self._core
+
+    async def _reports(self, nodes: Sequence[NodeId]) -> dict[NodeId, NodeReport]:
+        """Workers that drain or change their mode say how far they are."""
+        if not nodes:
+            return {}
+        answers = await ask_all(self._node, nodes, REPORT, StatusQuery(), timeout=_PATIENCE)
+        return {node: one for node, one in answers.items() if not isinstance(one, PdserveError)}
+
+    # ------------------------------------------------------------------ news
+
+    def _demanded(self, member: Member, report: DemandReport) -> None:
+        self.sight.demanded(self._node.now(), member, report)
+
+    def _told_by(self, member: Member, state: PlannerState) -> None:
+        """Another planner's mode and wishes."""
+        self.sight.planner_told(member, state)
+        if self.operators.wishes.hear(self._wall(), state.wishes):
+            self.tell()
+
+    def tell(self) -> None:
+        """Publishes the mode, and the operators' wishes."""
+        self._state.set(PlannerState(mode=self.config.mode, wishes=self.operators.wishes.all))
+
+    def enable(self, kind: str) -> None:
+        """An operator has mended a kind that was disabled."""
+        if self._core is not None:
+            self._core.enable(kind)
+
+    # ------------------------------------------------------------------ what it tells
+
+    def report(self) -> PlannerReport:
+        """Its own account, for status."""
+        plans = () if self._output is None else self._output.plans
+        wall = self._wall()
+        return PlannerReport(
+            mode=self.config.mode,
+            owner=bool(plans),
+            plans=plans,
+            instances=tuple(one for watch in self.watches for one in watch.instances),
+            paused=self.operators.wishes.paused(wall),
+            pins=self.operators.wishes.pins(wall),
+            log=tuple(self._log.lines)[-_LINES:],
+        )
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The newest lines of the decision log."""
+        return tuple(self._log.lines)
+
+    def note_log(self, why: str) -> None:
+        """The decision log cannot be written; empty: it can."""
+        self._note({"planner_log": why})
+
+    def _all_degraded(self, output: PlannerOutput) -> dict[str, str]:
+        """All that is wrong now, by name; an empty text ends a degradation."""
+        core = dict.fromkeys(_BY_CORE, "") | dict(output.degraded)
+        down = "; ".join(f"{one.name}: {one.down}" for one in self.watches if one.down)
+        core["planner_actuator_down"] = (
+            f"{down}; levers without it go on, and starts wait" if down else ""
+        )
+        limits = [
+            f"{plan.model}: {plan.unreachable:.1%} of the requests have prompts that take longer "
+            "than the TTFT objective on an idle worker; relax the objective, or limit prompts"
+            for plan in output.plans
+            if plan.unreachable > _FEW
+        ]
+        core["planner_unreachable"] = "; ".join(limits)
+        return core
+
+    def _note(self, reasons: Mapping[str, str]) -> None:
+        """Begins, changes and ends degradations."""
+        for name, reason in reasons.items():
+            if self._degraded.get(name, "") == reason:
+                continue
+            self._degraded[name] = reason
+            self._degradations.clear(name)
+            if reason:
+                self._degradations.add(name, reason)
+
+
+async def _first_look(watch: ActuatorWatch) -> None:
+    await watch.looked.wait()
+
+
+_BY_CORE: Final = ("planner_blind", "planner_kind_failing")
+_LINES: Final = 20
+"""Lines of the decision log in a report."""
+_FEW: Final = 0.01
+"""Share of requests out of reach that is not worth a degradation."""

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pdserve.ids import NodeId
+from pdserve.perf_model.latency_model import LatencyModel
+from pdserve.planner.demand_series import DemandBucket, DemandHealth, DemandSeries
+from pdserve.planner.driver.demand_view import demand_view
+
+HEALTHY = DemandHealth(age=1.0)
+LEARNT = replace(LatencyModel(), per_token=1e-3, fitted=True)
+
+
+def series(*works: float, health: DemandHealth = HEALTHY, **fields: Any) -> DemandSeries:
+    """Buckets of 5 s with these rates."""
+    buckets = tuple(
+        DemandBucket(5.0 * at, 5.0, work=5.0 * rate, arrivals=1) for at, rate in enumerate(works)
+    )
+    known: Any = {"model": "m", "health": health, "buckets": buckets, "times": LEARNT}
+    return DemandSeries(**known | fields)
+
+
+def test_rates_are_of_the_last_bucket_of_30_s_and_of_the_highest_30_s() -> None:
+    seen = demand_view(series(*[9.0] * 6, *[1.0] * 20, *[2.0] * 5, 3.0))
+    assert seen.work == pytest.approx(3.0)
+    assert seen.work_30 == pytest.approx(13.0 / 6)
+    assert seen.peak_300 == pytest.approx(9.0)
+    later = demand_view(series(*[9.0] * 6, *[1.0] * 60))
+    assert later.peak_300 == pytest.approx(1.0)
+    assert later.peak_600 == pytest.approx(9.0)
+
+
+def test_zero_is_known_and_nothing_heard_is_not() -> None:
+    zero = demand_view(series(0.0, 0.0))
+    assert (zero.known, zero.work, zero.faults) == (True, 0.0, "")
+    silent = demand_view(series(health=DemandHealth()))
+    assert not silent.known
+    assert silent.faults == "no router has reported its demand"
+    fresh = demand_view(series())
+    assert (fresh.known, "no full 5 s" in fresh.faults) == (False, True)
+
+
+def test_a_missing_router_is_unknown_and_a_silent_one_only_doubtful() -> None:
+    r = NodeId("r")
+    missing = demand_view(series(1.0, health=DemandHealth(1.0, missing=(r,))))
+    assert (missing.known, "r has not reported" in missing.faults) == (False, True)
+    silent = demand_view(series(1.0, health=DemandHealth(9.0, silent=(r,))))
+    assert (silent.known, "no longer reports" in silent.faults) == (True, True)
+    refused = demand_view(series(1.0, health=DemandHealth(1.0, refused={r: "NaN"})))
+    assert not refused.known
+
+
+def test_unlearnt_or_wrong_times_are_poor() -> None:
+    assert not demand_view(series(1.0)).poor
+    assert demand_view(series(1.0, times=LatencyModel())).poor
+    assert demand_view(series(1.0, prediction_poor=True)).poor
+
+
+def test_what_waits_and_what_was_missed_is_summed() -> None:
+    buckets = tuple(
+        DemandBucket(5.0 * at, 5.0, kept={"both": 8}, missed={"both": {"queue": 1, "prefill": 1}})
+        for at in range(3)
+    )
+    whole = replace(series(), buckets=buckets, held=4, held_work=2.0, held_oldest=1.5)
+    seen = demand_view(whole, queued_tokens=500)
+    assert (seen.kept, seen.missed) == (24, {"queue": 3, "prefill": 3})
+    assert (seen.held, seen.held_work, seen.held_wait) == (4, 2.0, 1.5)
+    assert seen.queued_work == pytest.approx(0.5)

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from pdserve.ids import NodeId
+from pdserve.messages.mode import ModeReport
+from pdserve.messages.node import NodeCard
+from pdserve.messages.planner import Instance
+from pdserve.messages.routing import WorkerLoad
+from pdserve.messages.status import DrainState, NodeReport
+from pdserve.planner.changes.ids import change_id
+from pdserve.planner.driver.worker_view import Sighting, model_of, worker_view
+from pdserve.runtime.registry import Member
+from tests.planner.driver.site import SUMMARY
+
+if TYPE_CHECKING:
+    from pdserve.planner.pool import Worker
+
+CARD = NodeCard(
+    role="worker", models=(SUMMARY,), mode="decode", transfers=("tcp",), mode_generation=3
+)
+READY = WorkerLoad(
+    ready=True, running=3, waiting=2, blocks_total=100, blocks_cached=5, kv_tokens=70
+)
+
+
+def seen(card: NodeCard = CARD, report: NodeReport | None = None, **more: Any) -> Worker:
+    member = Member(NodeId("w"), 7, "w:7000", "worker", card)
+    sighting = Sighting(member, **{"load": READY, "report": report} | more)
+    found = worker_view(sighting, "m", {NodeId("w"): 2.0})
+    assert found is not None
+    return found
+
+
+def test_a_ready_worker() -> None:
+    worker = seen(instance=Instance(change="c", kind="gpu", hard_end=60.0))
+    assert (worker.state, worker.mode, worker.generation, worker.speed) == (
+        "ready",
+        "decode",
+        3,
+        2.0,
+    )
+    assert (worker.kv_tokens, worker.running, worker.live_tokens, worker.hot_tokens) == (
+        *(1600, 5, 70, 80),
+    )
+    assert (worker.kind, worker.hard_end, worker.can_switch) == ("gpu", 60.0, True)
+
+
+def test_both_is_told_from_aggregated_by_its_share() -> None:
+    card = replace(CARD, mode="aggregated", prompt_share=0.3)
+    assert (seen(card).mode, seen(card).share) == ("both", 0.3)
+    assert seen(replace(card, prompt_share=0.0)).mode == "aggregated"
+
+
+def test_its_state_is_that_of_its_card_and_of_its_own_report() -> None:
+    assert seen(replace(CARD, models=(), reason="starting")).state == "loading"
+    assert seen(load=replace(READY, ready=False)).state == "loading"
+    assert seen(load=None).state == "ready"
+    leaving = replace(CARD, leaving=True)
+    assert seen(leaving).state == "leaving"
+    mode = ModeReport(mode="decode", state="proving", target="prefill")
+    proving = seen(leaving, NodeReport(mode=mode))
+    assert (proving.state, proving.target) == ("proving", "prefill")
+    back = seen(CARD, NodeReport(mode=ModeReport(state="serving", target="x", failed="no KV")))
+    assert (back.state, back.target, back.failed) == ("ready", "", "no KV")
+
+
+def test_a_drain_is_a_planners_if_it_has_a_term() -> None:
+    draining = replace(CARD, draining=True)
+    assert not seen(draining).ordered
+    assert not seen(draining, NodeReport(drain=DrainState())).ordered
+    ordered = seen(draining, NodeReport(drain=DrainState(term=9)))
+    assert (ordered.state, ordered.ordered) == ("draining", True)
+
+
+def test_an_engine_without_kv_and_an_old_release_keep_their_mode() -> None:
+    assert not seen(replace(CARD, transfers=())).can_switch
+    assert not seen(replace(CARD, mode_generation=0)).can_switch
+
+
+def test_a_worker_that_loads_has_the_model_that_it_was_started_for() -> None:
+    loading = NodeCard(role="worker", change=change_id("b", "decode", 1, 1, 0))
+    assert model_of(loading, "", ["a", "b"]) == "b"
+    assert model_of(loading, "a", ["a", "b"]) == "a"
+    assert model_of(NodeCard(role="worker", change="by-hand"), "", ["a"]) == ""
+    assert model_of(CARD, "", []) == "m"
+
+
+def test_one_without_a_card_is_not_seen() -> None:
+    assert worker_view(Sighting(Member(NodeId("w"), 1, "", "worker")), "m", {}) is None

@@ -1,0 +1,248 @@
+"""A planner's life among nodes: what it sees, orders and tells."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pdserve.errors import ActuatorDenied
+from pdserve.messages.mode import SetMode
+from pdserve.messages.status import DrainOrder, UndoDrain
+from pdserve.planner.config import PoolConfig
+from tests.net.world import virtually
+from tests.planner.driver.site import MODEL, site
+
+
+@virtually
+async def test_it_starts_workers_for_a_load_and_drains_them_when_it_has_gone() -> None:
+    async with site(rate=0.5) as made:
+        planner = await made.planner()
+        await asyncio.sleep(60.0)
+        assert (made.starts.started, made.serving()) == ([], 1)
+        made.router.rate = 2.5
+        await made.until(lambda: made.serving() >= 3)
+        await asyncio.sleep(60.0)
+        assert made.serving() == 3
+        assert planner.report.plans[0].present == {"aggregated": 3}
+        made.router.rate = 0.1
+        await made.until(lambda: made.serving() == 1, 600.0)
+        drained = [one for one in planner.service.lines if "stop" in one]
+        assert drained
+        await asyncio.sleep(60.0)
+        assert made.serving() == 1
+        assert not planner.degradations.reasons()
+
+
+@virtually
+async def test_with_advise_it_says_what_it_would_do_and_does_nothing() -> None:
+    async with site(rate=2.5) as made:
+        planner = await made.planner(mode="advise")
+        await made.until(lambda: bool(planner.report.plans and planner.report.plans[0].changes))
+        await asyncio.sleep(30.0)
+        assert planner.report.plans[0].target == {"aggregated": 3}
+        assert made.starts.started == []
+        assert any("start gpu" in line for line in planner.service.lines)
+
+
+@virtually
+async def test_switched_off_it_decides_nothing() -> None:
+    async with site(rate=2.5) as made:
+        planner = await made.planner(mode="off")
+        await asyncio.sleep(30.0)
+        assert (planner.report.plans, planner.report.mode) == ((), "off")
+        assert made.starts.started == []
+
+
+@virtually
+async def test_a_drain_is_taken_back_when_the_load_returns() -> None:
+    async with site(rate=0.1, workers=2) as made:
+        await made.planner()
+        for worker in made.workers.values():
+            worker.stays = 30.0
+        await made.until(lambda: made.serving() == 1, 300.0)
+        drained = next(one for one in made.workers.values() if one.card.draining)
+        made.router.rate = 2.5
+        await made.until(lambda: made.serving() == 2, 30.0)
+        assert isinstance(drained.orders[-1], UndoDrain)
+        assert drained.node.id in made.workers
+
+
+@virtually
+async def test_a_planner_that_dies_changes_nothing_and_its_successor_finds_all() -> None:
+    async with site(rate=2.5) as made:
+        made.starts.boot = 20.0
+        await made.planner("p")
+        await made.until(lambda: len(made.starts.started) == 2)
+        await made.crash("p")
+        await asyncio.sleep(5.0)
+        successor = await made.planner("q")
+        await made.until(lambda: made.serving() == 3)
+        await asyncio.sleep(60.0)
+        assert len(made.starts.started) == 2
+        assert successor.report.plans[0].present == {"aggregated": 3}
+
+
+@virtually
+async def test_of_two_planners_one_decides_and_the_other_takes_over() -> None:
+    async with site(rate=2.5) as made:
+        one, other = await made.planner("p"), await made.planner("q")
+        await made.until(lambda: made.serving() == 3)
+        owners = [planner for planner in (one, other) if planner.report.owner]
+        assert len(owners) == 1
+        (owner,) = owners
+        name = str(owner.node.id)
+        survivor = other if owner is one else one
+        await made.crash(name)
+        await made.until(lambda: survivor.report.owner, 60.0)
+        made.router.rate = 4.5
+        await made.until(lambda: made.serving() >= 5)
+
+
+@virtually
+async def test_an_actuator_that_does_not_answer_is_named_and_nothing_is_started_twice() -> None:
+    async with site(rate=0.5) as made:
+        made.starts.down = "slurmctld: connection refused"
+        planner = await made.planner()
+        await made.until(lambda: bool(planner.report.plans))
+        made.router.rate = 2.5
+        await asyncio.sleep(60.0)
+        assert made.starts.started == []
+        reason = planner.degradations.reasons()["planner_actuator_down"]
+        assert "fake: slurmctld: connection refused" in reason
+        made.starts.down = ""
+        await made.until(lambda: made.serving() == 3)
+        await asyncio.sleep(10.0)
+        assert "planner_actuator_down" not in planner.degradations.reasons()
+
+
+@virtually
+async def test_what_an_actuator_denies_is_told_in_its_words() -> None:
+    async with site(rate=2.5) as made:
+        made.starts.start_error = ActuatorDenied("user is not in the account")
+        planner = await made.planner()
+        await asyncio.sleep(400.0)
+        reasons = planner.degradations.reasons()
+        assert "user is not in the account" in reasons["planner_kind_failing"]
+        assert planner.metrics.planner_orders.labels("start", "denied").value >= 3
+        made.starts.start_error = None
+        assert not (await planner.asked("enable", kind="gpu")).refused
+        await made.until(lambda: made.serving() == 3)
+
+
+@virtually
+async def test_without_routers_it_is_blind_and_says_so_after_a_minute() -> None:
+    async with site(rate=0.5, workers=3) as made:
+        planner = await made.planner()
+        await asyncio.sleep(30.0)
+        await made.nodes.crash("r")
+        await made.nodes.add("f", role="frontend")
+        await asyncio.sleep(200.0)
+        assert "planner_blind" in planner.degradations.reasons()
+        assert made.serving() >= 1
+        assert planner.report.plans[0].blind
+
+
+@virtually
+async def test_a_worker_that_refuses_is_heard() -> None:
+    async with site(rate=0.1, workers=2) as made:
+        for worker in made.workers.values():
+            worker.refused = "no other ready worker takes requests"
+        planner = await made.planner()
+        refused = planner.metrics.planner_orders.labels("stop", "vetoed")
+        await made.until(lambda: refused.value > 0, 300.0)
+        await asyncio.sleep(10.0)
+        assert made.serving() == 2
+        assert any("no other ready worker" in line for line in planner.service.lines)
+
+
+@virtually
+async def test_orders_have_the_term_of_the_planners_life() -> None:
+    async with site(rate=0.1, workers=2) as made:
+        planner = await made.planner()
+        everyone = list(made.workers.values())
+        await made.until(lambda: any(one.orders for one in everyone), 300.0)
+        order = next(one.orders[0] for one in everyone if one.orders)
+        assert isinstance(order, DrainOrder)
+        assert (order.term, order.stay, order.last) == (planner.node.epoch, False, False)
+        assert order.number > 0
+
+
+@virtually
+async def test_modes_are_switched_for_a_pin() -> None:
+    async with site(rate=0.3, workers=3) as made:
+        pool = PoolConfig(model=MODEL, ttft=1.0, max=6, modes=("aggregated", "prefill", "decode"))
+        planner = await made.planner(pools=(pool,))
+        await made.until(lambda: bool(planner.report.plans))
+        await asyncio.sleep(100.0)
+        answer = await planner.asked("pin", model=MODEL, mix={"prefill": 1, "decode": 2})
+        assert not answer.refused
+        await made.until(
+            lambda: (
+                sorted(one.card.mode for one in made.workers.values())
+                == ["decode", "decode", "prefill"]
+            ),
+            400.0,
+        )
+        orders = [one for worker in made.workers.values() for one in worker.orders]
+        assert any(isinstance(one, SetMode) and one.term == planner.node.epoch for one in orders)
+        assert planner.report.pins == {MODEL: {"prefill": 1, "decode": 2}}
+
+
+@virtually
+async def test_a_pause_reaches_all_planners_and_outlives_the_one_that_heard_it() -> None:
+    async with site(rate=0.5) as made:
+        one, other = await made.planner("p"), await made.planner("q")
+        await asyncio.sleep(10.0)
+        assert not (await one.asked("pause", model=MODEL, by="eve")).refused
+        await made.until(lambda: MODEL in other.report.paused, 5.0)
+        await made.crash("p")
+        made.router.rate = 4.0
+        await asyncio.sleep(60.0)
+        assert (made.starts.started, made.serving()) == ([], 1)
+        assert "paused by eve" in other.binding
+        third = await made.planner("s")
+        await made.until(lambda: MODEL in third.report.paused, 10.0)
+        await third.asked("resume")
+        await made.until(lambda: made.serving() >= 4)
+
+
+@virtually
+async def test_a_plan_is_explained_by_its_number() -> None:
+    async with site(rate=2.5) as made:
+        planner = await made.planner()
+        await made.until(lambda: made.serving() == 3)
+        newest = await planner.asked("explain")
+        assert [one.model for one in newest.plans] == [MODEL]
+        first = await planner.asked("explain", number=1)
+        assert first.plans[0].number == 1
+        assert first.log
+        assert "#1:" in first.log[0]
+        assert (
+            "is not kept here; there are: 1 to"
+            in (await planner.asked("explain", number=999)).refused
+        )
+
+
+@virtually
+async def test_a_planner_that_drains_leaves_its_models_to_others() -> None:
+    async with site(rate=0.5) as made:
+        one, other = await made.planner("p"), await made.planner("q")
+        await asyncio.sleep(15.0)
+        owner, rest = (one, other) if one.report.owner else (other, one)
+        owner.service.drain()
+        await made.until(lambda: rest.report.owner, 20.0)
+        assert "draining" in (owner.service.unready_reason() or "")
+        owner.service.undo_drain()
+        await made.until(lambda: not rest.report.owner, 20.0)
+
+
+@virtually
+async def test_a_defect_in_a_decision_ends_no_later_ones() -> None:
+    async with site(rate=2.5) as made:
+        planner = await made.planner()
+        core = planner.service._core_of_this_life()
+        whole, core.tick = core.tick, lambda now, seen: 1 / 0  # type: ignore
+        await asyncio.sleep(20.0)
+        assert "ZeroDivisionError" in planner.degradations.reasons()["planner_failed"]
+        core.tick = whole  # type: ignore[method-assign]
+        await made.until(lambda: made.serving() == 3)
+        assert "planner_failed" not in planner.degradations.reasons()
