@@ -2,7 +2,7 @@
 serve again.
 
 It asks one node for the members, sends the request to each named node, and can wait until they are
-done. It joins nothing. `launch.drain` implements the drain in a node.
+done. It joins nothing. `runtime.orders.drain` implements the drain in a node.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pdserve.cli.parser import Parser
 from pdserve.errors import ConfigError, HandshakeRefused, PdserveError
 from pdserve.launch import exit_codes
 from pdserve.launch.config.resolve import closest_match
-from pdserve.launch.drain import describe
+from pdserve.runtime.orders.drain import describe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -180,7 +180,7 @@ def _over_http(url: str, *, as_object: bool) -> str:
 
 def _health_text(url: str, health: dict[str, Any], seen: Overview | None) -> str:
     from pdserve.cli.outputs import printable
-    from pdserve.launch.drain import requests_in_words
+    from pdserve.runtime.orders.drain import requests_in_words
 
     reason = f": {health['reason']}" if health["reason"] else ""
     about = [f"pdserve {health['version']}"]

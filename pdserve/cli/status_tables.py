@@ -16,8 +16,8 @@ from pdserve.cli.console.overview import Overview, Traffic, alone, latency, over
 from pdserve.cli.console.tier_rows import tier_table
 from pdserve.cli.outputs import printable
 from pdserve.launch.config.units import approximate_size
-from pdserve.launch.drain import describe
 from pdserve.messages.status import EngineWindow
+from pdserve.runtime.orders.drain import describe
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -34,7 +34,6 @@ from pdserve.launch.cluster.node_factory import NodeFactory
 from pdserve.launch.config.resolve import has_worker_pair, roles_of
 from pdserve.launch.config.startup_log import log_config_sources, log_listening, warn_about_config
 from pdserve.launch.console import Console
-from pdserve.launch.drain import Drain, requests_in_words
 from pdserve.launch.frontend_processes import is_child_frontend, with_shared_port
 from pdserve.launch.roles.base import RoleContext
 from pdserve.net.address import join
@@ -43,6 +42,7 @@ from pdserve.observe.degraded import Degradations
 from pdserve.observe.loop_lag import LoopLagMonitor
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.probes import ProbeServer
+from pdserve.runtime.orders.drain import Drain, requests_in_words
 from pdserve.runtime.tasks import Tasks
 
 if TYPE_CHECKING:

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from pdserve.launch.cluster.node_factory import NodeFactory
     from pdserve.launch.config.resolve import Config
     from pdserve.launch.console import Console
-    from pdserve.launch.drain import Drain
     from pdserve.messages.node import NodeCard
     from pdserve.observe.degraded import Degradations
     from pdserve.observe.metrics import Metrics
     from pdserve.runtime.node import Node
+    from pdserve.runtime.orders.drain import Drain
 
 __all__ = ["Role", "RoleContext", "engine_log_fields", "node_card", "node_report"]
 

@@ -26,15 +26,19 @@ from pdserve.router.node import RouterNode
 from pdserve.runtime.hash_secret import FixedHashSecret
 from pdserve.runtime.node import Node, NodeConfig
 from pdserve.runtime.peers.local_link import Neighbours
+from pdserve.runtime.tasks import Tasks
 from pdserve.sim.replay.engine import TimedEngine
 from pdserve.sim.replay.kv_network import KvNetwork
+from pdserve.sim.replay.worker_orders import WorkerOrders
 from pdserve.sim.rng_tree import RngTree
 from pdserve.sim.virtual_model import VirtualModel
 from pdserve.sim.workloads.trace_request import VOCABULARY
 from pdserve.worker.config import WorkerConfig
+from pdserve.worker.mode.jobs import card_mode
 from pdserve.worker.node import WorkerNode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from random import Random
 
     from pdserve.ids import Seconds
@@ -57,6 +61,8 @@ _EPOCH: Final = 1_700_000_000
 """Unix seconds at which replays begin."""
 _DISK: Final = "simulated"
 """Not a directory: a simulated engine has no files."""
+_NEVER_SLOW: Final = -1
+"""Index of a worker that was added: the slow ones are the last of those at the beginning."""
 _RARELY: Final[Seconds] = 1e6
 _UP_WITHIN: Final[Seconds] = 60.0
 _SETTLE: Final[Seconds] = 1.0
@@ -73,21 +79,36 @@ class ReplayWorker(WorkerNode):
     engine: TimedEngine
 
     def __init__(
-        self, node: Node, config: WorkerConfig, random: Random, wire: KvNetwork | None
+        self,
+        node: Node,
+        config: WorkerConfig,
+        random: Random,
+        wire: KvNetwork | None,
+        order: int,
+        change: str = "",
     ) -> None:
+        """`order`: number of the worker, in the order in which they come; `change`: id of what
+        started it."""
+        self.order = order
         seed = random.getrandbits(32)
 
         def make_engine(spec: EngineSpec) -> TimedEngine:
             self.engine = TimedEngine(replace_spec(spec, seed=seed), wire)
             return self.engine
 
+        card = replace_spec(_card(node), change=change)
         super().__init__(
-            node, config, make_engine, _card(node), _SECRET, Metrics(), source=VirtualModel(MODEL)
+            node, config, make_engine, card, _SECRET, Metrics(), source=VirtualModel(MODEL)
         )
+        self.orders: WorkerOrders | None = None
+        """None: nobody orders it to drain."""
+        self.gone = asyncio.Event()
+        """Set when it has left the cluster."""
 
     @property
     def mode(self) -> WorkerMode:
-        return self.service.config.mode
+        """Its mode now; `both` counts as aggregated."""
+        return card_mode(self.service.mode)
 
     def leftovers(self) -> str:
         """What is still in flight at this worker; empty once all requests have ended."""
@@ -129,9 +150,15 @@ class ReplayCluster:
                 self._nodes("frontend", config.frontends), self._own_routers(), strict=True
             )
         ]
-        self.wire: KvNetwork | None = self._wire() if config.prefill or config.fetches else None
+        self.wire: KvNetwork | None = self._wire() if config.moves_kv else None
+        self._tasks = Tasks("replay")
+        self._made = 0
+        """Workers that there have been."""
+        self.on_removed: Callable[[ReplayWorker], None] = lambda worker: None
+        """Called with a worker that has drained and is about to leave."""
         self.workers = [
-            self._worker(index, node, mode) for index, (node, mode) in enumerate(self._placed())
+            self._worker(index, node, mode, index)
+            for index, (node, mode) in enumerate(self._placed())
         ]
 
     def _own_routers(self) -> list[NodeId | None]:
@@ -161,9 +188,16 @@ class ReplayCluster:
             for node in self._nodes("worker", count, name)
         ]
 
-    def _worker(self, index: int, node: Node, mode: WorkerMode) -> ReplayWorker:
+    def _worker(
+        self, index: int, node: Node, mode: WorkerMode, label: object, change: str = ""
+    ) -> ReplayWorker:
         config = self._worker_config(index, mode)
-        return ReplayWorker(node, config, self._dice.fork("engine", index), self.wire)
+        self._made += 1
+        random = self._dice.fork("engine", label)
+        worker = ReplayWorker(node, config, random, self.wire, self._made, change)
+        if self._config.scaling:
+            worker.orders = WorkerOrders(worker, lambda: self._leave(worker))
+        return worker
 
     def _nodes(self, role: str, count: int, name: str = "") -> list[Node]:
         names = _Names(count)
@@ -241,7 +275,7 @@ class ReplayCluster:
     @property
     def quiet_spec(self) -> EngineSpec:
         """The spec of a worker without noise and of speed 1. Its engine must have started."""
-        spec = self.workers[0].engine.spec
+        spec = self._spec
         options = {k: v for k, v in spec.options.items() if k not in ("noise", "slowdown")}
         return replace_spec(spec, options=options, transfer=None, tiers=None)
 
@@ -258,6 +292,7 @@ class ReplayCluster:
             await worker.join()
             await worker.load()
             worker.agent.tell()
+        self._spec = self.workers[0].engine.spec
         capabilities = self.workers[0].engine.capabilities
         if self.wire is not None and capabilities is not None:
             self.wire.carries(capabilities)
@@ -268,6 +303,37 @@ class ReplayCluster:
                 raise RuntimeError(f"the cluster was not ready within {_UP_WITHIN:g} s")
             await asyncio.sleep(0.1)
         await asyncio.sleep(_SETTLE)
+
+    async def add_worker(self, name: str, mode: WorkerMode, change: str = "") -> ReplayWorker:
+        """Start one more worker; returns when it serves. Its name is not to be used again.
+        `change`: id of the planner's change that wanted it."""
+        node = self._node(name, "worker", None)
+        worker = self._worker(_NEVER_SLOW, node, mode, name, change)
+        await worker.join()
+        await worker.load()
+        worker.agent.tell()
+        self.workers.append(worker)
+        return worker
+
+    async def remove_worker(self, worker: ReplayWorker, grace: Seconds) -> None:
+        """Drain a worker for at most `grace` seconds, and take it out of the cluster. Needs
+        `ReplayConfig.scaling`."""
+        assert worker.orders is not None
+        await worker.orders.drain.finish(grace)
+        await self._gone(worker)
+
+    def _leave(self, worker: ReplayWorker) -> None:
+        """A worker was ordered to drain, and has: its process ends."""
+        _ = self._tasks.spawn(self._gone(worker), f"end {worker.node.id}")
+
+    async def _gone(self, worker: ReplayWorker) -> None:
+        """Take a worker out, once."""
+        if worker not in self.workers:
+            return
+        self.workers.remove(worker)
+        self.on_removed(worker)
+        await worker.close()
+        worker.gone.set()
 
     def _up(self) -> bool:
         return all(
@@ -292,6 +358,7 @@ class ReplayCluster:
 
     async def stop(self) -> None:
         """Stop every node."""
+        await self._tasks.close()
         for frontend in self.frontends:
             await frontend.close(leave=False)
         for router in self.routers:

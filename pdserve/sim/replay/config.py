@@ -93,6 +93,8 @@ class ReplayConfig:
     patience: Seconds = 0.0
     """A request's deadline after its arrival; 0: none."""
     slo: ReplaySlo = field(default_factory=ReplaySlo)
+    scaling: bool = False
+    """True if workers come, go and change their modes during the replay."""
 
     def validate(self) -> None:
         """Errors: `ConfigError` for values that cannot work."""
@@ -150,6 +152,11 @@ class ReplayConfig:
     def fetches(self) -> bool:
         """True if workers may fetch KV from each other."""
         return self.kv_fetch != "never"
+
+    @property
+    def moves_kv(self) -> bool:
+        """True if KV may go from worker to worker, by handoffs or fetches."""
+        return bool(self.prefill or self.fetches or self.scaling)
 
     @property
     def has_tiers(self) -> bool:

@@ -21,14 +21,15 @@ from pdserve.sim.replay.metrics import summary
 from pdserve.sim.replay.trace_clients import TraceClients
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 
-    from pdserve.ids import Seconds
+    from pdserve.ids import Bytes, Seconds
     from pdserve.messages.handoff import WorkerMode
     from pdserve.messages.tiers import TierStats
     from pdserve.sim.replay.cluster import ReplayWorker
     from pdserve.sim.replay.config import ReplayConfig
     from pdserve.sim.replay.record import ReplayRecord
+    from pdserve.sim.replay.scaling import Scaler
     from pdserve.sim.workloads.trace_request import TraceRequest
 
 __all__ = ["ReplayFailed", "ReplayResult", "ReplayStopped", "ReplayWatch", "replay"]
@@ -99,9 +100,11 @@ def replay(
     on_end: Callable[[ReplayRecord, Seconds], None] = lambda record, now: None,
     watch: ReplayWatch | None = None,
     enough: Callable[[], bool] = lambda: False,
+    scaler: Scaler | None = None,
 ) -> ReplayResult:
     """Run a replay; `on_end` is called with each request that ends, and the time. The result does
-    not depend on `watch`. `enough` is asked after each request.
+    not depend on `watch`. `enough` is asked after each request. `scaler` changes the cluster, and
+    its account is `scaling` in the summary.
 
     Errors: `ConfigError` for values that cannot work, `ReplayFailed` as soon as a callback has
     raised an exception, `ReplayStopped` as soon as `enough` is true, and what reading the trace
@@ -111,7 +114,7 @@ def replay(
     loop = ReplayLoop()
     with _collecting_rarely():
         try:
-            work = _run(config, trace, on_end, enough, watch or _NoWatch(), loop)
+            work = _run(config, trace, on_end, enough, watch or _NoWatch(), scaler)
             return _until_a_problem(loop, work)
         finally:
             _close(loop)
@@ -162,7 +165,7 @@ async def _run(
     on_end: Callable[[ReplayRecord, Seconds], None],
     enough: Callable[[], bool],
     watch: ReplayWatch,
-    loop: ReplayLoop,
+    scaler: Scaler | None,
 ) -> ReplayResult:
     def ended(record: ReplayRecord) -> None:
         on_end(record, callers.now())
@@ -170,6 +173,8 @@ async def _run(
             callers.stop(ReplayStopped())
 
     cluster = ReplayCluster(config)
+    gone: list[_WorkerEnd] = []
+    cluster.on_removed = lambda worker: gone.append(_WorkerEnd.of(worker))
     await cluster.start()
     backends = [frontend.backend for frontend in cluster.frontends]
     callers = TraceClients(
@@ -181,6 +186,8 @@ async def _run(
     )
     watch.begin(cluster.workers, callers.now)
     sampler = _Sampler(cluster, callers, config.sample_every)
+    if scaler is not None:
+        await scaler.begin(cluster, callers.now)
     try:
         await callers.run()
     except ReplayStopped:
@@ -188,9 +195,11 @@ async def _run(
         raise
     finally:
         sampler.stop()
+        if scaler is not None:
+            await scaler.end()
     left = await _settled(cluster)
-    workers = [_counters(worker) for worker in cluster.workers]
-    moved = _moved(cluster)
+    ends = sorted([*gone, *map(_WorkerEnd.of, cluster.workers)], key=lambda one: one.order)
+    token_bytes = 0 if cluster.wire is None else cluster.wire.token_bytes
     await cluster.stop()
     if left:
         raise ReplayFailed(
@@ -198,10 +207,12 @@ async def _run(
         )
     longest = max((r.prompt_tokens for r in callers.records if r.completed), default=1)
     cold = cold_ttft_by_length(cluster.quiet_spec, longest)
-    modes: dict[str, WorkerMode] = {worker.node.id: worker.mode for worker in cluster.workers}
+    modes: dict[str, WorkerMode] = {end.counters["worker"]: end.mode for end in ends}
     numbers = summary(callers.records, config.slo, cold, modes)
-    numbers["transfers"] = moved
-    return ReplayResult(callers.records, numbers, workers, sampler.seen)
+    numbers["transfers"] = _moved(ends, token_bytes)
+    if scaler is not None:
+        numbers["scaling"] = scaler.summary()
+    return ReplayResult(callers.records, numbers, [end.counters for end in ends], sampler.seen)
 
 
 async def _settled(cluster: ReplayCluster) -> list[str]:
@@ -215,17 +226,38 @@ async def _settled(cluster: ReplayCluster) -> list[str]:
     return left
 
 
-def _moved(cluster: ReplayCluster) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _WorkerEnd:
+    """What a worker has done, seen when it left or at the end."""
+
+    order: int
+    """Workers are listed as they came."""
+    mode: WorkerMode
+    counters: dict[str, Any]
+    sent_seconds: Seconds
+    attempts: Mapping[str, int]
+    """Handoffs that it received, by what became of them."""
+
+    @classmethod
+    def of(cls, worker: ReplayWorker) -> _WorkerEnd:
+        decode = worker.agent.decode
+        return cls(
+            worker.order,
+            worker.mode,
+            _counters(worker),
+            sum(path.sent_seconds for path in worker.engine.paths()),
+            {} if decode is None else dict(decode.numbers().ended),
+        )
+
+
+def _moved(ends: Sequence[_WorkerEnd], token_bytes: Bytes) -> dict[str, Any]:
     """KV that went from worker to worker."""
-    paths = [path for worker in cluster.workers for path in worker.engine.paths()]
     ended: Counter[str] = Counter()
-    for worker in cluster.workers:
-        if worker.agent.decode is not None:
-            ended.update(worker.agent.decode.numbers().ended)
-    tokens = sum(worker.engine.stats().received_tokens for worker in cluster.workers)
+    for end in ends:
+        ended.update(end.attempts)
     return {
-        "bytes": tokens * (cluster.wire.token_bytes if cluster.wire is not None else 0),
-        "seconds": sum(path.sent_seconds for path in paths),
+        "bytes": sum(end.counters["received_tokens"] for end in ends) * token_bytes,
+        "seconds": sum(end.sent_seconds for end in ends),
         "attempts": dict(sorted(ended.items())),
         "attempts_lost": sum(count for outcome, count in ended.items() if outcome != "done"),
     }

@@ -24,7 +24,7 @@ from pdserve.errors import Draining, EngineDied, NotReady, Overloaded, PdserveEr
 from pdserve.gossip.suspicion import spread
 from pdserve.messages.mode import ModeReport
 from pdserve.messages.request import GenerateRequest, SamplingParams
-from pdserve.runtime.order_fence import OrderFence
+from pdserve.runtime.orders.order_fence import OrderFence
 from pdserve.runtime.peers.handlers import answers
 from pdserve.runtime.rpc_methods import MODE
 from pdserve.token_ids import token_ids

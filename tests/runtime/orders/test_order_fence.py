@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from pdserve.runtime.order_fence import OrderFence
+from pdserve.runtime.orders.order_fence import OrderFence
 
 
 def test_only_orders_as_late_as_the_last_one_are_obeyed() -> None:

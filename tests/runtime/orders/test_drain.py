@@ -11,8 +11,8 @@ import pytest
 
 from pdserve.errors import ConfigError, Overloaded
 from pdserve.ids import NodeId
-from pdserve.launch.drain import Drain, describe
 from pdserve.messages.status import DrainOrder, DrainState, UndoDrain
+from pdserve.runtime.orders.drain import Drain, describe
 from pdserve.runtime.rpc_methods import DRAIN, UNDO_DRAIN
 from tests.net.world import virtually
 from tests.runtime.cluster import cluster

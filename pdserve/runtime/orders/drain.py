@@ -17,13 +17,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from msgspec.structs import replace
 
 from pdserve.errors import ConfigError, Overloaded
 from pdserve.messages.status import DrainState
-from pdserve.runtime.order_fence import OrderFence
+from pdserve.runtime.orders.order_fence import OrderFence
 from pdserve.runtime.peers.handlers import answers, answers_later
 from pdserve.runtime.rpc_methods import DRAIN, UNDO_DRAIN
 from pdserve.runtime.tasks import Tasks
@@ -32,12 +32,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdserve.ids import NodeId, Seconds
-    from pdserve.launch.roles.base import Role
     from pdserve.messages.status import DrainOrder, UndoDrain
     from pdserve.net.base import IncomingCall
     from pdserve.runtime.node import Node
 
-__all__ = ["Drain", "describe", "requests_in_words"]
+__all__ = ["Drain", "DrainPart", "describe", "requests_in_words"]
 
 _log = logging.getLogger(__name__)
 
@@ -52,12 +51,33 @@ _CALLERS: Final = 4
 """Most nodes at once that take a drain back."""
 
 
+class DrainPart(Protocol):
+    """What a drain asks of each part of its process; a role has it."""
+
+    @property
+    def left(self) -> int:
+        """Number of requests that a drain waits for."""
+        ...
+
+    def needed(self) -> str:
+        """Why no planner may drain it, in words; empty: one may."""
+        ...
+
+    async def drain(self, timeout: Seconds) -> None:
+        """Drain; return when no request is left or after `timeout`."""
+        ...
+
+    async def undo_drain(self) -> None:
+        """Serve again."""
+        ...
+
+
 class Drain:
     """Drain of one process; `close` it at the end."""
 
     def __init__(
         self,
-        parts: Sequence[Role],
+        parts: Sequence[DrainPart],
         timeout: Seconds,
         on_ordered: Callable[[], None],
         refusal: str = "",

@@ -1,0 +1,1 @@
+"""Orders of operators and planners to one process: drains, and which order is stale."""
