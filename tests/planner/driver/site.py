@@ -28,7 +28,7 @@ from pdserve.observe.metrics import Metrics
 from pdserve.planner.config import PlannerConfig, PoolConfig
 from pdserve.planner.driver.decision_log import DecisionLog
 from pdserve.planner.service import PlannerService
-from pdserve.runtime.order_fence import OrderFence
+from pdserve.runtime.orders.order_fence import OrderFence
 from pdserve.runtime.peers.handlers import answers
 from pdserve.runtime.rpc_methods import DRAIN, MODE, PLANNER, REPORT, UNDO_DRAIN
 from pdserve.runtime.topics.service import Topics
