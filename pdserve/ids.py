@@ -42,6 +42,12 @@ importing messages.
 """
 
 
+CHANGE_PATTERN: Final = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}\Z"
+"""Ids of a planner's changes. They are parts of command lines, file names and names of units and
+jobs. Defined here because the command line needs it, too.
+"""
+
+
 _RANDOM_BYTES: Final = 12
 _AT_ONCE: Final = 256
 """Random numbers that are taken from the system at once. A system call for each would cost more

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from pdserve.cli.console.agent_rows import agent_table
 from pdserve.cli.console.head import head_lines, milliseconds, percent, rate
 from pdserve.cli.console.layout import Table, lines_of
 from pdserve.cli.console.overview import Overview, Traffic, alone, latency, overview
@@ -72,6 +73,7 @@ def tables(
             ("INDEXED", "BOOKINGS", "POLICY", "REFUSED", "CACHED", "TTFT/PREDICTED"),
         ),
         Table(*_split(_frontends(status, minute=minute)), ("GROUP", "REROUTED", "CONNECTIONS")),
+        agent_table(status),
     )
     return [table for table in found if table.rows]
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 from pdserve.errors import Unavailable
 from pdserve.launch.config.options import BY_NAME
 from pdserve.launch.config.resolve import PREFIX, RESERVED, RESERVED_PREFIXES
-from pdserve.net.address import join, split, without_port
+from pdserve.launch.config.worker_flags import joining_flags
 from pdserve.runtime.supervisor import ChildSpec, Supervisor
 
 if TYPE_CHECKING:
@@ -32,7 +32,13 @@ if TYPE_CHECKING:
     from pdserve.launch.config.resolve import Config
     from pdserve.runtime.node import Node
 
-__all__ = ["FrontendProcesses", "child_frontend_flags", "is_child_frontend", "with_shared_port"]
+__all__ = [
+    "FrontendProcesses",
+    "child_environ",
+    "child_frontend_flags",
+    "is_child_frontend",
+    "with_shared_port",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -81,11 +87,7 @@ def child_frontend_flags(config: Config, port: int, seed: str, number: int) -> d
         if name not in _OWN and BY_NAME[name].target.partition(".")[0] in passed
     }
     flags |= {"role": "frontend", "config": "none", "port": str(port)}
-    flags["join"] = ",".join(dict.fromkeys((seed, *cluster.join)))
-    if cluster.listen:
-        flags["listen"] = join(split(cluster.listen)[0], 0)
-    if cluster.advertise:
-        flags["advertise"] = without_port(cluster.advertise)
+    flags |= joining_flags(cluster, seed)
     if cluster.node_name:
         flags["node-name"] = f"{cluster.node_name}-frontend-{number}"
     return flags
@@ -184,7 +186,7 @@ class _Sibling:
             # -P: the child's search path is this process's, without the current directory.
             *(sys.executable, "-P", "-m", _PROGRAM),
             stdin=asyncio.subprocess.PIPE,
-            env=_environ(os.environ),
+            env=child_environ(os.environ),
             # In its own session it gets no Ctrl-C from the terminal; this process ends it.
             start_new_session=True,
         )
@@ -240,9 +242,9 @@ def _describe(status: int) -> str:
     return f"was killed by {signal.Signals(-status).name}"
 
 
-def _environ(ours: Mapping[str, str]) -> dict[str, str]:
-    """The environment for the child. Settings are passed as flags instead, and the import path is
-    this process's."""
+def child_environ(ours: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a child process. Settings are passed as flags instead, and the import
+    path is this process's."""
     kept = {
         name: value
         for name, value in ours.items()

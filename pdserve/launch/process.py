@@ -180,6 +180,10 @@ class ServerProcess:
         _refuse_idle_tls(config)
         self._alone = config.process.role == "all-in-one" and config.cluster.alone
         config = with_shared_port(config)
+        if config.process.role == "agent":
+            from pdserve.launch.roles.agent import with_kept_name
+
+            config = with_kept_name(config)
         self._config = config
         self._screen = screen
         self._said = said
@@ -287,6 +291,10 @@ class ServerProcess:
             from pdserve.launch.roles.router import RouterRole
 
             return RouterRole(self._context, node)
+        if role == "agent":
+            from pdserve.launch.roles.agent import AgentRole
+
+            return AgentRole(self._context, node)
         if role == "worker":
             return self._make_worker(node, self._config.worker, 0)
         from pdserve.launch.roles.frontend import FrontendRole

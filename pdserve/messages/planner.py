@@ -13,7 +13,6 @@ from msgspec import Meta
 from pdserve.ids import NodeId
 
 __all__ = [
-    "CHANGE_PATTERN",
     "START_MODES",
     "Change",
     "Instance",
@@ -22,8 +21,6 @@ __all__ = [
     "ScalingPlan",
 ]
 
-CHANGE_PATTERN: Final = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}\Z"
-"""Change ids: they are parts of command lines, file names and names of units and jobs."""
 START_MODES: Final = ("aggregated", "prefill", "decode")
 """Modes in which a worker can start. `both` is reached by a mode switch only."""
 
@@ -46,7 +43,7 @@ class Instance(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A worker process that an actuator has started or was asked to start."""
 
     change: str
-    """Id of the change that wanted it."""
+    """Id of the change that wanted it; it fits `ids.CHANGE_PATTERN`."""
     kind: str
     actuator: str = ""
     ref: str = ""

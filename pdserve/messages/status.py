@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from pdserve.ids import NodeId
+from pdserve.messages.agent import AgentReport
 from pdserve.messages.engine import PathState
 from pdserve.messages.handoff import QueueState
 from pdserve.messages.kv_events import Tier
@@ -232,6 +233,8 @@ class NodeReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A worker's mode, and how far a change of it is."""
     planner: PlannerReport | None = None
     """A planner's plans, and what it knows of instances and operators' wishes."""
+    agent: AgentReport | None = None
+    """What an agent can start on its host, and what it has started."""
 
 
 class MemberStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

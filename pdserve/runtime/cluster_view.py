@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["build_cluster_view"]
 
 _STARTING = "starting: it has joined and has not described itself yet"
-ROLES = ("router", "frontend", "worker", "planner")
+ROLES = ("router", "frontend", "worker", "planner", "agent")
 """The order in which members are listed; other roles follow."""
 
 

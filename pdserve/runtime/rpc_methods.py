@@ -9,6 +9,7 @@ Numbers are 16 bits, chosen once and never reused. Those of topics stand with th
     0x0310-0x031f  workers         here, messages/worker_stream.py
     0x0320-0x032f  any node        here
     0x0330         the hash secret here
+    0x0340-0x034f  agents          here, messages/agent.py
     0x0350-0x035f  planners        here
 """
 
@@ -16,6 +17,13 @@ from __future__ import annotations
 
 from typing import Final
 
+from pdserve.messages.agent import (
+    AgentQuery,
+    AgentReport,
+    StartWorker,
+    StopTaken,
+    StopWorker,
+)
 from pdserve.messages.handoff import (
     AttemptAck,
     AttemptFailed,
@@ -43,6 +51,7 @@ from pdserve.messages.kv_pull import (
     WarmUp,
 )
 from pdserve.messages.mode import ModeReport, SetMode
+from pdserve.messages.planner import Instance
 from pdserve.messages.planner_orders import PlannerAnswer, PlannerOrder
 from pdserve.messages.routing import (
     ReleaseBooking,
@@ -122,6 +131,13 @@ UNDO_DRAIN: Final = Method(0x0325, "undo drain", UndoDrain, DrainState)
 
 SECRET: Final = Method(0x0330, "hash secret", HashSecretQuery, HashSecret)
 """A node asks another for its hash secret (`runtime.hash_secret`)."""
+
+START_WORKER: Final = Method(0x0340, "start worker", StartWorker, Instance)
+"""A planner has an agent start a worker on its host."""
+STOP_WORKER: Final = Method(0x0341, "stop worker", StopWorker, StopTaken)
+"""A planner has an agent end a worker of its host."""
+AGENT_REPORT: Final = Method(0x0342, "agent report", AgentQuery, AgentReport)
+"""A planner asks an agent what it can start, and what it has started."""
 
 PLANNER: Final = Method(0x0350, "planner", PlannerOrder, PlannerAnswer)
 """An operator asks or tells a planner something."""

@@ -5,7 +5,7 @@ import pytest
 from pdserve.launch.config.resolve import resolve
 from pdserve.launch.frontend_main import read_config
 from pdserve.launch.frontend_processes import (
-    _environ,
+    child_environ,
     child_frontend_flags,
     is_child_frontend,
     with_shared_port,
@@ -115,4 +115,4 @@ def test_what_is_sent_makes_the_same_frontend(tmp_path, monkeypatch):
     [("PDSERVE_PORT", False), ("PDSERVE_PURE", True), ("PDSERVE_TEST_SEED", True), ("HOME", True)],
 )
 def test_variables_that_have_become_flags_are_not_inherited(name, kept):
-    assert (name in _environ({name: "1"})) is kept
+    assert (name in child_environ({name: "1"})) is kept

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import ConfigError
-from pdserve.messages.planner import CHANGE_PATTERN
+from pdserve.ids import CHANGE_PATTERN
 from pdserve.net.address import advertised, is_loopback, join, split
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pdserve.agent.config import parse_slots, parse_workers, show_slots, show_workers
 from pdserve.errors import ConfigError
 from pdserve.ids import MAX_CHOICES
 from pdserve.launch.config import units
@@ -44,10 +45,11 @@ GROUPS = {
     "security": "keys, certificates and what clients may do",
     "logging": "what to tell the operator",
     "cluster": "other nodes, and how requests reach them",
+    "agent": "workers that an agent starts on its host",
     "process": "role, configuration, shutdown",
 }
 
-ROLES = ("all-in-one", "frontend", "router", "worker")
+ROLES = ("all-in-one", "frontend", "router", "worker", "agent")
 UNBUILT_ROLES = ("planner",)
 METRIC_NAMES = ("pdserve", "vllm", "both")
 """Those of `observe.scrapes.METRIC_NAMES`, which is too heavy to import for a help text."""
@@ -1132,10 +1134,42 @@ OPTIONS: tuple[Option, ...] = (
         "none",
     ),
     Option(
+        "agent-slots",
+        "agent.slots",
+        "agent",
+        "Room for workers: cpu=x8 for eight without GPUs, gpu=0,1 for one on each of two GPUs, "
+        "gpu=0+1,2+3 for two GPUs each. May be repeated; each name is a kind of worker.",
+        "NAME=SLOTS",
+        parse_slots,
+        show_slots,
+        "none",
+        many=True,
+    ),
+    Option(
+        "agent-worker",
+        "agent.workers",
+        "agent",
+        "Flags of a kind's workers, besides the worker options of the agent itself, such as "
+        "'gpu=--model=/models/a'. A kind gpu/NAME shares the slots of gpu. May be repeated.",
+        "KIND=FLAGS",
+        parse_workers,
+        show_workers,
+        "none",
+        many=True,
+    ),
+    _text(
+        "agent-dir",
+        "agent.directory",
+        "agent",
+        "Directory of the workers' records and logs, by which a later agent finds them.",
+        "DIR",
+        "~/.local/state/pdserve/agent/CLUSTER",
+    ),
+    Option(
         "role",
         "process.role",
         "process",
-        "What this process does: all-in-one, frontend, router or worker.",
+        "What this process does: all-in-one, frontend, router, worker or agent.",
         "ROLE",
         _role,
     ),

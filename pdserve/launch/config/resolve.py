@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdserve.agent.config import AgentConfig
 from pdserve.errors import ConfigError
 from pdserve.frontend.config import FrontendConfig
 from pdserve.launch.cluster.addresses import ClusterConfig
@@ -38,7 +39,7 @@ RESERVED = (
 """Variables that other code reads: pure-Python fallbacks, build, chat client, tests."""
 RESERVED_PREFIXES = ("PDSERVE_TEST_", "PDSERVE_BENCH_", "PDSERVE_REQUIRE_")
 
-_ROLES = ("frontend", "router", "worker")
+_ROLES = ("frontend", "router", "worker", "agent")
 """Components of the configuration that belong to one role only."""
 _FOR_ALL = ("host", "drain-timeout", "tool-parser", "reasoning-parser")
 """Options of one role that others use too: for probes, for the drain, to read what models write."""
@@ -52,7 +53,7 @@ class ProcessConfig:
     """Settings of the process as a whole."""
 
     role: str = "all-in-one"
-    """`frontend`, `router` or `worker`; `all-in-one` is one process with one of each."""
+    """`frontend`, `router`, `worker` or `agent`; `all-in-one` is one process with one of each."""
     config: Path | None = None
     """The configuration file that was read, if one was."""
     metrics_port: int | None = None
@@ -81,6 +82,7 @@ class Config:
     worker: WorkerConfig
     router: RouterConfig
     cluster: ClusterConfig
+    agent: AgentConfig = field(default_factory=AgentConfig)
     sources: Mapping[str, str] = field(default_factory=dict)
     """Option name to the place its value came from; absent: the default."""
     given: Mapping[str, str] = field(default_factory=dict)
@@ -138,6 +140,7 @@ def resolve(
         worker,
         RouterConfig(**_fields("router", values)),
         ClusterConfig(**_fields("cluster", values)),
+        AgentConfig(**_fields("agent", values)),
         {name: one.source for name, one in (given | from_otel).items()},
         {name: one.text for name, one in given.items()},
         ignored,
@@ -170,6 +173,8 @@ def unused_flags(config: Config) -> list[str]:
     """The given flags that no role of this process uses. Variables and files may be shared by
     several roles, so they are not reported."""
     role, roles = config.process.role, roles_of(config)
+    if role == "agent":
+        roles = ("agent", "worker")  # it passes a worker's options on
     if role == "all-in-one":
         return []
     found = []
@@ -304,7 +309,7 @@ def _unknown_key(path: Path, key: str, name: str, value: Any) -> ConfigError:
     if isinstance(value, dict):
         return ConfigError(
             f"{path}: '{key}' is a table; settings stand at the top of the file, in none but "
-            "[engine-option], [policy-option] and [lora]"
+            "[engine-option], [policy-option], [lora], [agent-slots] and [agent-worker]"
         )
     return unknown_option(name, f"{path}: key '{key}'", lambda option: f"'{option.name}'")
 

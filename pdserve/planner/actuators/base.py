@@ -30,7 +30,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
 from pdserve.errors import ActuatorDenied, ActuatorError, ActuatorExhausted, ActuatorTransient
-from pdserve.messages.planner import CHANGE_PATTERN, START_MODES
+from pdserve.ids import CHANGE_PATTERN
+from pdserve.messages.planner import START_MODES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -99,6 +99,8 @@ def sample(option):
         "engine-option": {"a": "b"},
         "policy-option": {"gamma": "1"},
         "lora": {"poet": "/adapters/poet"},
+        "agent-slots": {"gpu": ("0", "1"), "cpu": ("", "")},
+        "agent-worker": {"gpu": ("--model", "a b")},
         "slo-ttft": {"": 0.5, "org/name": 2.0},
         "slo-itl": {"org/name": 0.05},
         "metrics-names": "vllm",
@@ -227,7 +229,7 @@ def test_every_field_is_an_option_or_deliberately_not(compose):
     config = compose()
     fields = {
         f"{component}.{field.name}"
-        for component in ("process", "frontend", "worker", "router", "cluster")
+        for component in ("process", "frontend", "worker", "router", "cluster", "agent")
         for field in dataclasses.fields(getattr(config, component))
     }
     bound = {option.target for option in OPTIONS}

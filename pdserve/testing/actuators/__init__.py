@@ -1,0 +1,1 @@
+"""What tests need of the planner's actuators: a conformance suite, and a fake with faults."""
