@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pdserve.messages.planner import Change, Kind
     from pdserve.planner.changes.book import Step
     from pdserve.planner.config import PlannerConfig, PoolConfig
+    from pdserve.planner.explain import Binding
     from pdserve.planner.outlook import Forecaster, Judge, Load, PoolCandidate, PoolOutcome
     from pdserve.planner.pool import Mix, Pool
     from pdserve.planner.rules.model_planner import Decision
@@ -90,6 +91,7 @@ class PlannerCore:
         self._tenure = Tenure(config.hold)
         self._models: dict[str, ModelPlanner] = {}
         self._plans: dict[str, ScalingPlan] = {}
+        self._bindings: dict[str, Binding] = {}
         self._said: dict[str, object] = {}
         self._number = 0
 
@@ -123,6 +125,7 @@ class PlannerCore:
             tuple(log),
             degraded,
             self._config.tick,
+            {one.model: self._bindings[one.model] for one in owned},
         )
 
     # ------------------------------------------------------------------ whose model it is
@@ -137,6 +140,7 @@ class PlannerCore:
             self._book.forget(model)
             del self._models[model]
             self._plans.pop(model, None)
+            self._bindings.pop(model, None)
             self._said.pop(model, None)
 
     # ------------------------------------------------------------------ what is there
@@ -246,7 +250,9 @@ class PlannerCore:
         )
         if decision.alarm:
             degraded["planner_blind"] = f"{model}: {decision.alarm}"
-        acts = bool(decision.steps) and self._config.mode == "act"
+        acts = bool(decision.steps or decision.withdrawn) and self._config.mode == "act"
+        if acts and (unwanted := self._book.get(decision.withdrawn)) is not None:
+            self._book.withdraw(scene.now, unwanted, decision.binding.words)
         told = (() if acts else decision.steps, decision.binding.name, decision.pin)
         new = acts or self._said.get(model) != told
         self._number += new
@@ -254,6 +260,7 @@ class PlannerCore:
         before = self._plans[model].target if model in self._plans else {}
         plan = self._record(scene, decision, begun)
         self._plans[model], self._said[model] = plan, told
+        self._bindings[model] = decision.binding
         return [plan_line(plan, begun, before)] if new else []
 
     def _begin(self, scene: Scene, decision: Decision, spent: _Spent) -> tuple[Change, ...]:

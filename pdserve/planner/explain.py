@@ -40,7 +40,7 @@ _WORDS: Final[Mapping[str, str]] = {
     "regret": "a removal at {before:.2f} work/s had to be undone; the load is {work:.2f} work/s "
     "now, and must be below {limit:.2f}",
     "changing": "waits for {action} of {what}",
-    "dwell": "no worker may change its mode yet",
+    "unwanted": "the {action} of {what} is no longer needed, and is withdrawn",
     "operator": "{reason}",
     "paused": "paused by {reason}",
     "pinned": "pinned to {reason}",

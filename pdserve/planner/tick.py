@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import NodeId, Seconds
     from pdserve.messages.planner import Change, Instance, Kind, ScalingPlan
+    from pdserve.planner.explain import Binding
     from pdserve.planner.outlook import DemandView
     from pdserve.planner.pool import Mix, Worker
 
@@ -110,3 +111,6 @@ class PlannerOutput:
     """Degradations that hold now, by name."""
     next_tick: Seconds = 5.0
     """Seconds until the next tick is due."""
+    bindings: Mapping[str, Binding] = field(default_factory=dict)
+    """By model: what keeps its plan from being cheaper or better, with the figures; the name is for
+    metrics."""

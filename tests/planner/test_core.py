@@ -470,6 +470,42 @@ def test_a_removal_that_had_to_be_undone_is_not_repeated():
     assert any(output.orders for output in bench.until(65))
 
 
+def test_a_start_that_nobody_runs_is_withdrawn_when_it_is_no_longer_needed():
+    bench = Bench()
+    bench.see(worker(1))
+    bench.load(1.7)
+    bench.tick()
+    (name,) = names(bench)
+    bench.see(worker(1), instances=(instance(name, "pending"),))
+    bench.load(0.5)
+    bench.until(45)
+    assert actions(bench.last) == []
+    bench.until(65)
+    assert [(order.verb, order.instance) for order in bench.last.orders] == [("end", name)]
+    bench.see(worker(1), instances=())
+    (ended,) = [line for output in bench.until(15) for line in output.log if "after" in line]
+    assert "the start of gpu is no longer needed, and is withdrawn" in ended
+    assert actions(bench.last) == []
+
+
+def test_a_start_that_runs_is_not_withdrawn():
+    bench = Bench()
+    bench.see(worker(1))
+    bench.load(1.7)
+    bench.tick()
+    bench.see(worker(1), instances=(instance(names(bench)[0], "booting"),))
+    bench.load(0.5)
+    assert not any(output.orders for output in bench.until(300))
+
+
+def test_eased_thresholds_are_set_back_when_it_is_calm():
+    bench = calm(2, 0.5)
+    bench.see(*crowd(2), knobs={MODEL: (Knob("disagg_max_queue", 2, 2, 10),)})
+    bench.until(65)
+    assert actions(bench.last) == ["begin soften disagg_max_queue"]
+    assert bench.last.orders[0].change.value == 10
+
+
 # ---------------------------------------------------------------------- panic
 
 

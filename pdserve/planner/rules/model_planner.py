@@ -27,7 +27,7 @@ from pdserve.planner.rules.obligations import (
     wrong_stops,
 )
 from pdserve.planner.rules.sanity import Sanity
-from pdserve.planner.rules.shrink import Loads, shrink
+from pdserve.planner.rules.shrink import Loads, hardened, shrink, surplus_start
 from pdserve.planner.rules.switches import LastSwitch, rebalance
 from pdserve.planner.rules.votes import Votes
 
@@ -67,6 +67,8 @@ class Decision:
     forecast: Horizon | None = None
     unreachable: float = 0.0
     pin: Mix | None = None
+    withdrawn: str = ""
+    """Id of a start that is no longer wanted; empty: none."""
 
 
 class ModelPlanner:
@@ -251,14 +253,25 @@ class ModelPlanner:
         """A better ratio or, if the pool may shrink, one worker less; None: neither."""
         self._slow = self._held(scene, sight)
         if self._slow is not None:
-            return None
+            calm = shrinks and not sight.doubt and not self._panics(scene.now)
+            return self._unwanted(scene, demand) if calm else None
         found = rebalance(scene, load, back=True)
         if self._last_switch.allows(scene.now, found) and found is not None:
             return self._decided(scene, found.step, found.after)
         return self._smaller(scene, demand) if shrinks else None
 
+    def _unwanted(self, scene: Scene, demand: DemandView) -> Decision | None:
+        """Withdraws a start that has not begun and is no longer needed; None: there is none."""
+        one = surplus_start(scene, self._loads(scene, demand))
+        if one is None:
+            return None
+        figures = {"action": "start", "what": one.step.kind}
+        return Decision((), Binding("unwanted", figures), withdrawn=one.id)
+
     def _smaller(self, scene: Scene, demand: DemandView) -> Decision | None:
-        """One worker less; None: all are needed, or it is too soon."""
+        """Thresholds as configured, or one worker less; None: all is needed, or it is too soon."""
+        if scene.knobs and (step := hardened(scene, self._loads(scene, demand))) is not None:
+            return self._decided(scene, step, None)
         self._slow = self._cooling(scene.now, demand)
         if self._slow is not None:
             return None

@@ -13,18 +13,20 @@ from itertools import product
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pdserve.planner.changes.book import Step
-from pdserve.planner.changes.table import Action
+from pdserve.planner.changes.table import Action, ChangeState
 from pdserve.planner.explain import Binding
+from pdserve.planner.outlook import PoolCandidate, Slot
 from pdserve.planner.pool import valid_mix
 from pdserve.planner.rules.scene import mix_of, slot_of
 
 if TYPE_CHECKING:
     from pdserve.ids import Seconds
-    from pdserve.planner.outlook import Load, PoolCandidate, PoolOutcome
+    from pdserve.planner.changes.book import Underway
+    from pdserve.planner.outlook import Load, PoolOutcome
     from pdserve.planner.pool import Mix, Worker
     from pdserve.planner.rules.scene import Scene
 
-__all__ = ["Loads", "Shrunk", "removable", "shrink", "victims"]
+__all__ = ["Loads", "Shrunk", "hardened", "removable", "shrink", "surplus_start", "victims"]
 
 _AROUND: Final = 2
 """Workers of each mode by which a mix may differ from the present one."""
@@ -213,3 +215,35 @@ def _removal(
         None,
         outcome,
     )
+
+
+# ---------------------------------------------------------------------- what is not there yet
+
+
+def surplus_start(scene: Scene, loads: Loads) -> Underway | None:
+    """A start that nobody runs yet and that is no longer needed, the newest first."""
+    waiting = [one for one in scene.starts() if one.state in _NOT_RUN]
+    if not waiting or scene.pool.size - 1 < scene.floor:
+        return None
+    slots = [slot_of(one) for one in scene.pool.serving]
+    slots += [Slot(one.mode) for one in scene.pool.coming if one.state not in _NOT_RUN_NAMES]
+    _, why = judged(scene, loads, scene.candidate(slots), len(slots))
+    return waiting[-1] if why is None else None
+
+
+_NOT_RUN: Final = (ChangeState.ASKED, ChangeState.PENDING)
+_NOT_RUN_NAMES: Final = frozenset(state.value for state in _NOT_RUN)
+
+
+def hardened(scene: Scene, loads: Loads) -> Step | None:
+    """Sets an eased threshold back to what the operator has configured, if that is enough."""
+    base = scene.candidate(slot_of(one) for one in scene.pool.serving)
+    for knob in scene.knobs:
+        if knob.value == knob.calm:
+            continue
+        rest = {name: value for name, value in base.knobs.items() if name != knob.name}
+        _, why = judged(scene, loads, PoolCandidate(base.slots, rest), len(base.slots))
+        if why is None:
+            reason = "the load is calm"
+            return Step(action=Action.SOFTEN, reason=reason, knob=knob.name, value=knob.calm)
+    return None
