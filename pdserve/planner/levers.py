@@ -18,7 +18,7 @@ from pdserve.planner.changes.book import Step
 from pdserve.planner.changes.table import Action, ChangeState
 from pdserve.planner.outlook import PoolCandidate, Slot
 from pdserve.planner.rules.scene import STARTED_MODES, slot_of
-from pdserve.planner.rules.switches import switches
+from pdserve.planner.rules.switches import keeps_room, switches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -147,7 +147,8 @@ def _switched(scene: Scene, load: Load, now: _Try) -> _Try | None:
         return None
     found = switches(scene, now.candidate)
     outcomes = scene.predict(load, [one.candidate for one in found])
-    best = min(range(len(found)), key=lambda at: outcomes[at].miss, default=None)
+    roomy = [at for at, one in enumerate(found) if keeps_room(scene, one, outcomes[at])]
+    best = min(roomy, key=lambda at: outcomes[at].miss, default=None)
     if best is None or outcomes[best].miss > now.outcome.miss - _BETTER:
         return None
     step = found[best].step(now.outcome, outcomes[best])

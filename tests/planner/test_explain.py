@@ -100,7 +100,7 @@ def recomputed(world: World, binding: Binding) -> bool:
         return float(figures["spare"]) <= spare + 1e-9 and spare < float(figures["price"])
     if binding.name in ("enough", "waiting"):
         return float(figures["value"]) <= 1.0
-    return binding.name in used()
+    return binding.name in explain._WORDS
 
 
 def judged(target, figures):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pdserve.planner.pool import Worker
     from pdserve.planner.rules.scene import Scene
 
-__all__ = ["BetterRatio", "LastSwitch", "Switch", "rebalance", "switches"]
+__all__ = ["BetterRatio", "LastSwitch", "Switch", "keeps_room", "rebalance", "switches"]
 
 
 class Switch(NamedTuple):
@@ -89,12 +89,16 @@ def rebalance(scene: Scene, load: Load, *, back: bool) -> BetterRatio | None:
 
 def _worth_it(scene: Scene, switch: Switch, before: PoolOutcome, after: PoolOutcome) -> bool:
     """True if the switch gains at least twice the service that it costs: the requests that are kept
-    over the stable period, against the worker's share of the pool while it is away. The mode that
-    gives the worker away must keep room."""
+    over the stable period, against the worker's share of the pool while it is away."""
     gain = (before.miss - after.miss) * scene.config.stable
     cost = scene.drain_p90(switch.worker.kind) / max(1, len(scene.pool.serving))
+    return keeps_room(scene, switch, after) and gain > 0 and gain >= 2 * cost
+
+
+def keeps_room(scene: Scene, switch: Switch, after: PoolOutcome) -> bool:
+    """True if the mode that gives the worker away is not full afterwards."""
     busy = after.utilisation.get(switch.worker.mode, 0.0)
-    return busy <= 1 - scene.config.donor_headroom and gain > 0 and gain >= 2 * cost
+    return busy <= 1 - scene.config.donor_headroom
 
 
 class LastSwitch:

@@ -1,0 +1,43 @@
+"""Which smaller mix is looked for, and who goes first."""
+
+from __future__ import annotations
+
+from tests.planner.support import Bench, actions, config, pool
+from tests.planner.test_core import crowd, mine
+
+
+def split(prefill: int, decode: int, work: float, **weights) -> Bench:
+    bench = Bench(config(pool(modes=("prefill", "decode"), max=8)))
+    for name, value in weights.items():
+        setattr(bench.judge, name, value)
+    bench.see(*crowd(prefill, "prefill"), *crowd(decode, "decode", 10))
+    bench.load(work)
+    bench.until(65)
+    return bench
+
+
+def test_the_mode_with_room_gives_a_worker():
+    """2 work/s: half of it for 2 prefill workers, three tenths of that for 3 decode workers."""
+    assert actions(split(2, 3, 1.0, decode_weight=0.3).last) == ["begin stop w10"]
+    assert actions(split(3, 2, 1.0, decode_weight=1.6).last) == ["begin stop w1"]
+
+
+def test_every_worker_keeps_something_to_do():
+    assert actions(split(1, 1, 0.01).last) == []
+    assert actions(split(2, 1, 0.01).last) == ["begin stop w1"]
+    assert actions(split(1, 2, 0.01).last) == ["begin stop w10"]
+
+
+def test_few_mixes_are_judged():
+    bench = split(4, 4, 5.5)
+    judged = [load for load, _ in bench.judge.asked if load.cached < 1]
+    assert len(judged) <= 24
+    assert actions(bench.last) == []
+
+
+def test_a_lease_that_ends_makes_a_victim_cheap():
+    bench = Bench()
+    bench.see(mine(1, hot_tokens=1_000), mine(2, hot_tokens=9_000, hard_end=300.0))
+    bench.load(0.1)
+    bench.until(65)
+    assert actions(bench.last) == ["begin stop w2"]
