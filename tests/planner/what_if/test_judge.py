@@ -1,0 +1,143 @@
+"""The judge asks what the core means: it translates, and drops nothing."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from pdserve.messages.demand import FinishedRequest
+from pdserve.perf_model.latency_model import LatencyModel
+from pdserve.planner.demand_series import DemandHealth, DemandSeries
+from pdserve.planner.outlook import Load, PoolCandidate, Slot
+from pdserve.planner.recent_arrivals import RecentArrival
+from pdserve.planner.what_if.judge import WhatIfJudge
+from pdserve.planner.what_if.records import Handoffs
+
+MODEL = LatencyModel(0.002, 25e-6, 1e-10, 0.006, 10e-6, 5e-8, fitted=True)
+LIMITS = (1.0, 0.03)
+
+
+def series(rate: float = 8.0, **other: Any) -> DemandSeries:
+    random, at, arrivals = Random("judge"), 100.0, []
+    for _ in range(200):
+        at += random.expovariate(rate)
+        tokens = int(random.gammavariate(4, 500)) + 16
+        arrivals.append(RecentArrival(at, tokens, work=MODEL.prefill(tokens)))
+    fields: dict[str, Any] = {
+        "arrivals": tuple(arrivals),
+        "lengths": tuple(FinishedRequest(2000, 0, 20 + n) for n in range(50)),
+        "times": MODEL,
+    }
+    return DemandSeries("m", DemandHealth(), **(fields | other))
+
+
+def rate_of(traffic: DemandSeries) -> float:
+    span = traffic.arrivals[-1].at - traffic.arrivals[0].at
+    return sum(one.work for one in traffic.arrivals) / span
+
+
+def judged(load: Load, *candidates: PoolCandidate, judge: WhatIfJudge | None = None) -> list[Any]:
+    return (judge or WhatIfJudge()).judge(series(), LIMITS, load, candidates)
+
+
+def slots(mode: str, count: int, **fields: Any) -> PoolCandidate:
+    return PoolCandidate((Slot(mode, **fields),) * count)
+
+
+def test_the_load_is_scaled_to_the_forecast():
+    """At the forecast of twice the work, two workers are as busy as one is now."""
+    work = rate_of(series())
+    (one,) = judged(Load(work), slots("aggregated", 1))
+    (two,) = judged(Load(2 * work), slots("aggregated", 2))
+    assert two.utilisation["aggregated"] == pytest.approx(one.utilisation["aggregated"], rel=0.1)
+    (busier,) = judged(Load(2 * work), slots("aggregated", 1))
+    assert busier.miss > one.miss
+
+
+def test_no_load_misses_nothing():
+    (outcome,) = judged(Load(0.0), slots("aggregated", 1))
+    assert outcome.miss == 0
+    (outcome,) = WhatIfJudge().judge(
+        series(arrivals=()), LIMITS, Load(1.0), [slots("aggregated", 1)]
+    )
+    assert outcome.miss == 0
+
+
+def test_candidates_are_answered_in_their_order():
+    work = 5 * rate_of(series())
+    few, many = judged(Load(work), slots("aggregated", 1), slots("aggregated", 6))
+    assert few.miss > 0.5 > many.miss
+
+
+def test_work_that_waits_comes_first():
+    work = rate_of(series())
+    calm, late = (judged(Load(work, backlog), slots("aggregated", 1))[0] for backlog in (0.0, 10.0))
+    assert late.miss > calm.miss
+
+
+def test_what_workers_have_to_compute_does_not_count_twice():
+    """The backlog includes it."""
+    work = rate_of(series())
+    own = slots("aggregated", 1, waiting_tokens=100_000)
+    (once,) = judged(Load(work), own)
+    (told,) = judged(Load(work, 2.5), own)
+    assert told.miss == once.miss
+
+
+def test_slots_keep_their_fields():
+    work = 2 * rate_of(series())
+    plain, slow, late, full = judged(
+        Load(work),
+        slots("aggregated", 2),
+        slots("aggregated", 2, speed=3.0),
+        slots("aggregated", 2, ready_in=5.0),
+        slots("aggregated", 2, kv_tokens=4000),
+    )
+    assert plain.miss < min(slow.miss, late.miss, full.miss)
+
+
+def test_softened_thresholds_change_where_prompts_go():
+    work = rate_of(series())
+    pool = (Slot("prefill"), Slot("decode"))
+    usual, local = judged(
+        Load(work), PoolCandidate(pool), PoolCandidate(pool, {"disagg_min_tokens": 100_000})
+    )
+    assert usual.utilisation["prefill"] > 0.2
+    assert local.utilisation["prefill"] == 0
+
+
+def test_knobs_of_other_parts_change_nothing():
+    pool = slots("aggregated", 2)
+    one, other = judged(Load(1.0), pool, PoolCandidate(pool.slots, {"hold_work": 0.3}))
+    assert one == other
+
+
+def test_fewer_workers_may_remember_less():
+    arrivals = tuple(
+        one._replace(cached_tokens=one.prompt_tokens // 2, work=one.work / 2)
+        for one in series().arrivals
+    )
+    traffic = series(arrivals=arrivals)
+    kept, lost = (
+        WhatIfJudge().judge(traffic, LIMITS, Load(1.0, cached=cached), [slots("aggregated", 2)])[0]
+        for cached in (1.0, 0.0)
+    )
+    assert lost.ttft_p95 > 1.3 * kept.ttft_p95
+
+
+def test_no_objective_is_no_limit():
+    (outcome,) = WhatIfJudge().judge(series(), (None, None), Load(50.0), [slots("aggregated", 1)])
+    assert outcome.miss == 0
+
+
+def test_other_traffic_is_refused():
+    with pytest.raises(TypeError, match="DemandSeries"):
+        WhatIfJudge().judge(object(), LIMITS, Load(1.0), [])
+
+
+def test_the_rule_of_handoffs_is_the_clusters():
+    pool = PoolCandidate((Slot("prefill"), Slot("decode")))
+    (never,) = judged(Load(1.0), pool, judge=WhatIfJudge(Handoffs("never")))
+    assert never.utilisation["prefill"] == 0
