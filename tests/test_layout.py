@@ -128,6 +128,7 @@ ASYNCIO = {
     "pdserve/agent/service.py": "looks at workers every half second",
     "pdserve/planner/actuators/base.py": "a deadline for every call",
     "pdserve/planner/actuators/commands.py": "other programs' commands, under a deadline",
+    "pdserve/planner/actuators/systemd.py": "one start or stop at a time",
     "pdserve/planner/actuators/slurm/commands.py": "calls that wait for their turn",
     "pdserve/planner/actuators/slurm/steps.py": "reads and writes records off the loop",
     "pdserve/worker/request_streams.py": "sends what a turn of the loop brought at its end",
