@@ -48,13 +48,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MODEL",
+    "REPLAY_SECRET",
     "ReplayCluster",
     "ReplayWorker",
+    "replay_card",
     "router_config",
 ]
 
 MODEL: Final = "sim"
-_SECRET: Final = FixedHashSecret(HASH_SECRET_TEST)
+REPLAY_SECRET: Final = FixedHashSecret(HASH_SECRET_TEST)
 _KEY: Final = b"the key of all simulated clusters, 32 bytes or more"
 _PORT: Final = 7000
 _EPOCH: Final = 1_700_000_000
@@ -96,9 +98,9 @@ class ReplayWorker(WorkerNode):
             self.engine = TimedEngine(replace_spec(spec, seed=seed), wire)
             return self.engine
 
-        card = replace_spec(_card(node), change=change)
+        card = replace_spec(replay_card(node), change=change)
         super().__init__(
-            node, config, make_engine, card, _SECRET, Metrics(), source=VirtualModel(MODEL)
+            node, config, make_engine, card, REPLAY_SECRET, Metrics(), source=VirtualModel(MODEL)
         )
         self.orders: WorkerOrders | None = None
         """None: nobody orders it to drain."""
@@ -144,7 +146,7 @@ class ReplayCluster:
         self.routers = [_router(node, routing) for node in self._nodes("router", config.routers)]
         self.frontends = [
             FrontendNode(
-                node, FrontendConfig(), _SECRET, Degradations(Metrics()), own_router=router
+                node, FrontendConfig(), REPLAY_SECRET, Degradations(Metrics()), own_router=router
             )
             for node, router in zip(
                 self._nodes("frontend", config.frontends), self._own_routers(), strict=True
@@ -212,7 +214,7 @@ class ReplayCluster:
         return self._processes[index] if shared else None
 
     def _node(self, name: str, role: str, process: Neighbours | None) -> Node:
-        loop, address = asyncio.get_running_loop(), f"{name}:{_PORT}"
+        address = f"{name}:{_PORT}"
         config = NodeConfig(
             node=NodeId(name),
             role=role,
@@ -229,7 +231,7 @@ class ReplayCluster:
             keys=lambda: (_KEY,),
             entropy=self._dice.fork("entropy", name).randbytes,
             random=self._dice.fork("node", name),
-            wall=lambda: _EPOCH + loop.time(),
+            wall=self.wall,
             neighbours=process,
         )
 
@@ -287,7 +289,7 @@ class ReplayCluster:
             await router.join()
         for frontend in self.frontends:
             await frontend.join()
-            frontend.node.publish_card(_card(frontend.node), {})
+            frontend.node.publishreplay_card(replay_card(frontend.node), {})
         for worker in self.workers:
             await worker.join()
             await worker.load()
@@ -303,6 +305,18 @@ class ReplayCluster:
                 raise RuntimeError(f"the cluster was not ready within {_UP_WITHIN:g} s")
             await asyncio.sleep(0.1)
         await asyncio.sleep(_SETTLE)
+
+    def add_node(self, name: str, role: str) -> Node:
+        """One more node for a role that the replay's own do not have; who adds it closes it."""
+        return self._node(name, role, None)
+
+    def wall(self) -> float:
+        """The clock of all nodes, in Unix seconds."""
+        return _EPOCH + asyncio.get_running_loop().time()
+
+    def random(self, label: str) -> Random:
+        """A source of its own for one part of the replay."""
+        return self._dice.fork(label)
 
     async def add_worker(self, name: str, mode: WorkerMode, change: str = "") -> ReplayWorker:
         """Start one more worker; returns when it serves. Its name is not to be used again.
@@ -402,8 +416,9 @@ _DEFAULT: Final = RouterConfig()
 
 
 def _router(node: Node, config: RouterConfig) -> RouterNode:
-    return RouterNode(node, config, _card(node), _SECRET, Degradations(Metrics()))
+    return RouterNode(node, config, replay_card(node), REPLAY_SECRET, Degradations(Metrics()))
 
 
-def _card(node: Node) -> NodeCard:
+def replay_card(node: Node) -> NodeCard:
+    """The card of a node of a replay, with what all roles' cards have."""
     return NodeCard(version="0", role=node.config.role, started=_EPOCH, host=node.id)
