@@ -143,6 +143,8 @@ class ChangeBook:
         self._times = times
         self._health = health
         self._changes: dict[str, Underway] = {}
+        self._served: set[str] = set()
+        """Starts that are over because their worker has served, as long as they are listed."""
         self._refused_until: dict[NodeLife, Seconds] = {}
 
     def of(self, model: str) -> tuple[Underway, ...]:
@@ -197,8 +199,9 @@ class ChangeBook:
 
     def adopt(self, now: Seconds, model: str, seen: PlannerInput) -> None:
         """Enters what is under way in the lists and not in the book."""
+        self._note_served(seen)
         for step, state, name in _found(model, seen):
-            if name in self._changes or self._about(step.life):
+            if name in self._changes or name in self._served or self._about(step.life):
                 continue
             self._changes[name] = Underway(
                 step=step,
@@ -212,6 +215,15 @@ class ChangeBook:
                 booted=now if state in (S.BOOTING, S.JOINED) else None,
                 left=state is S.LEAVING,
             )
+
+    def _note_served(self, seen: PlannerInput) -> None:
+        """A worker that has left is not a start that begins anew, although its instance is listed
+        for a moment longer."""
+        self._served |= {one.change for one in seen.workers if one.state != "loading"}
+        self._served &= {
+            *(one.change for one in seen.workers),
+            *(one.change for one in seen.instances),
+        }
 
     def advance(self, now: Seconds, model: str, seen: PlannerInput) -> list[Ended]:
         """Moves the model's changes on; returns those that are over."""

@@ -30,6 +30,10 @@ class LoadForecaster:
         """One more bucket."""
         self._forecast.observe(at, value)
 
+    def shifted(self) -> None:
+        """The load has changed in a step: what it was before says nothing of it."""
+        self._forecast.shifted()
+
     def at(self, horizon: Seconds) -> Horizon:
         """The forecast so far ahead; no load while nothing has been observed."""
         found = self._forecast.at(horizon)

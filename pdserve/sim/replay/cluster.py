@@ -21,6 +21,7 @@ from pdserve.net.settings import NetSettings
 from pdserve.net.transport.memory import MemoryWorld
 from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics
+from pdserve.planner.changes.ids import change_id
 from pdserve.router.config import RouterConfig
 from pdserve.router.node import RouterNode
 from pdserve.runtime.hash_secret import FixedHashSecret
@@ -92,6 +93,7 @@ class ReplayWorker(WorkerNode):
         """`order`: number of the worker, in the order in which they come; `change`: id of what
         started it."""
         self.order = order
+        self.change = change
         seed = random.getrandbits(32)
 
         def make_engine(spec: EngineSpec) -> TimedEngine:
@@ -159,7 +161,7 @@ class ReplayCluster:
         self.on_removed: Callable[[ReplayWorker], None] = lambda worker: None
         """Called with a worker that has drained and is about to leave."""
         self.workers = [
-            self._worker(index, node, mode, index)
+            self._worker(index, node, mode, index, self._first_change(index, mode))
             for index, (node, mode) in enumerate(self._placed())
         ]
 
@@ -189,6 +191,10 @@ class ReplayCluster:
             for name, count, mode in kinds
             for node in self._nodes("worker", count, name)
         ]
+
+    def _first_change(self, index: int, mode: WorkerMode) -> str:
+        """The workers of the beginning are a planner's own, not an operator's, if there is one."""
+        return change_id(MODEL, mode, 0, 0, index) if self._config.scaling else ""
 
     def _worker(
         self, index: int, node: Node, mode: WorkerMode, label: object, change: str = ""
@@ -289,7 +295,7 @@ class ReplayCluster:
             await router.join()
         for frontend in self.frontends:
             await frontend.join()
-            frontend.node.publishreplay_card(replay_card(frontend.node), {})
+            frontend.node.publish_card(replay_card(frontend.node), {})
         for worker in self.workers:
             await worker.join()
             await worker.load()

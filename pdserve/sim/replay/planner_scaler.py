@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,60 +11,38 @@ from pdserve.observe.metrics import Metrics
 from pdserve.planner.driver.decision_log import DecisionLog
 from pdserve.planner.driver.ports import LoadForecaster
 from pdserve.planner.node import PlannerNode
-from pdserve.runtime.tasks import Tasks
 from pdserve.sim.replay.cluster import REPLAY_SECRET, replay_card
 from pdserve.sim.replay.virtual_actuator import StartUp, VirtualActuator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from pdserve.ids import Seconds
     from pdserve.planner.config import PlannerConfig
     from pdserve.planner.outlook import Judge
     from pdserve.planner.tick import PlannerOutput
-    from pdserve.sim.replay.cluster import ReplayCluster, ReplayWorker
+    from pdserve.sim.replay.cluster import ReplayCluster
+    from pdserve.sim.replay.virtual_actuator import Stay
 
-__all__ = ["PlannerScaler", "WorkerBill"]
+__all__ = ["PlannerScaler", "worker_bill"]
 
 _LINES: Final = 2000
 """Most lines of the decision log in a summary."""
 
 
-class WorkerBill:
-    """Counts how long workers were paid for: those of the beginning, and those of an actuator."""
-
-    def __init__(self, cluster: ReplayCluster, actuator: VirtualActuator) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._begin = self._loop.time()
-        self._actuator = actuator
-        self._first = dict.fromkeys(cluster.workers, inf)
-        """When each worker of the beginning has left."""
-        self._tasks = Tasks("bill")
-        for worker in cluster.workers:
-            _ = self._tasks.spawn(self._note(worker), f"end of {worker.node.id}")
-
-    async def _note(self, worker: ReplayWorker) -> None:
-        await worker.gone.wait()
-        self._first[worker] = self._loop.time()
-
-    async def close(self) -> None:
-        """Ends the count."""
-        self._end = self._loop.time()
-        await self._tasks.close()
-
-    def summary(self) -> dict[str, Any]:
-        """Worker-seconds and the number of starts; after `close`."""
-        stays = self._actuator.stays.values()
-        first = sum(min(left, self._end) - self._begin for left in self._first.values())
-        started = sum(stay.paid(self._end) for stay in stays)
-        return {
-            "worker_seconds": first + started,
-            "seconds": self._end - self._begin,
-            "starts": len(stays),
-            "served": sum(stay.ready < inf for stay in stays),
-            "left": sum(left < inf for left in self._first.values())
-            + sum(stay.ready < stay.ended < inf for stay in stays),
-        }
+def worker_bill(stays: Iterable[Stay], begin: Seconds, end: Seconds) -> dict[str, Any]:
+    """What workers cost from `begin` to `end`, times of the loop."""
+    every = tuple(stays)
+    paid = sum(stay.paid(end) for stay in every)
+    return {
+        "worker_seconds": paid,
+        "mean_workers": paid / (end - begin) if end > begin else 0.0,
+        "seconds": end - begin,
+        "not_serving_seconds": paid - sum(stay.served(end) for stay in every),
+        "starts": sum(stay.asked > begin for stay in every),
+        "failed_starts": sum(stay.asked > begin and stay.ready == inf for stay in every),
+        "removed": sum(stay.ready < stay.ended < inf for stay in every),
+    }
 
 
 class PlannerScaler:
@@ -87,7 +64,6 @@ class PlannerScaler:
         self._start_up = start_up
         self._slots, self._price = slots, price
         self._lines: list[str] = []
-        self._actions: Counter[str] = Counter()
 
     async def begin(self, cluster: ReplayCluster, now: Callable[[], Seconds]) -> None:
         """Starts the planner."""
@@ -96,7 +72,8 @@ class PlannerScaler:
         self.actuator = VirtualActuator(
             cluster, random, self._start_up, slots=self._slots, price=self._price
         )
-        self._bill = WorkerBill(cluster, self.actuator)
+        self._loop = asyncio.get_running_loop()
+        self._begin = self._loop.time()
         node, metrics = cluster.add_node("planner-0", "planner"), Metrics()
         self.planner = PlannerNode(
             node,
@@ -122,10 +99,11 @@ class PlannerScaler:
 
     async def end(self) -> None:
         """Ends the planner; workers stay."""
-        await self._bill.close()
+        self._end = self._loop.time()
         await self.planner.close(leave=False)
         await self.actuator.close()
 
     def summary(self) -> dict[str, Any]:
         """What the workers cost, and what was decided."""
-        return self._bill.summary() | {"log": self._lines[:_LINES]}
+        bill = worker_bill(self.actuator.stays.values(), self._begin, self._end)
+        return bill | {"log": self._lines[:_LINES]}

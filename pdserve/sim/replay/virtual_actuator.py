@@ -71,6 +71,10 @@ class Stay:
     ended: Seconds = inf
     worker: ReplayWorker | None = None
 
+    def served(self, now: Seconds) -> Seconds:
+        """Seconds from its first request that was possible until `now` or its end."""
+        return max(0.0, min(self.ended, now) - min(self.ready, now))
+
     def paid(self, now: Seconds) -> Seconds:
         """Seconds that it has cost until `now`."""
         return max(0.0, min(self.ended, now) - min(self.booted, now))
@@ -89,7 +93,7 @@ class VirtualActuator:
         slots: int = 0,
         price: float = 1.0,
     ) -> None:
-        """`slots`: most instances at once, those that the replay began with not counted; 0: no
+        """The workers that are there count as started by it. `slots`: most instances at once; 0: no
         bound."""
         self.stays: dict[str, Stay] = {}
         """Everything that was ever ordered, by change id."""
@@ -101,6 +105,21 @@ class VirtualActuator:
         self._work: dict[str, asyncio.Task[None]] = {}
         self._tasks = Tasks("virtual actuator")
         self._loop = asyncio.get_running_loop()
+        for worker in cluster.workers:
+            self._adopt(worker)
+
+    def _adopt(self, worker: ReplayWorker) -> None:
+        change, now = worker.change, self._loop.time()
+        self._enter(change, worker.mode)
+        stay = self.stays[change]
+        stay.worker, stay.booted, stay.ready = worker, now, now
+        self._set(change, state="running", node=worker.node.id)
+        self._work[change] = self._tasks.spawn(self._watch(change, worker), f"watch {change}")
+
+    def _enter(self, change: str, mode: str) -> None:
+        kind = self._kind.name
+        self._known[change] = Instance(change=change, kind=kind, actuator=self.name, ref=change)
+        self.stays[change] = Stay(change=change, kind=kind, mode=mode, asked=self._loop.time())
 
     @property
     def name(self) -> str:
@@ -120,8 +139,7 @@ class VirtualActuator:
             return self._known[change]
         if self._kind.slots and self._running() >= self._kind.slots:
             raise ActuatorExhausted(f"all {self._kind.slots} slots of kind {kind!r} are taken")
-        self._known[change] = Instance(change=change, kind=kind, actuator=self.name, ref=change)
-        self.stays[change] = Stay(change=change, kind=kind, mode=mode, asked=self._loop.time())
+        self._enter(change, mode)
         self._work[change] = self._tasks.spawn(self._boot(change, mode), f"start {change}")
         return self._known[change]
 
@@ -175,6 +193,9 @@ class VirtualActuator:
         worker = await self._cluster.add_worker(f"w-{change}", cast("WorkerMode", mode), change)
         stay.worker, stay.ready = worker, self._loop.time()
         self._set(change, state="running", node=worker.node.id)
+        await self._watch(change, worker)
+
+    async def _watch(self, change: str, worker: ReplayWorker) -> None:
         await worker.gone.wait()
         self._end(change, "ended", "the worker has drained")
 

@@ -309,6 +309,17 @@ def test_what_is_found_is_followed_and_not_learnt(books):
     assert books.times.p90("start", "gpu") == 120.0
 
 
+def test_a_worker_that_has_left_is_no_start_while_its_instance_is_listed(books):
+    books.see(joined(), instances=running())
+    assert not books.see(instances=running())
+    assert not books.book.of(MODEL)
+    assert not books.see(instances=running("ended"))
+    assert not books.health.disabled()
+    books.see()  # nothing lists it any more
+    books.see(instances=running())
+    assert [one.action for one in books.book.of(MODEL)] == [Action.START]
+
+
 def test_an_operators_drain_is_no_change(books):
     books.see(joined(state="draining"))
     assert books.book.of(MODEL) == ()

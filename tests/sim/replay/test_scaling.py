@@ -72,12 +72,12 @@ def test_a_worker_comes_and_serves() -> None:
     script = Script(act, StartUp(median=5.0, p90=5.0, pending=3.0))
     result = run(script)
     stay = script.actuator.stays["one"]
-    assert len(script.actuator.stays) == 1
+    assert len(script.actuator.stays) == 3
     assert stay.booted - stay.asked == pytest.approx(3.0)
     assert stay.ready - stay.booted == pytest.approx(5.0, abs=0.2)
     counters = {worker["worker"]: worker for worker in result.workers}
     assert counters["w-one"]["finished"] > 0
-    assert [one.state for one in script.listed] == ["running"]
+    assert [one.state for one in script.listed] == ["running"] * 3
 
 
 @pytest.mark.parametrize("way", ["ordered", "stopped"])
@@ -100,7 +100,7 @@ def test_a_worker_leaves_under_load_and_nothing_is_lost(way: str) -> None:
 
     script = Script(act)
     result = run(script)
-    assert [one.state for one in script.listed] == ["ended"]
+    assert [one.state for one in script.listed] == ["running", "running", "ended"]
     stay = script.actuator.stays["one"]
     assert 20 < stay.ended < 55
     assert stay.paid(100.0) == pytest.approx(stay.ended - stay.booted)
@@ -135,7 +135,7 @@ def test_starts_that_come_to_nothing() -> None:
     states = [one.state for one in script.listed]
     assert set(states) == {"pending", "failed", "running"}
     assert all(one.reason for one in script.listed if one.state != "running")
-    for one in script.listed:
+    for one in script.listed[2:]:
         paid = script.actuator.stays[one.change].paid(60.0)
         assert (paid == 0) == (one.state == "pending")
 
@@ -152,12 +152,24 @@ def test_what_it_refuses() -> None:
                 await actuator.start(kind, mode, change)
         await actuator.stop("nobody", 1.0)
         await actuator.stop("one", 1.0)
-        assert (await actuator.list())[0].state == "ended"
+        assert (await actuator.list())[-1].state == "ended"
         assert (await actuator.start("sim", "aggregated", "one")).state == "ended"
 
-    script = Script(act, slots=1)
+    script = Script(act, slots=3)
     result = run(script)
     assert len(result.workers) == 2
+
+
+def test_workers_of_the_beginning_can_be_taken_away() -> None:
+    async def act(cluster: ReplayCluster, actuator: VirtualActuator) -> None:
+        await asyncio.sleep(20)
+        first = cluster.workers[0]
+        await actuator.stop(first.change, 30.0)
+        await first.gone.wait()
+
+    script = Script(act)
+    assert len(run(script).workers) == 2
+    assert [one.state for one in script.listed] == ["ended", "running"]
 
 
 def test_a_replay_with_changes_is_the_same_again() -> None:
