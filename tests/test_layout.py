@@ -103,6 +103,7 @@ ASYNCIO = {
     "pdserve/sim/replay/cluster.py": "starts and ends the nodes of a replay",
     "pdserve/sim/replay/run.py": "runs a replay on its loop, and samples load",
     "pdserve/sim/replay/kv_network.py": "a network of virtual time",
+    "pdserve/sim/replay/planner_scaler.py": "begins and ends with its loop",
     "pdserve/sim/replay/virtual_actuator.py": "starts and stops that take virtual time",
     "pdserve/sim/replay/worker_orders.py": "a drain whose clock is the loop's",
     "pdserve/testing/actuators/fake.py": "calls that take time, or are never answered",
