@@ -54,6 +54,8 @@ class ActiveRequest(msgspec.Struct, kw_only=True, eq=False):
     """True while a complete answer is built from all its tokens."""
     error: PdserveError | None = None
     """The error that ends the request early, if another part of the frontend ended it."""
+    told: bool = False
+    """True once a router has been told how the request ended."""
 
     def fail(self, error: PdserveError) -> None:
         """Ends the request with `error`, at whatever stage it is."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from msgspec.structs import replace
@@ -31,7 +32,7 @@ from pdserve.frontend.output.streaming_response import (
 from pdserve.frontend.preprocess.input_processor import PlanContext
 from pdserve.frontend.preprocess.prompt_hashes import NO_HASHING, PromptHasher
 from pdserve.frontend.request_log import request_fields
-from pdserve.frontend.request_metrics import count_ended
+from pdserve.frontend.request_metrics import count_ended, end_of, ended_request
 from pdserve.frontend.routing_hints import parse_hints
 from pdserve.protocols.anthropic_messages import CountTokensRequest, MessagesRequest
 from pdserve.protocols.completion_requests import ChatRequest, CompletionRequest
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.plan import RequestPlan
     from pdserve.frontend.request_traces import RequestTraces
     from pdserve.ids import Seconds
+    from pdserve.messages.demand import EndedRequest
     from pdserve.messages.request import GenerateRequest
     from pdserve.observe.metrics import Metrics
     from pdserve.protocols.request_decoder import RequestDecoder
@@ -266,9 +268,9 @@ class GenerationHandler:
         active.stage = "waiting for a worker"
         prompts = list(zip(plan.requests, answer.sinks, strict=True))
         if len(prompts) == 1:
-            await self._open(*prompts[0], active)
+            await self._open(*prompts[0], answer, active)
         else:
-            await self._open_all(prompts, active)
+            await self._open_all(prompts, answer, active)
         active.answer = answer
         await answer.finished
 
@@ -282,7 +284,7 @@ class GenerationHandler:
 
         async def one_by_one() -> None:
             for request, sink, choice in left:
-                await self._open(request, sink, active)
+                await self._open(request, sink, answer, active)
                 await choice.over.wait()
 
         try:
@@ -294,19 +296,26 @@ class GenerationHandler:
             raise errors.exceptions[0] from None
 
     async def _open_all(
-        self, prompts: list[tuple[GenerateRequest, PromptSink]], active: ActiveRequest
+        self,
+        prompts: list[tuple[GenerateRequest, PromptSink]],
+        answer: ResponseBuilder,
+        active: ActiveRequest,
     ) -> None:
         """Dispatches prompts at the same time, because a router may hold each for a while. The
         first failure ends them all."""
         try:
             async with asyncio.TaskGroup() as opening:
                 for request, sink in prompts:
-                    opening.create_task(self._open(request, sink, active))
+                    opening.create_task(self._open(request, sink, answer, active))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
     async def _open(
-        self, request: GenerateRequest, sink: PromptSink, active: ActiveRequest
+        self,
+        request: GenerateRequest,
+        sink: PromptSink,
+        answer: ResponseBuilder,
+        active: ActiveRequest,
     ) -> None:
         now = self._time()
         hints = replace(active.hints, waited=max(0.0, now - active.arrival))
@@ -318,7 +327,14 @@ class GenerationHandler:
         held = self._metrics.of_model(active.model).num_requests_held
         held.value += 1
         try:
-            opened = await self._backend.open(request, sink, hints, sink.on_placed, sink.phases)
+            opened = await self._backend.open(
+                request,
+                sink,
+                hints,
+                sink.on_placed,
+                sink.phases,
+                partial(self._told, active, answer),
+            )
         finally:
             held.value -= 1
         sink.opened(opened)
@@ -404,7 +420,31 @@ class GenerationHandler:
             active.call.log_fields = request_fields(active)
         if self._traces is not None and active.call.phases is not None:
             self._traces.note(active.call.phases, active)
-        count_ended(self._metrics.of_model(active.model), answer, error, active.arrival, now)
+        metrics = self._metrics.of_model(active.model)
+        count_ended(metrics, answer, error, active.arrival, now)
+        if metrics.objectives and active.model and not active.told:
+            ended = ended_request(
+                metrics.objectives, _routed_model(active), answer, error, active.arrival
+            )
+            if ended.verdicts:
+                self._backend.note_ended(ended)
+
+    def _told(self, active: ActiveRequest, answer: ResponseBuilder) -> EndedRequest | None:
+        """How the request ended, for the router of its last worker, once; None: it goes on, or a
+        router was told."""
+        over = answer.finished.done() or all(choice.done for choice in answer.choices)
+        if active.told or not over:
+            return None
+        active.told = True
+        objectives = self._metrics.of_model(active.model).objectives
+        model, error = _routed_model(active), end_of(answer)
+        return ended_request(objectives, model, answer, error, active.arrival)
+
+
+def _routed_model(active: ActiveRequest) -> str:
+    """The model's name as routers know it."""
+    plan = active.plan
+    return plan.requests[0].model if plan is not None and plan.requests else active.model
 
 
 class _KeepAlive:

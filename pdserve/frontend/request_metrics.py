@@ -1,25 +1,26 @@
 """Counts a request that has ended: its outcome, times, tokens, finish reasons and objectives.
 
-Called once per request, after its end. Times of single tokens are counted where the tokens pass.
+`count_ended` is called once per request, after its end. Times of single tokens are counted where
+the tokens pass. `ended_request` makes what a router is told of the same request.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.errors import Cancelled
+from pdserve.errors import Cancelled, DeadlineExceeded, EngineError, Overloaded, PdserveError
 from pdserve.frontend.placement import cached_by_source, cached_tokens
+from pdserve.messages.demand import EndedRequest
 from pdserve.observe.metrics import outcome_of
 from pdserve.observe.slo import Observed, fault_of, judge, mean_itl
 
 if TYPE_CHECKING:
-    from pdserve.errors import PdserveError
     from pdserve.frontend.output.response_builder import ResponseBuilder
     from pdserve.ids import Seconds
     from pdserve.observe.metrics import ModelMetrics
     from pdserve.observe.slo import Objectives, SloCause, SloVerdict
 
-__all__ = ["count_ended", "request_itl"]
+__all__ = ["count_ended", "end_of", "ended_request", "request_itl"]
 
 
 def count_ended(
@@ -40,6 +41,42 @@ def count_ended(
     if error is None:
         metrics.e2e_request_latency.observe(now - arrival)
         _count_tokens(metrics, answer)
+
+
+def end_of(answer: ResponseBuilder) -> PdserveError | None:
+    """What ended an answer early; None: it is complete. Call it only when it has ended."""
+    if answer.finished.cancelled():
+        return Cancelled("the client went away")
+    error = answer.finished.exception() if answer.finished.done() else None
+    return error if error is None or isinstance(error, PdserveError) else EngineError(str(error))
+
+
+def ended_request(
+    objectives: Objectives,
+    model: str,
+    answer: ResponseBuilder | None,
+    error: PdserveError | None,
+    arrival: Seconds,
+) -> EndedRequest:
+    """What a router is told of a request. `answer`: None if no worker took it; such a request
+    missed its objectives since it was held or refused, if that is why it ended."""
+    verdicts = _judge(objectives, answer, error, arrival) if objectives else []
+    told: dict[str, str] = {
+        each.objective: each.cause for each in verdicts if each.result != "none"
+    }
+    if answer is None:
+        full = isinstance(error, Overloaded | DeadlineExceeded)
+        return EndedRequest(model, verdicts=dict.fromkeys(told, "held") if full else told)
+    cached = cached_tokens([sink.course for sink in answer.sinks])
+    return EndedRequest(
+        model,
+        answer.prompt_tokens,
+        cached or 0,
+        answer.completion_tokens,
+        max(0.0, _decode(answer)),
+        complete=error is None,
+        verdicts=told,
+    )
 
 
 def _judge(

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.ids import NodeId
+from pdserve.messages.demand import EndedRequest
 from pdserve.messages.tiers import KvSource, LaneLoad
 
 LOAD = "load"
@@ -87,6 +88,8 @@ class RouteRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """False: refuse instead of queueing the request; it already has a worker."""
     trace: bool = False
     """True: the decision says what it rests on. A router of the release before ignores it."""
+    asked: Count = 0
+    """Routers that were asked before for this attempt, and may have counted the request."""
 
 
 class RouteDecision(msgspec.Struct, frozen=True, array_like=True):
@@ -152,7 +155,11 @@ class ReleaseBooking(msgspec.Struct, frozen=True, array_like=True):
     """Ends a booking: the request is over for its frontend, or will be tried on another worker."""
 
     booking: BookingId
+    """0: no booking is open. The message only tells how a request ended that has none."""
     outcome: RequestOutcome
+    ended: EndedRequest | None = None
+    """How the client's request ended; None: it goes on, or its frontend is of the release
+    before."""
 
 
 class RouterMigrationHint(msgspec.Struct, frozen=True, array_like=True):

@@ -32,6 +32,9 @@ class RouterSample:
     index_bytes: float | None = None
     approximate_workers: float | None = None
     silent_routers: float | None = None
+    arrivals: Mapping[str, float] = field(default_factory=dict)
+    arrived_work: Mapping[str, float] = field(default_factory=dict)
+    kv_token_seconds: Mapping[str, float] = field(default_factory=dict)
     prefill_items: Mapping[str, float] = field(default_factory=dict)
     prefill_tokens: Mapping[str, float] = field(default_factory=dict)
     prefill_claims: Mapping[str, float] = field(default_factory=dict)
@@ -220,6 +223,29 @@ NODE_METRICS = (
         "silent_routers",
         "Other routers whose bookings arrive late and therefore count less.",
         combine="max",
+    ),
+    NodeMetric(
+        "router_arrivals_total",
+        "counter",
+        "arrivals",
+        "Requests that reached this router for the first time, by model: placed, held and refused "
+        "ones.",
+        "model",
+    ),
+    NodeMetric(
+        "router_arrived_work_seconds_total",
+        "counter",
+        "arrived_work",
+        "Predicted prefill time of these requests on a worker of speed 1, without the tokens that "
+        "the best worker for each has cached.",
+        "model",
+    ),
+    NodeMetric(
+        "router_kv_token_seconds_total",
+        "counter",
+        "kv_token_seconds",
+        "KV tokens times the seconds that they were held, of requests that have ended, by model.",
+        "model",
     ),
     NodeMetric(
         "prefill_queue_items",

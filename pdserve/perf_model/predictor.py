@@ -31,7 +31,7 @@ from pdserve.perf_model.remote_prefill import RemotePrefillModel
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdserve.ids import NodeLife, Seconds
+    from pdserve.ids import NodeId, NodeLife, Seconds
     from pdserve.messages.handoff import QueueState
     from pdserve.messages.routing import WorkerLoad
     from pdserve.perf_model.remote_prefill import RemotePrefillEstimate
@@ -194,6 +194,14 @@ class Predictor:
         """Factor by which the worker is slower than the common model; 1 if nothing is known."""
         found = self._workers.get(worker)
         return found.speed if found else 1.0
+
+    def speeds(self, model: str) -> dict[NodeId, float]:
+        """The factors of all workers of a model that are known."""
+        return {
+            life.node: worker.speed
+            for life, worker in self._workers.items()
+            if worker.model == model
+        }
 
     def elsewhere(
         self, model: str, queue_of: Callable[[str], QueueState | None]

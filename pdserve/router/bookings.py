@@ -363,7 +363,8 @@ class Bookings:
         self._config = config
         self._on_end = on_end
         self._predict = predict
-        self._part = random.randrange(1, 1 << _PART_BITS) << _COUNTER_BITS  # 0 means "none"
+        self.part = random.randrange(1, 1 << _PART_BITS) << _COUNTER_BITS  # 0 means "none"
+        """Upper half of all ids; another process of this router draws another one."""
         self._count = 0
         self._accounts: dict[NodeId, _Account] = {}
         self._own: dict[int, Booking] = {}
@@ -702,7 +703,7 @@ class Bookings:
     def _next_id(self, account: _Account) -> int:
         while True:
             self._count = (self._count + 1) % (1 << _COUNTER_BITS)
-            id = self._part | self._count
+            id = self.part | self._count
             if id not in self._own and id not in account.open:
                 return id
 

@@ -32,8 +32,16 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from pdserve.blocks.hashing import SHORT_HASH_BYTES
-from pdserve.errors import ConfigError, DeadlineExceeded, Draining, Overloaded, PdserveError
+from pdserve.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    Draining,
+    ModelNotFound,
+    Overloaded,
+    PdserveError,
+)
 from pdserve.ids import NodeLife
+from pdserve.messages.demand import ModelTimes
 from pdserve.messages.routing import Candidate, RouteDecision, RoutingPreview
 from pdserve.perf_model.predictor import Observation, Predictor
 from pdserve.router.admission_control import (
@@ -46,7 +54,8 @@ from pdserve.router.admission_control import (
     worth_waiting,
 )
 from pdserve.router.admission_queue import AdmissionQueue, PlacedRequest, QueuedRequest
-from pdserve.router.bookings import Bookings, DecisionBasis
+from pdserve.router.bookings import BookingEnd, Bookings, DecisionBasis
+from pdserve.router.demand import DemandCounters, HeldDemand, LearntTimes
 from pdserve.router.drain_rate import DrainRate
 from pdserve.router.eligibility import RouteRejection, candidates, explain_eligibility
 from pdserve.router.kv_sources import (
@@ -79,7 +88,7 @@ if TYPE_CHECKING:
     from pdserve.messages.tiers import KvSource
     from pdserve.perf_model.prediction_error import ErrorSummary
     from pdserve.perf_model.remote_prefill import RemotePrefillEstimate
-    from pdserve.router.bookings import Booking, BookingEnd
+    from pdserve.router.bookings import Booking
     from pdserve.router.config import RouterConfig
     from pdserve.router.onboarding import Onboarding
     from pdserve.router.policies.base import Policy, WorkerView
@@ -155,6 +164,7 @@ class RouterCore:
         self._policy = policy
         self._random = random
         self._queue_of = queue_of
+        self._clock = clock
         self._wants_routed = bool(getattr(policy, "needs_routed", False))
         self.predictor = predictor or Predictor()
         self.index = PrefixIndex(config, remember=self._wants_routed)
@@ -167,6 +177,7 @@ class RouterCore:
             known_blocks=lambda worker: self.index.known_blocks(worker.node),
         )
         self.numbers = RouterCounters()
+        self.demand = DemandCounters()
         self.decisions: Counter[str] = Counter()
         """Number of decisions by the policy that made them, or by its fallback."""
         self.stirred = False
@@ -222,6 +233,8 @@ class RouterCore:
             return
         self.stirred = True
         if booking is not None:
+            if booking.dispatch is not None:
+                self.demand.first_token(now, booking.dispatch.model)
             self._learn(now, booking, started)
 
     def let_go(self, worker: NodeLife, id: int) -> None:
@@ -240,6 +253,9 @@ class RouterCore:
     ) -> Callable[[Booking, BookingEnd], None]:
         def ended(booking: Booking, why: BookingEnd) -> None:
             self.stirred = True
+            if booking.dispatch is not None and why is not BookingEnd.NEVER_SEEN:
+                now, model = self._clock(), booking.dispatch.model
+                self.demand.kv_held(now, model, booking.prompt_tokens, now - booking.placed)
             on_end(booking, why)
 
         return ended
@@ -308,8 +324,11 @@ class RouterCore:
         try:
             _check_time(request)
             return self._offer(now, frontend, request, answer)
-        except Exception:
+        except Exception as error:
             self.numbers.refused += 1
+            if _is_new(request) and not isinstance(error, ModelNotFound):
+                self._arrived(now, request, *self._least_work(now, request))
+            self._note_refusal(now, request, error)
             raise
 
     def withdraw(self, item: QueuedRequest) -> bool:
@@ -352,13 +371,24 @@ class RouterCore:
             if request.slo_ttft is not None:
                 self._refuse_hopeless(now, request, state)
             if queue is None and self._may_go(now, model, state) and request.hold:
-                return self._place(now, frontend, request, state)
+                return self._place_new(now, frontend, request, state)
         if not request.hold:
-            return self._place(now, frontend, request, self._only_open(now, request))
+            return self._place_new(now, frontend, request, self._only_open(now, request))
         workers = self._candidates(now, request) if state is None else state.workers
         if self.draining:
             raise _leaving()
         return self._hold(now, frontend, request, workers, answer)
+
+    def _place_new(
+        self, now: Seconds, frontend: NodeLife, request: RouteRequest, state: RoutingState
+    ) -> PlacedRequest:
+        """As `_place`, for a request that was not held."""
+        placed = self._place(now, frontend, request, state)
+        if _is_new(request):
+            cached = _most_cached(request, state)
+            work = state.model.prefill(request.prompt_tokens, cached)
+            self._arrived(now, request, cached, work)
+        return placed
 
     def _only_open(self, now: Seconds, request: RouteRequest) -> RoutingState:
         """The snapshot of workers that would begin the request soon, for a request that already has
@@ -416,8 +446,10 @@ class RouterCore:
     ) -> QueuedRequest:
         self._make_room(now, request, workers)
         deadline = None if request.deadline is None else now + request.deadline
-        cost = self._least_cost(now, request, workers)
+        cached, cost = self._least(now, request, workers)
         self._refuse_endless(now, request, workers, cost)
+        if _is_new(request):
+            self._arrived(now, request, cached, cost)
         self._asked += 1
         item = QueuedRequest(request, frontend, answer, now, cost, deadline, self._asked)
         queue = self._queues.get(request.model)
@@ -452,11 +484,18 @@ class RouterCore:
         self, now: Seconds, request: RouteRequest, workers: tuple[WorkerView, ...]
     ) -> Seconds:
         """Predicted seconds at the worker with the longest cached prefix; orders the queue."""
+        return self._least(now, request, workers)[1]
+
+    def _least(
+        self, now: Seconds, request: RouteRequest, workers: tuple[WorkerView, ...]
+    ) -> tuple[int, Seconds]:
+        """The prompt tokens that the worker with the longest prefix has, and the predicted seconds
+        of the others, at speed 1."""
         found = self.index.find(now, _reusable(request), request.names_id)
         most = max((found.own_blocks(w.node) for w in workers), default=0)
         cached = min(most * request.block_size, max(0, request.prompt_tokens - 1))
-        model = self.predictor.model(self.pool.model_of(workers[0].node))
-        return model.prefill(request.prompt_tokens, cached)
+        name = self.pool.model_of(workers[0].node) if workers else request.model
+        return cached, self.predictor.model(name).prefill(request.prompt_tokens, cached)
 
     def _drain_time(self, now: Seconds, model: str, workers: tuple[WorkerView, ...]) -> Seconds:
         queue = self._queues.get(model)
@@ -467,6 +506,46 @@ class RouterCore:
         """Held work that begins per second."""
         pace = self._paces.get(model)
         return len(workers) if pace is None else pace.rate(now, len(workers))
+
+    # ------------------------------------------------------------------ demand
+
+    def _least_work(self, now: Seconds, request: RouteRequest) -> tuple[int, Seconds]:
+        """As `_least`, among all workers of the model."""
+        view = self.pool.view(now, request.model)
+        return self._least(now, request, (*view.sound, *view.doubtful))
+
+    def _arrived(self, now: Seconds, request: RouteRequest, cached: int, work: Seconds) -> None:
+        tokens, choices = request.prompt_tokens, request.n
+        self.demand.arrived(now, request.model, tokens, cached, choices, work)
+
+    def _note_refusal(self, now: Seconds, request: RouteRequest, error: Exception) -> None:
+        """Counts a request that ends here without a worker. After other errors its frontend asks
+        another router."""
+        if isinstance(error, Overloaded | DeadlineExceeded) and not request.attempt:
+            self.demand.refused(now, request.model)
+
+    def held_demand(self, now: Seconds, model: str) -> HeldDemand:
+        """The requests of a model that wait here. O(their number)."""
+        queue = self._queues.get(model)
+        if queue is None:
+            return HeldDemand()
+        oldest = min((item.arrived for item in queue), default=now)
+        return HeldDemand(len(queue), queue.work, max(0.0, now - oldest))
+
+    def learnt_times(self, model: str) -> LearntTimes:
+        """What the predictor has learnt of a model."""
+        known = self.predictor.model(model)
+        times = ModelTimes(
+            known.base,
+            known.per_token,
+            known.per_pair,
+            known.step_base,
+            known.step_sequence,
+            known.step_token,
+            known.fitted,
+        )
+        poor = self.predictor.poor(model) is not None
+        return LearntTimes(times, self.predictor.speeds(model), poor)
 
     # ------------------------------------------------------------------ one decision
 
@@ -688,6 +767,7 @@ class RouterCore:
             self.numbers.expired += 1
         else:
             self.numbers.refused += 1
+        self._note_refusal(self._clock(), item.request, error)
         item.answer(error)
 
     def _forget_empty(self, model: str) -> None:
@@ -729,6 +809,7 @@ class RouterCore:
             )
         except PdserveError as error:
             self.numbers.refused += 1
+            self._note_refusal(now, item.request, error)
             outcome = error
         except Exception:  # a bug: the frontend leaves a router that fails inside
             _log.exception("a held request could not be placed")
@@ -982,6 +1063,20 @@ def _by_source(plan: Onboarding | None, device: int) -> dict[str, int]:
     """Blocks that a worker would reuse, by where they come from."""
     blocks = BlocksBySource(device) if plan is None else plan.blocks
     return {source: count for source, count in blocks._asdict().items() if count}
+
+
+def _is_new(request: RouteRequest) -> bool:
+    """True if no router has been asked for the request before."""
+    return not (request.attempt or request.asked)
+
+
+def _most_cached(request: RouteRequest, state: RoutingState) -> int:
+    """Prompt tokens that the worker with the most of them has in all its tiers."""
+    if state.lower:
+        most = max(state.own_blocks(node) for node in state.overlaps.keys() | state.lower)
+    else:
+        most = max(state.overlaps.values(), default=0)
+    return min(most * request.block_size, max(0, request.prompt_tokens - 1))
 
 
 def _check_time(request: RouteRequest) -> None:

@@ -2,7 +2,7 @@
 
     serves      Route, ReleaseBooking, Explain, and the prefill queues (`prefill_queue`)
     follows     load, sequences and KV events of workers, bookings of other routers
-    publishes   its own bookings
+    publishes   its own bookings, and the demand that it sees
 
 `core` decides everything. This file turns messages and topics into its calls, and calls
 `RouterCore.look` for held requests: at the end of each turn of the event loop in which something
@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from pdserve.blocks.hashing import SHORT_HASH_BYTES
 from pdserve.errors import Overloaded, PdserveError
 from pdserve.ids import NodeLife
+from pdserve.messages.demand import DEMAND, DemandReport
 from pdserve.messages.handoff import PREFILL_TOPIC, QueueReport
 from pdserve.messages.kv_events import KV
 from pdserve.messages.request import FirstTokenStats
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
     from pdserve.router.prefill_queue.queue import QueueStreamId
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import Member, MemberEvent
-    from pdserve.runtime.topics.service import Topics
+    from pdserve.runtime.topics.service import StateTopic, Topics
 
 __all__ = ["RouterService"]
 
@@ -87,6 +88,8 @@ _BEAT_KEY: Final = booking_key(0)
 _IDLE: Final = b""
 _REBALANCE: Final[Seconds] = 0.25
 """Interval of looking for requests to move."""
+_DEMAND: Final[Seconds] = 1.0
+"""Interval of reports of the demand while there is some."""
 _BUSY_FOR: Final[Seconds] = 1.0
 """A router counts as busy for so long after its last decision."""
 
@@ -126,6 +129,9 @@ class RouterService:
         self._node = node
         self._degradations = degradations
         self._bookings = topics.publish_set(BOOKINGS)
+        self._demand: StateTopic[DemandReport] = topics.publish_state(
+            DEMAND, encode, on_subscribe=self._follow_demand
+        )
         self.prefill = PrefillQueueService(
             node, topics, overlap=self._prefix_of, claimed=self._prefills
         )
@@ -161,6 +167,7 @@ class RouterService:
         self._sweeps_paced.start()
         self._beats_paced = PacedTimer(node.timers, _BEAT, self._beat)
         self._beats_paced.start()
+        self._demand_paced = PacedTimer(node.timers, _DEMAND, self._tell_demand)
         self._moves_paced = PacedTimer(node.timers, _REBALANCE, self._rebalance)
         if config.rebalance:
             self._moves_paced.start()
@@ -230,6 +237,7 @@ class RouterService:
         if self._node.now() - self._swept > 2 * self._config.sweep_interval:
             self._sweep()  # after a rest: nothing that has expired takes part in the decision
         self._sweeps_paced.wake()
+        self._demand_paced.wake()
         try:
             outcome = self.core.offer(
                 self._node.now(), call.life, request, partial(self._answer, call)
@@ -273,8 +281,12 @@ class RouterService:
 
     @hears(RELEASE)
     def _released(self, release: ReleaseBooking, frontend: Peer) -> None:
-        self.released += 1
-        self.core.bookings.release(release.booking)
+        if release.booking:
+            self.released += 1
+            self.core.bookings.release(release.booking)
+        if release.ended is not None:
+            self.core.demand.ended(self._node.now(), release.ended)
+            self._demand_paced.wake()
         self._stir()
 
     def _booking_ended(self, booking: Booking, why: BookingEnd) -> None:
@@ -316,6 +328,28 @@ class RouterService:
             copies_kept=numbers.copies_kept,
             copies_let_go=numbers.copies_let_go,
         )
+
+    def _follow_demand(self) -> None:
+        """A planner begins to follow the demand: it gets a report at once, and then by the timer,
+        which runs only while somebody follows."""
+        self._node.call_soon(self._begin_demand)
+
+    def _begin_demand(self) -> None:
+        self._demand_paced.stop()
+        self._demand_paced.start()
+
+    def _tell_demand(self) -> bool:
+        """Publish the demand. Returns True while there is some."""
+        if not self._demand.subscribers:
+            self._demand_paced.stop()
+            return False
+        core, now = self.core, self._node.now()
+        busy = core.demand.changed or core.held > 0 or len(core.bookings) > 0
+        held, learnt = partial(core.held_demand, now), core.learnt_times
+        self._demand.set(
+            core.demand.report(now, core.bookings.part, held, learnt, resting=not busy)
+        )
+        return busy
 
     # ------------------------------------------------------------------ rebalancing
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.errors import EngineDied, NoWorker
+from pdserve.errors import DeadlineExceeded, EngineDied, NoWorker, Overloaded
 from pdserve.frontend.placement import Placement
 from pdserve.ids import NodeId
 from tests.frontend.support import HELLO, MODEL, frontend, tokens, until
@@ -133,3 +133,88 @@ async def test_without_objectives_nothing_is_judged():
     async with frontend(Script(tokens=tokens("abc"))) as client:
         await client.chat(max_tokens=3)
         assert judged(client) == {}
+
+
+# ---------------------------------------------------------------------- what routers are told
+
+
+async def test_a_router_is_told_of_each_request_once_with_its_verdicts_and_lengths():
+    limits: Any = {"slo_ttft": {"": 60.0}, "slo_itl": {"": 1e-9}}
+    script = Script(tokens=tokens("abc"), interval=0.001, cached_tokens=2)
+    async with frontend(script, **limits) as client:
+        answer = await client.chat(max_tokens=3)
+        await client.chunks(max_tokens=1)
+        slow, short = client.backend.ended
+        assert slow.model == client.backend.requests[0].model
+        assert slow.complete
+        assert slow.verdicts == {"ttft": "", "itl": "decode", "both": "decode"}
+        assert short.verdicts == {"ttft": "", "both": ""}
+        assert slow.prompt_tokens == answer["usage"]["prompt_tokens"]
+        assert (slow.cached_tokens, slow.output_tokens) == (2, 3)
+        assert slow.decode > 0
+        assert short.decode == 0
+        assert client.backend.unplaced == []
+
+
+async def test_a_stop_string_and_several_choices_end_a_request_once():
+    async with frontend(Script(tokens=tokens("abc")), slo_ttft={"": 60.0}) as client:
+        await client.chunks(max_tokens=3, logprobs=True, stop="b")
+        await client.chat(max_tokens=3, n=2)
+        stopped, two = client.backend.ended
+        assert stopped.complete
+        assert stopped.verdicts == {"ttft": "", "both": ""}
+        assert two.output_tokens == 6
+
+
+async def test_without_objectives_lengths_are_told_and_nothing_of_failures():
+    waiting = iter([Script(tokens=tokens("abc")), Script(refuse=Overloaded("full"))])
+    async with frontend(lambda request: next(waiting)) as client:
+        await client.chat(max_tokens=3)
+        await client.post("/v1/chat/completions", HELLO)
+        (told,) = client.backend.ended
+        assert (told.output_tokens, told.verdicts) == (3, {})
+        assert client.backend.unplaced == []
+
+
+@pytest.mark.parametrize(
+    ("refusal", "cause"),
+    [
+        (Overloaded("full"), "held"),
+        (DeadlineExceeded("too late"), "held"),
+        (NoWorker("none"), "error"),
+    ],
+)
+async def test_a_request_without_a_worker_has_missed_its_objectives(refusal, cause):
+    async with frontend(Script(refuse=refusal), slo_ttft={"": 60.0}) as client:
+        await client.post("/v1/chat/completions", HELLO)
+        (told,) = client.backend.unplaced
+        assert told.verdicts == {"ttft": cause, "both": cause}
+        assert not told.complete
+        assert client.backend.ended == []
+
+
+async def test_a_request_that_its_worker_fails_has_missed_its_objectives():
+    script = Script(tokens=[5], fail=EngineDied("x"))
+    async with frontend(script, slo_ttft={"": 60.0}) as client:
+        await client.post("/v1/chat/completions", HELLO)
+        (told,) = [*client.backend.ended, *client.backend.unplaced]
+        assert told.verdicts == {"ttft": "error", "both": "error"}
+        assert not told.complete
+
+
+async def test_a_request_that_its_client_left_has_no_verdict():
+    script = Script(tokens=tokens("abc"), silent_after=1)
+    async with frontend(script, slo_ttft={"": 60.0}) as client:
+        asked = asyncio.ensure_future(client.chat(max_tokens=3))
+        await until(lambda: client.backend.streams and client.backend.streams[0].output(0))
+        asked.cancel()
+        await until(lambda: bool(client.backend.ended))
+        (told,) = client.backend.ended
+        assert (told.verdicts, told.complete) == ({}, False)
+        assert client.backend.unplaced == []
+
+
+async def test_errors_of_clients_are_not_told():
+    async with frontend(slo_ttft={"": 60.0}) as client:
+        await client.post("/v1/chat/completions", {"messages": 7})
+        assert client.backend.unplaced == []

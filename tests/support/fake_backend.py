@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.dispatch.backend import RequestHandle
     from pdserve.ids import Seconds
     from pdserve.messages.card import ModelCard
+    from pdserve.messages.demand import EndedRequest
     from pdserve.messages.routing import RoutingPreview
     from pdserve.messages.tiers import CachedSource
 
@@ -74,7 +75,15 @@ class Script:
 class FakeOpenStream:
     """One request in progress."""
 
-    def __init__(self, request: GenerateRequest, sink: TokenSink, script: Script) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        sink: TokenSink,
+        script: Script,
+        over: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`over` is called when no worker has the request any more."""
+        self._over = over
         self.request = request
         self.cancelled = False
         self.moved = 0.0
@@ -94,6 +103,8 @@ class FakeOpenStream:
 
     def cancel(self) -> None:
         self.cancelled = self.cancelled or bool(self._open)
+        if self._open:
+            self._over()
         self._end()
 
     def output(self, choice: int) -> list[int]:
@@ -128,6 +139,7 @@ class FakeOpenStream:
         if script.fail is not None and told >= script.fail_after:
             self._end()
             self._sink.on_error(script.fail)
+            self._over()
             return
         for choice in sorted(self._open):
             delta = self._delta(choice)
@@ -136,6 +148,9 @@ class FakeOpenStream:
             self._sink.on_delta(delta)
         if self._open:
             self._schedule()
+        elif self._handle is not None:
+            self._handle = None
+            self._over()
 
     def _vector(self, vector: bytes) -> TokenDelta:
         self._outputs[0].append(0)
@@ -255,6 +270,10 @@ class FakeBackend:
     """What came with each."""
     explained: RoutingPreview | None = None
     """What `explain` answers."""
+    ended: list[EndedRequest] = field(default_factory=list)
+    """What was told of requests when their workers had no part in them any more."""
+    unplaced: list[EndedRequest] = field(default_factory=list)
+    """What was told of requests that no worker had."""
     streams: list[FakeOpenStream] = field(default_factory=list)
     """Everything that was opened."""
 
@@ -277,6 +296,7 @@ class FakeBackend:
         hints: Any = None,
         on_placed: Callable[[Any], None] = lambda placement: None,
         phases: Any = None,
+        ended: Callable[[], EndedRequest | None] = lambda: None,
     ) -> RequestHandle:
         if self.unready is not None:
             raise NotReady(self.unready, retry_after=1.0)
@@ -289,10 +309,18 @@ class FakeBackend:
             raise script.refuse
         if script.placement is not None:
             on_placed(script.placement)
-        stream = FakeOpenStream(request, sink, script)
+        stream = FakeOpenStream(request, sink, script, lambda: self._is_over(ended))
         self.streams.append(stream)
         stream.start()
         return stream
+
+    def note_ended(self, ended: EndedRequest) -> None:
+        self.unplaced.append(ended)
+
+    def _is_over(self, ended: Callable[[], EndedRequest | None]) -> None:
+        told = ended()
+        if told is not None:
+            self.ended.append(told)
 
     async def explain(
         self, request: GenerateRequest, hints: Any = None

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pdserve.errors import PdserveError
     from pdserve.frontend.dispatch.migration.migration_state import ReceivedTokens
     from pdserve.frontend.dispatch.worker_stream import RemoteSequence
+    from pdserve.messages.demand import EndedRequest
     from pdserve.messages.request import TokenDelta
     from pdserve.messages.routing import RouteDecision
     from pdserve.messages.worker_stream import MigrationHintReason
@@ -33,6 +34,8 @@ class _Owner(Protocol):
     def unwanted(self, attempt: Assignment, reason: MigrationHintReason) -> None: ...
 
     def fail(self, error: PdserveError) -> None: ...
+
+    def ended(self) -> EndedRequest | None: ...
 
 
 class Assignment:
@@ -97,3 +100,7 @@ class Assignment:
     def fail(self, error: PdserveError) -> None:
         """Ends the request, wherever it is."""
         self._owner.fail(error)
+
+    def ended(self) -> EndedRequest | None:
+        """How the client's request ended, once: afterwards, and while it goes on, None."""
+        return self._owner.ended()

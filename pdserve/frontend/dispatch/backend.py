@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.routing_hints import RoutingHints
     from pdserve.ids import NodeId, Seconds
     from pdserve.messages.card import ModelCard
+    from pdserve.messages.demand import EndedRequest
     from pdserve.messages.engine import EngineStats
     from pdserve.messages.request import GenerateRequest
     from pdserve.messages.routing import RoutingPreview
@@ -73,15 +74,22 @@ class Backend(Protocol):
         hints: RoutingHints,
         on_placed: Callable[[Placement], None],
         phases: PromptPhases | None = None,
+        ended: Callable[[], EndedRequest | None] = lambda: None,
     ) -> RequestHandle:
         """Dispatches the request, which may have to wait for room; tokens arrive at `sink`.
 
         `on_placed` is called before the first token, once for each worker that is asked to take the
-        request. `phases` records what the request goes through.
+        request. `phases` records what the request goes through. `ended` is asked when a worker's
+        part in the request has ended: how the client's request ended, or None if it goes on, or
+        this was told before.
 
         Errors: `NotReady`, `Draining`, `NoWorker`, `NoRouter`, `WorkerLost`, `Overloaded`,
         `DeadlineExceeded`. Cancellation: nothing stays open.
         """
+        ...
+
+    def note_ended(self, ended: EndedRequest) -> None:
+        """Counts a request that ended without a worker, for planners."""
         ...
 
     async def explain(

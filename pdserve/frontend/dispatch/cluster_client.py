@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.routing_hints import RoutingHints
     from pdserve.ids import NodeId, Seconds
     from pdserve.messages.card import ModelCard
+    from pdserve.messages.demand import EndedRequest
     from pdserve.messages.request import GenerateRequest, TokenDelta
     from pdserve.messages.routing import RoutingPreview
     from pdserve.observe.degraded import Degradations
@@ -100,12 +101,17 @@ class ClusterClient:
         hints: RoutingHints = NO_HINTS,
         on_placed: Callable[[Placement], None] = lambda placement: None,
         phases: PromptPhases | None = None,
+        ended: Callable[[], EndedRequest | None] = lambda: None,
     ) -> DispatchedRequest:
         """Dispatches the request; returns when a worker has accepted it. Errors and cancellation:
         as `Backend.open`."""
-        dispatched = DispatchedRequest(self, request, sink, hints, on_placed, phases)
+        dispatched = DispatchedRequest(self, request, sink, hints, on_placed, phases, ended)
         await dispatched.dispatch()
         return dispatched
+
+    def note_ended(self, ended: EndedRequest) -> None:
+        """As `RouterClient.note_ended`."""
+        self.routers.note_ended(ended)
 
     async def explain(
         self, request: GenerateRequest, hints: RoutingHints = NO_HINTS

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.dispatch.worker_streams import WorkerStreams
     from pdserve.frontend.routing_hints import RoutingHints
     from pdserve.ids import NodeId, Seconds
+    from pdserve.messages.demand import EndedRequest
     from pdserve.messages.request import GenerateRequest, TokenDelta
     from pdserve.messages.routing import RequestOutcome, RouteDecision
     from pdserve.messages.worker_stream import MigrationHintReason
@@ -143,6 +144,7 @@ class DispatchedRequest:
         "_task",
         "attempt",
         "attempts",
+        "ended",
         "hints",
         "phases",
         "received",
@@ -157,8 +159,11 @@ class DispatchedRequest:
         hints: RoutingHints,
         on_placed: Callable[[Placement], None],
         phases: PromptPhases | None = None,
+        ended: Callable[[], EndedRequest | None] = lambda: None,
     ) -> None:
+        """`ended`: as in `backend.Backend.open`."""
         self.request = request
+        self.ended = ended
         self.hints = hints
         self.attempts = 0
         """Number of router decisions so far."""

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.config import FrontendConfig
     from pdserve.frontend.dispatch.cluster_members import ClusterMembers
     from pdserve.ids import NodeId, Seconds
+    from pdserve.messages.demand import EndedRequest
     from pdserve.messages.routing import (
         RequestOutcome,
         RouteDecision,
@@ -68,6 +69,7 @@ _CATCH_UP: Final[Seconds] = 2.0
 _PAUSE: Final[Seconds] = 0.05
 """Seconds before a router that has just joined is asked again."""
 _LINK_TIMEOUT: Final[Seconds] = 3.0
+_NO_BOOKING: Final = 0
 
 _DECISIONS: Final = (RequestError, Overloaded)
 """Errors that are a router's decision about a request. For any other error another router is
@@ -90,6 +92,10 @@ class Booked(Protocol):
         """Ends the request."""
         ...
 
+    def ended(self) -> EndedRequest | None:
+        """How the client's request ended, once: afterwards, and while it goes on, None."""
+        ...
+
 
 class RouterBooking:
     """A router's decision, and the room that it keeps at the worker until `end`."""
@@ -110,7 +116,10 @@ class RouterBooking:
         """Tells the router how it ended. Idempotent."""
         if not self._ended:
             self._ended = True
-            self._client.release(self.router, self.decision.booking, outcome)
+            booking = self.decision.booking
+            request = self._client.booked.get(booking)
+            ended = None if request is None else request.ended()
+            self._client.release(self.router, booking, outcome, ended)
 
 
 class RouterClient:
@@ -167,6 +176,8 @@ class RouterClient:
                 search.start += now() - asked
                 self._check_behind(error, question, search)
                 search.behind.add(router)
+                if not isinstance(error, ModelNotFound):
+                    question = _asked_again(question)
             except _DECISIONS:
                 self._note_answer(router)
                 raise
@@ -178,6 +189,7 @@ class RouterClient:
                     # The time that a router held the request does not count as waiting for a
                     # router.
                     search.start += now() - asked
+                    question = _asked_again(question)
             else:
                 self._note_answer(router)
                 return RouterBooking(self, router, decision)
@@ -300,11 +312,23 @@ class RouterClient:
 
     # ------------------------------------------------------------------ bookings
 
-    def release(self, router: NodeId, booking: int, outcome: RequestOutcome) -> None:
-        """Tells the router how a booking ended; use `RouterBooking.end`."""
+    def note_ended(self, ended: EndedRequest) -> None:
+        """Tells a router how a request ended that has no booking. Any router may count it."""
+        if self._routers.order:
+            self.release(self._routers.order[0], _NO_BOOKING, "failed", ended)
+
+    def release(
+        self,
+        router: NodeId,
+        booking: int,
+        outcome: RequestOutcome,
+        ended: EndedRequest | None = None,
+    ) -> None:
+        """Tells the router how a booking ended; use `RouterBooking.end`. `ended`: the client's
+        request has ended with it."""
         self.booked.pop(booking, None)
         try:
-            self._node.ref(router).tell(RELEASE, ReleaseBooking(booking, outcome))
+            self._node.ref(router).tell(RELEASE, ReleaseBooking(booking, outcome, ended))
         except PdserveError as error:
             # A router that is gone has lost its bookings, or learns of the end from the worker.
             _log.debug("a release was not sent to %s: %s", router, error)
@@ -389,6 +413,11 @@ class RouterClient:
                 for task in [task for task, given_up in asking.items() if not given_up]:
                     asking[task] = True
                     task.cancel()
+
+
+def _asked_again(question: RouteRequest) -> RouteRequest:
+    """The question after a router may have counted it: the next one does not."""
+    return replace(question, asked=question.asked + 1)
 
 
 def aged(question: RouteRequest, seconds: Seconds) -> RouteRequest:

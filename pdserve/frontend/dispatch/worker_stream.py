@@ -89,7 +89,8 @@ class RemoteSequence:
         their output is dropped."""
         self.sink = sink
         self.on_over = on_over
-        """Called once when the request ends: finished, cancelled or failed."""
+        """Called once when the request ends: finished, cancelled or failed. The sink has been told
+        before."""
         self.on_moving = on_moving
         """Called when the worker asks to move the request."""
         self.handle: int | None = None
@@ -304,17 +305,20 @@ class WorkerStream:
     def _deliver(self, sequence: RemoteSequence, delta: TokenDelta) -> None:
         if sequence.past and delta.choice in sequence.past:
             return
+        over = False
         if delta.finish is not None:
             sequence.choices -= 1
-            if sequence.choices == 0:
+            over = sequence.choices == 0
+            if over:
                 (self._withdraw if sequence.past else self._forget)(sequence)
-                sequence.on_over("finished")
         try:
             sequence.sink.on_delta(delta)
         except Exception as error:
             _log.exception("a token sink raised; its request is dropped")
             self.cancel(sequence)
             self._tell(sequence, EngineError(f"{type(error).__name__} in the frontend"))
+        if over:  # only now does the sink know how the request ended
+            sequence.on_over("finished")
 
     def _reject(self, sequence: RemoteSequence, error: PdserveError) -> None:
         self._forget(sequence)
@@ -322,8 +326,8 @@ class WorkerStream:
             if not sequence.accepted.done():
                 sequence.accepted.set_exception(error)
             return
-        sequence.on_over("failed")
         self._tell(sequence, error)
+        sequence.on_over("failed")
 
     def _tell(self, sequence: RemoteSequence, error: PdserveError) -> None:
         try:

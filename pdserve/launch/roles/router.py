@@ -93,6 +93,7 @@ class RouterRole:
 def _sampled(service: RouterService) -> RouterSample:
     core, queues = service.core, service.prefill.states()
     numbers, index, ratios = core.numbers, core.index.counters, core.prediction()
+    demand = core.demand.totals()
     return RouterSample(
         decisions=dict(core.decisions),
         held=core.held,
@@ -118,6 +119,9 @@ def _sampled(service: RouterService) -> RouterSample:
         index_bytes=index["bytes"],
         approximate_workers=index["approximate_workers"],
         silent_routers=len(core.bookings.silent_peers),
+        arrivals={model: each.arrivals for model, each in demand.items()},
+        arrived_work={model: each.work for model, each in demand.items()},
+        kv_token_seconds={model: each.kv_token_seconds for model, each in demand.items()},
         prefill_items={model: queue.waiting for model, queue in queues.items()},
         prefill_tokens={model: queue.waiting_tokens for model, queue in queues.items()},
         prefill_claims={model: queue.claimed for model, queue in queues.items()},

@@ -67,13 +67,20 @@ class Topics:
         return tuple(name for _, name in self._published)
 
     def publish_state(
-        self, name: str, encode: Callable[[T], bytes], *, interval: Seconds = 0.0
+        self,
+        name: str,
+        encode: Callable[[T], bytes],
+        *,
+        interval: Seconds = 0.0,
+        on_subscribe: Callable[[], None] = lambda: None,
     ) -> StateTopic[T]:
         """Publish a value; each subscriber gets the latest one, at most once per `interval`.
+        `on_subscribe` is called for each new subscriber: the value may be made for those alone.
 
         Errors: `ValueError` if the name is taken.
         """
-        topic = StateTopic(self, name, StatePublisher(encode, interval=interval))
+        machine = StatePublisher(encode, interval=interval)
+        topic = StateTopic(self, name, machine, on_subscribe)
         return self._publish(STATE, topic)
 
     def publish_log(self, name: str, source: LogSource) -> LogTopic:
@@ -242,9 +249,16 @@ F = TypeVar("F", bound="Following")
 class StateTopic(Publication, Generic[T]):
     """A value that this node publishes."""
 
-    def __init__(self, topics: Topics, name: str, machine: StatePublisher[T]) -> None:
+    def __init__(
+        self,
+        topics: Topics,
+        name: str,
+        machine: StatePublisher[T],
+        on_subscribe: Callable[[], None],
+    ) -> None:
         super().__init__(topics, name)
         self._machine = machine
+        self._on_subscribe = on_subscribe
 
     def set(self, value: T) -> None:
         """Publish a new value; an equal one is ignored."""
@@ -257,6 +271,7 @@ class StateTopic(Publication, Generic[T]):
         return self._machine.value
 
     def feed(self, subscribe: Subscribe) -> _Feed:
+        self._on_subscribe()
         return self._machine.feed()
 
     def stats(self) -> dict[str, int]:
