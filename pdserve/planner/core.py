@@ -118,7 +118,7 @@ class PlannerCore:
             scene = self._scene(now, pool, pools[pool.model], seen, spent)
             log += self._plan(scene, seen, spent, degraded)
         for kind, reason in self._health.disabled().items():
-            degraded["planner_kind_failing"] = f"kind {kind} is not started any more: {reason}"
+            _add(degraded, "planner_kind_failing", f"kind {kind} is not started any more: {reason}")
         return PlannerOutput(
             tuple(self._plans[one.model] for one in owned),
             tuple(self._orders()),
@@ -249,7 +249,7 @@ class PlannerCore:
             scene, paused=seen.paused.get(model, ""), pin=seen.pins.get(model)
         )
         if decision.alarm:
-            degraded["planner_blind"] = f"{model}: {decision.alarm}"
+            _add(degraded, "planner_blind", f"{model}: {decision.alarm}")
         acts = bool(decision.steps or decision.withdrawn) and self._config.mode == "act"
         if acts and (unwanted := self._book.get(decision.withdrawn)) is not None:
             self._book.withdraw(scene.now, unwanted, decision.binding.words)
@@ -326,6 +326,11 @@ class PlannerCore:
         return Order(
             "begin" if begin else "end", one.record, one.model, self._term, one.number, instance
         )
+
+
+def _add(degraded: dict[str, str], name: str, text: str) -> None:
+    """One more reason for a degradation; other models and kinds may have theirs."""
+    degraded[name] = f"{degraded[name]}; {text}" if name in degraded else text
 
 
 _QUANTILES: Final = ("0.5", "0.9", "0.95")

@@ -42,18 +42,30 @@ def required_starts(scene: Scene) -> list[Step]:
     reason = f"at least {scene.floor} workers are to serve"
     if ending:
         reason = f"{', '.join(one.node for one in ending)} will be ended from outside"
-    modes = [one.mode for one in ending] + [_default_mode(scene)] * max(0, missing)
-    return start_steps(scene, modes[: max(0, missing)], reason, replacing=len(ending))
+    modes = _wanted_modes(scene, [one.mode for one in ending], max(0, missing))
+    return start_steps(scene, modes, reason, replacing=len(ending))
 
 
-def _default_mode(scene: Scene) -> str:
-    """The mode of a worker that any pool can use."""
-    coming = Counter(one.mode for one in scene.pool.coming)
-    mix = Counter(scene.pool.mix) + coming
-    for mode in STARTED_MODES:
-        if mode in scene.modes and valid_mix(mix + Counter((mode,))):
+def _wanted_modes(scene: Scene, first: list[str], count: int) -> list[str]:
+    """Modes of so many new workers: those of the workers that end, then such that each has
+    something to do."""
+    mix = Counter(scene.pool.mix) + Counter(one.mode for one in scene.pool.coming)
+    wanted = first[:count]
+    mix.update(wanted)
+    while len(wanted) < count:
+        wanted.append(_useful_mode(scene, mix))
+        mix[wanted[-1]] += 1
+    return wanted
+
+
+def _useful_mode(scene: Scene, mix: Mapping[str, int]) -> str:
+    """A mode that makes a pool in which every worker has something to do, or else one that takes
+    requests."""
+    allowed = [mode for mode in STARTED_MODES if mode in scene.modes]
+    for mode in allowed:
+        if valid_mix({**mix, mode: mix.get(mode, 0) + 1}):
             return mode
-    return next((mode for mode in STARTED_MODES if mode in scene.modes), "aggregated")
+    return next((mode for mode in allowed if mode != "prefill"), "aggregated")
 
 
 def start_steps(
