@@ -8,11 +8,16 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from pdserve.cli.main import main
 from pdserve.cli.simulate.report import ReplayProgress
+from pdserve.sim.tuning.replays import SliceReplays
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SMALL = (
     *("simulate", "--generate", "shared-prefix", "--generate-option", "requests=30"),
@@ -264,3 +269,78 @@ def test_progress_in_a_line() -> None:
     progress = ReplayProgress(10)
     assert progress.line(1.0).startswith("[..............................] 0/10 requests")
     assert ReplayProgress(0).line(0.0).startswith("[")
+
+
+TUNE = (
+    *("simulate", "--generate", "unique", "--generate-option", "requests=150", "--tune"),
+    *("--generate-option", "rate=12", "--generate-option", "output=40", "--block-size", "64"),
+    *("--kv-tokens", "200000", "--workers", "1", "--slo-ttft", "400ms", "--slo-itl", "20ms"),
+    *("--trials", "20", "--seeds", "1"),
+)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays that take no time: the more tokens a batch has, the better."""
+
+    def good(replays: SliceReplays, values: Sequence[float], slice_: int) -> list[float]:
+        return [min(1.0, 0.2 + values[-1] / 1e4)] * replays.seeds
+
+    monkeypatch.setattr(SliceReplays, "good", good)
+
+
+@pytest.mark.usefixtures("quick")
+def test_tuning_says_what_it_tried_and_what_came_of_it(tmp_path: Path, capsys) -> None:
+    pytest.importorskip("optuna")
+    path = tmp_path / "tune.json"
+    assert main([*TUNE, "--json", str(path)]) == 0
+    printed = capsys.readouterr()
+    assert "unique at 1x: 20 choices" in printed.out
+    made = json.loads(path.read_text())
+    assert set(made["settings"]) == {"hold-work", "max-batch-tokens"}
+    assert made["settings"]["max-batch-tokens"]["today"] == 2048
+    assert made["accepted"]
+    assert made["flags"].startswith("--max-batch-tokens=")
+    assert f"\nproposed: {made['flags']}\n" in printed.out
+    assert made["held_out"]["mean"] > 0.03
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_flags_set_is_not_tuned_unless_it_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    for flags, tuned in (
+        ((), {"hold-work"}),
+        (("--knobs", "max-batch-tokens"), {"max-batch-tokens"}),
+    ):
+        path = tmp_path / "tune.json"
+        assert main([*TUNE, "--max-batch-tokens=1024", *flags, "--json", str(path)]) == 0
+        assert set(json.loads(path.read_text())["settings"]) == tuned
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--plan"], "--plan and --tune are two questions"),
+        (["--knobs", "hold-wrok"], "did you mean hold-work?"),
+        (["--knobs", "disagg-min-tokens"], "it needs --prefill and --disagg rule"),
+        (["--trials", "0"], "--trials must be at least 1"),
+        (["--plot", "x.png"], "--plot has no effect beside --tune"),
+        (["--price", "2"], "--price has no effect without --plan"),
+        (["--max-batch-tokens", "512", "--router-option", "hold-work=0.2"], "flags set every"),
+    ],
+)
+def test_a_tuning_that_cannot_be_is_refused(flags: list[str], words: str, capsys) -> None:
+    pytest.importorskip("optuna")
+    assert main([*TUNE, *flags]) != 0
+    assert words in capsys.readouterr().err
+
+
+def test_flags_of_tuning_alone_are_refused_without_it(capsys) -> None:
+    assert main([*SMALL, "--trials", "9"]) != 0
+    assert "--trials has no effect without --tune" in capsys.readouterr().err
+
+
+def test_tuning_without_optuna_names_the_extra(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert main(list(TUNE)) != 0
+    assert "pip install 'pdserve[tune]'" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from pdserve.cli.outputs import check_writable, write
 from pdserve.cli.parser import Parser
 from pdserve.cli.simulate.report import ReplayProgress, cluster_text, engine_text, report
+from pdserve.cli.simulate.tune import TUNE_FLAGS, add_tune_flags, run_tune
 from pdserve.cli.slo_flags import add_slo_flags, slo_of
 from pdserve.errors import ConfigError
 from pdserve.launch import exit_codes
@@ -38,8 +39,7 @@ T = TypeVar("T")
 def run(arguments: list[str]) -> int:
     """Replays the trace, prints a table and writes the requested files."""
     parsed = _parser().parse(arguments)
-    if not parsed.plan:
-        _check_no_plan(arguments, parsed)
+    _check_modes(arguments, parsed)
     if not (parsed.plan or parsed.slo or parsed.slo_ttft or parsed.slo_itl):
         parsed.slo = _DEFAULT_SLO
     from pdserve.sim.replay.plot import check_library, draw
@@ -53,6 +53,8 @@ def run(arguments: list[str]) -> int:
     trace, shape = _trace(parsed), _shape(parsed)
     if parsed.plan:
         return _plan(parsed, config, trace, shape)
+    if parsed.tune:
+        return _tune(parsed, arguments, config, trace, shape)
     outputs = [Path(path) for path in (parsed.json, parsed.plot) if path]
     check_writable(outputs)
     total = _counted(transform_trace(trace, shape))
@@ -82,6 +84,7 @@ def _parser() -> Parser:
     _add_trace(parser.add_argument_group("trace: who asks, and when"))
     _add_cluster(parser.add_argument_group("cluster: who answers"))
     _add_plan(parser.add_argument_group("plan: how many workers, and in which modes"))
+    add_tune_flags(parser.add_argument_group("tune: which settings serve this trace better"))
     _add_handoffs(parser.add_argument_group("prefill and decode on different workers"))
     _add_engine(parser.add_argument_group("engine: how long it takes"))
     output = parser.add_argument_group("output")
@@ -93,9 +96,7 @@ def _parser() -> Parser:
     return parser
 
 
-_PLAN_FLAGS: Final = (
-    *("--good", "--modes", "--price", "--most-workers", "--seeds", "--processes"),
-)
+_PLAN_FLAGS: Final = (*("--good", "--modes", "--price", "--most-workers", "--processes"),)
 """Flags that only a plan reads."""
 _SLO_NAMES: Final = ("ttft", "itl")
 _DEFAULT_SLO: Final = "ttft=1000,cold=2"
@@ -194,7 +195,7 @@ def _add_plan(group: argparse._ArgumentGroup) -> None:
     )
     _number(group, "--price", 1.0, "Price of a worker and hour.")
     _count(group, "--most-workers", 256, "No larger cluster is tried.")
-    _count(group, "--seeds", 2, "The answer must keep the objective with so many seeds.")
+    _count(group, "--seeds", 2, "Replays of each cluster or choice, with other seeds.")
     _count(group, "--processes", 0, "Replays at once, at most the number of cores; 0: all cores.")
 
 
@@ -332,12 +333,29 @@ def _as_duration(text: str) -> Seconds:
     return _argument(units.parse_duration, text)
 
 
-def _check_no_plan(arguments: Sequence[str], parsed: argparse.Namespace) -> None:
+def _check_modes(arguments: Sequence[str], parsed: argparse.Namespace) -> None:
     """Refuses what would have no effect. Errors: `ConfigError`."""
     given = {word.partition("=")[0] for word in arguments}
-    for flag in _PLAN_FLAGS:
+    if parsed.plan and parsed.tune:
+        raise ConfigError("--plan and --tune are two questions: ask one after the other")
+    if not parsed.tune:
+        _refuse(given, TUNE_FLAGS, "--tune")
+    if not (parsed.plan or parsed.tune):
+        _refuse(given, ("--seeds",), "--plan or --tune")
+    if not parsed.plan:
+        _refuse(given, _PLAN_FLAGS, "--plan")
+        _check_no_shares(parsed)
+
+
+def _refuse(given: set[str], flags: Iterable[str], without: str) -> None:
+    for flag in flags:
         if flag in given:
-            raise ConfigError(f"{flag} has no effect without --plan: add --plan, or leave it out")
+            raise ConfigError(
+                f"{flag} has no effect without {without}: add {without}, or leave it out"
+            )
+
+
+def _check_no_shares(parsed: argparse.Namespace) -> None:
     for name, limit in slo_of(parsed, _SLO_NAMES, cold=True).limits.items():
         if limit.share is not None:
             raise ConfigError(
@@ -487,6 +505,22 @@ def _plan(
     }
     unknown = LengthTimes((1,), (0.0,))
     return run_plan(parsed, TrialPlan(config, trace, shape, _objective(parsed), unknown), title)
+
+
+def _tune(
+    parsed: argparse.Namespace,
+    arguments: Sequence[str],
+    config: ReplayConfig,
+    trace: Iterable[TraceRequest],
+    shape: TraceTransform,
+) -> int:
+    """Searches values of settings that keep the objective for more requests."""
+    from pdserve.sim.capacity.trial import TrialPlan
+    from pdserve.sim.replay.cold_ttft import LengthTimes
+
+    unknown = LengthTimes((1,), (0.0,))
+    plan = TrialPlan(config, trace, shape, _objective(parsed), unknown)
+    return run_tune(parsed, plan, arguments, _source(parsed))
 
 
 # ---------------------------------------------------------------- files

@@ -1,0 +1,1 @@
+"""Proposes values of settings by replays of a trace."""
