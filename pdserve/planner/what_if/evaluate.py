@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         ReplayedRequest,
     )
 
-__all__ = ["WhatIf"]
+__all__ = ["ReplayTally", "WhatIf"]
 
 _SEEDS: Final = 3
 _FULL: Final = 1.0
@@ -77,7 +77,7 @@ class WhatIf:
         """What the pool would do to the load. No requests: nothing is missed."""
         found = self._answers.get(pool)
         if found is None:
-            tallies = [self._replay(pool, seed) for seed in range(len(self._loads))]
+            tallies = [self.replay(pool, seed) for seed in range(len(self._loads))]
             found = self._answers[pool] = _merged(pool, tallies)
         return found
 
@@ -98,7 +98,8 @@ class WhatIf:
 
     # ------------------------------------------------------------------ one replay
 
-    def _replay(self, pool: CandidatePool, seed: int) -> _Tally:
+    def replay(self, pool: CandidatePool, seed: int) -> ReplayTally:
+        """Replay the load of one seed, and judge it."""
         requests = self._requests(pool, self._loads[seed])
         random = Random(f"what-if streams {seed}")
 
@@ -107,7 +108,7 @@ class WhatIf:
 
         replay = PoolReplay(pool, self._model, self._handoffs, requests, outputs)
         replay.run()
-        tally = _Tally(self._model, self._objective, pool, self._handoffs)
+        tally = ReplayTally(self._model, self._objective, pool, self._handoffs)
         for request in requests:
             if request.counts:
                 tally.add(request)
@@ -137,7 +138,7 @@ class WhatIf:
         ]
 
 
-class _Tally:
+class ReplayTally:
     """The requests of one replay, judged."""
 
     def __init__(
@@ -246,7 +247,7 @@ def _parts(request: ModelledRequest) -> dict[MissCause, Seconds]:
     return parts
 
 
-def _merged(pool: CandidatePool, tallies: Sequence[_Tally]) -> Outcome:
+def _merged(pool: CandidatePool, tallies: Sequence[ReplayTally]) -> Outcome:
     requests = sum(tally.requests for tally in tallies)
     unreachable = sum(tally.unreachable for tally in tallies)
     judged = max(1, requests - unreachable)
