@@ -163,12 +163,19 @@ def test_after_the_grace_it_is_killed_once(workers: Workers, processes: FakeProc
     workers.stop("a", 60.0, 0.0)
     workers.poll(9.9, {})
     assert processes.signals == [("TERM", 100)]
-    workers.stop("a", 0.0, 9.9)
     for now in (10.0, 10.5):
         workers.poll(now, {})
     assert processes.signals == [("TERM", 100), ("KILL", 100)]
     assert one(workers, "a", 10.5).state == "ended"
     assert "was killed" in one(workers, "a", 10.5).reason
+
+
+def test_a_repeat_shortens_the_grace(workers: Workers, processes: FakeProcesses) -> None:
+    workers.start(order("a"), 0.0)
+    workers.stop("a", 10.0, 0.0)
+    workers.stop("a", 1.0, 2.0)
+    workers.poll(3.0, {})
+    assert processes.signals == [("TERM", 100), ("KILL", 100)]
 
 
 def test_an_engine_that_outlives_its_worker_keeps_the_slot_until_it_is_killed(

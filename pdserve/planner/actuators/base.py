@@ -4,7 +4,7 @@ An actuator knows how processes begin and end in one environment: agents of host
 Kubernetes. It does not know why a worker is wanted, whether it serves well, or what a request is.
 The planner drains a worker before it has it stopped.
 
-What every actuator keeps, and a conformance suite checks:
+What every actuator keeps, and `testing.actuators.suite` checks:
 
 - A change id names at most one instance for ever. Asking again returns that instance as it is now,
   also one that has ended.
@@ -103,7 +103,8 @@ class Actuator(Protocol):
         not ended for more than about `KEEP_ENDED` seconds.
 
         An instance whose host does not answer has the state `unknown`: it may run. Only a process
-        that is known to be gone is `ended` or `failed`.
+        that is known to be gone is `ended` or `failed`. One that neither its host nor the cluster
+        has seen for long may leave the list.
 
         Errors: `ActuatorTransient`, `ActuatorDenied`: nothing is known now. That is not an empty
         list.
