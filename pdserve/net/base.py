@@ -13,7 +13,7 @@ of the calls, and a cancelled task cannot leave half a frame behind. Waiting is 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import asyncio
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = [
     "ByteNetwork",
     "IncomingCall",
+    "IncomingStream",
+    "ItemStream",
     "Link",
     "LinkDownReason",
     "LinkHandler",
@@ -34,6 +36,8 @@ __all__ = [
     "Network",
     "Peer",
     "Stream",
+    "StreamLink",
+    "StreamOpener",
     "StreamSink",
 ]
 
@@ -82,26 +86,33 @@ class LinkStats:
     """True if there is a bulk connection."""
 
 
-class Stream(Protocol):
-    """One stream of a link. Either side may end its half; the other half goes on."""
+class StreamLink(Protocol):
+    """What a stream says of its link."""
 
     @property
-    def link(self) -> Link: ...
+    def peer(self) -> Peer: ...
+
+    @property
+    def local(self) -> bool:
+        """True if the peer is in this process: items are records then, which belong to the reader
+        once they are sent. False: they are encoded."""
+        ...
+
+
+class ItemStream(Protocol):
+    """One stream of a link of either kind. Either side may end its half; the other half goes on."""
+
+    @property
+    def link(self) -> StreamLink: ...
 
     @property
     def sendable(self) -> bool:
         """True if `try_send` would be accepted now."""
         ...
 
-    def try_send(self, body: Buffer, *, last: bool = False) -> bool:
+    def try_send(self, body: Any, *, last: bool = False) -> bool:
         """Sends one item if the peer has granted credit; False: nothing was sent. Raises `LinkLost`
         (not sent) if this half has ended, `PayloadTooLarge`.
-        """
-        ...
-
-    async def send(self, body: Buffer, *, timeout: Seconds, last: bool = False) -> None:
-        """Sends one item as soon as there is credit. Raises `DeadlineExceeded` and what `try_send`
-        raises; then nothing was sent. Cancellation: nothing was sent.
         """
         ...
 
@@ -114,10 +125,20 @@ class Stream(Protocol):
         ...
 
 
+class Stream(ItemStream, Protocol):
+    """A stream to a node that may be in another process."""
+
+    async def send(self, body: Buffer, *, timeout: Seconds, last: bool = False) -> None:
+        """Sends one item as soon as there is credit. Raises `DeadlineExceeded` and what `try_send`
+        raises; then nothing was sent. Cancellation: nothing was sent.
+        """
+        ...
+
+
 class StreamSink(Protocol):
     """Reads a stream. Called on the event loop; must be quick and must not raise."""
 
-    def on_data(self, body: Buffer) -> None:
+    def on_data(self, body: Any) -> None:
         """Handles one item."""
         ...
 
@@ -197,14 +218,23 @@ class LinkHandler(Protocol):
         ...
 
 
-class IncomingStream(Stream, Protocol):
+class IncomingStream(ItemStream, Protocol):
     """A stream that the peer opened."""
 
     def accept(self, sink: StreamSink, *, window: int = 0) -> None:
         """Reads the stream with `sink`. `window` is the credit to grant (0: the peer sends
-        nothing). `hold`: items count as taken only by `consumed`. Raises `Overloaded` if no
-        credit is left.
+        nothing). Raises `Overloaded` if no credit is left.
         """
+        ...
+
+
+class StreamOpener(StreamLink, Protocol):
+    """A link of either kind, to open streams on."""
+
+    def open_stream(
+        self, method: int, body: Buffer, sink: StreamSink, *, window: int | None = None
+    ) -> ItemStream:
+        """As `Link.open_stream`, for streams on which both sides send."""
         ...
 
 
@@ -213,6 +243,11 @@ class Link(Protocol):
 
     @property
     def peer(self) -> Peer: ...
+
+    @property
+    def local(self) -> bool:
+        """As `StreamLink.local`."""
+        ...
 
     @property
     def down(self) -> LinkDownReason | None:

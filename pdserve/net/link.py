@@ -70,6 +70,8 @@ _RECHECK: Final[Seconds] = 0.02
 class PeerLink:
     """One authenticated connection to a peer; implements `net.base.Link`."""
 
+    local: Final = False
+
     def __init__(
         self,
         peer: Peer,

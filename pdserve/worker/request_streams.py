@@ -40,7 +40,7 @@ from pdserve.runtime.peers.handlers import accepts
 from pdserve.wire.codec import decoder, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
     from typing import Any
 
     from pdserve.engine.port import Handle, RequestEngine
@@ -262,6 +262,7 @@ class _FrontendStream:
 
     def __init__(self, owner: RequestStreams, stream: IncomingStream) -> None:
         self.peer = stream.link.peer
+        self._local = stream.link.local
         self.requests: dict[int, _Request] = {}
         self.deltas: list[TokenDelta] = []
         self.heavy: Bytes = 0
@@ -272,14 +273,14 @@ class _FrontendStream:
         self._accepted: list[tuple[int, int]] = []
         self._rejected: list[Rejected] = []
         self._moving: list[WorkerMigrationHint] = []
-        self._frames: deque[bytes] = deque()
+        self._frames: deque[Any] = deque()
         self._assembler = FragmentAssembler()
         self._over = False
         self._loop = asyncio.get_running_loop()
 
     # ------------------------------------------------------------------ from the frontend
 
-    def on_data(self, body: Buffer) -> None:
+    def on_data(self, body: Any) -> None:
         """Reads requests. Any failure has to end the requests: the link would only end the
         stream."""
         try:
@@ -291,8 +292,8 @@ class _FrontendStream:
             _log.exception("channel of %s", self.peer.node)
             self.cut(EngineError(f"{type(error).__name__} in the worker"))
 
-    def _take(self, body: Buffer) -> None:
-        message = _decode(body)
+    def _take(self, body: Any) -> None:
+        message: OpenRequest | AbortRequest | Fragment = body if self._local else _decode(body)
         if type(message) is Fragment:
             whole = self._assembler.take(message)
             if whole is None:
@@ -429,7 +430,7 @@ class _FrontendStream:
         if deltas or accepted or refused:
             self._pack(deltas, accepted, refused)
         if moving:  # few, and after the word that they were accepted
-            self._frames.extend(split_message(encode(OutputBatch(moving=moving))))
+            self._frames.extend(self._frames_of(OutputBatch(moving=moving)))
         return bool(self._frames)
 
     def _pack(
@@ -441,7 +442,7 @@ class _FrontendStream:
         """Packs output into as few messages as possible; a delta that fits none ends its
         request."""
         try:
-            self._frames.extend(split_message(encode(OutputBatch(deltas, accepted, refused))))
+            self._frames.extend(self._frames_of(OutputBatch(deltas, accepted, refused)))
         except PayloadTooLarge as error:
             half = len(deltas) // 2
             if half:
@@ -449,6 +450,11 @@ class _FrontendStream:
                 self._pack(deltas[half:], [], refused)
             else:
                 self._pack([self._too_large(deltas[0], error)], accepted, refused)
+
+    def _frames_of(self, batch: OutputBatch) -> Sequence[object]:
+        """The items that carry the batch; a frontend in this process gets it as it is. Errors:
+        `PayloadTooLarge`."""
+        return (batch,) if self._local else split_message(encode(batch))
 
     def _too_large(self, delta: TokenDelta, error: PayloadTooLarge) -> TokenDelta:
         _log.warning("a request ended: one of its deltas is too large to send: %s", error.message)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pdserve.messages.request import GenerateRequest, TokenDelta
     from pdserve.messages.routing import RequestOutcome
     from pdserve.messages.worker_stream import MigrationHintReason
-    from pdserve.net.base import Link, Stream
+    from pdserve.net.base import ItemStream, StreamOpener
     from pdserve.net.timers import Timers
     from pdserve.wire.parser import Buffer
 
@@ -60,6 +60,9 @@ _MOST_WAITING: Final[Bytes] = 64 << 20
 `Overloaded`. As much as one message may have: images make some requests large."""
 
 _decode: Callable[[Buffer], OutputBatch | Fragment] = decoder(cast("Any", OutputBatch | Fragment))
+_decode_request: Callable[[Buffer], OpenRequest | AbortRequest] = decoder(
+    cast("Any", OpenRequest | AbortRequest)
+)
 
 
 class RemoteSequence:
@@ -115,9 +118,10 @@ class RemoteSequence:
 
 
 class WorkerStream:
-    """One stream to a worker. The link must be up."""
+    """One stream to a worker. The link must be up. To a worker in the same process, messages travel
+    as they are."""
 
-    def __init__(self, link: Link, timers: Timers) -> None:
+    def __init__(self, link: StreamOpener, timers: Timers) -> None:
         """Opens the stream. Errors: `LinkLost` (with `sent` False), `Overloaded`."""
         self.worker: NodeId = link.peer.node
         self.link = link
@@ -132,11 +136,11 @@ class WorkerStream:
         self._by_number: dict[int, RemoteSequence] = {}
         self._by_handle: dict[int, RemoteSequence] = {}
         self._numbers = 0
-        self._frames: deque[bytes] = deque()
+        self._frames: deque[tuple[Any, Bytes]] = deque()
         self._waiting: Bytes = 0
         """Bytes in `_frames`."""
         self._assembler = FragmentAssembler()
-        self._stream: Stream = link.open_stream(WORKER_STREAM, b"", self, window=_WINDOW)
+        self._stream: ItemStream = link.open_stream(WORKER_STREAM, b"", self, window=_WINDOW)
 
     @property
     def requests(self) -> int:
@@ -168,7 +172,7 @@ class WorkerStream:
         self._numbers += 1
         accepted: asyncio.Future[None] = self._create_future()
         sequence = RemoteSequence(self, self._numbers, request, sink, on_over, on_moving, accepted)
-        self._post(self._encode(OpenRequest(sequence.number, booking, request)))
+        self._post(OpenRequest(sequence.number, booking, request))
         self._by_number[sequence.number] = sequence
         timers = self._timers
         timers.add(sequence, timers.now() + timeout)
@@ -206,7 +210,7 @@ class WorkerStream:
             return False
         if self.over is None:
             try:
-                self._post(self._encode(AbortRequest(sequence.number)), always=True)
+                self._post(AbortRequest(sequence.number), always=True)
             except PdserveError as error:
                 # The stream has ended, and with it every request that it carried.
                 _log.debug("an abort was not sent to %s: %s", self.worker, error)
@@ -228,22 +232,27 @@ class WorkerStream:
 
     # ------------------------------------------------------------------ to the worker
 
-    def _post(self, body: bytes, *, always: bool = False) -> None:
+    def _post(self, message: OpenRequest | AbortRequest, *, always: bool = False) -> None:
         """Sends a message. `always`: even if too much waits already. Errors: `Overloaded`,
         `PayloadTooLarge`, `LinkLost`."""
-        if not self._frames and len(body) <= FRAGMENT_BYTES and self._stream.try_send(body):
+        body = self._encode(message)
+        size, local = len(body), self.link.local
+        # The worker gets a copy: the request's lists stay those of this node.
+        whole: Any = _decode_request(body) if local else body
+        small = local or size <= FRAGMENT_BYTES
+        if not self._frames and small and self._stream.try_send(whole):
             return
-        if self._frames and self._waiting + len(body) > _MOST_WAITING and not always:
+        if self._frames and self._waiting + size > _MOST_WAITING and not always:
             raise Overloaded(f"worker {self.worker} reads requests too slowly", retry_after=1.0)
-        for frame in split_message(body):
-            self._frames.append(frame)
+        for frame in (body,) if local else split_message(body):
+            self._frames.append((whole if local else frame, len(frame)))
             self._waiting += len(frame)
         self._flush()
 
     def _flush(self) -> None:
         frames = self._frames
-        while frames and self._stream.try_send(frames[0]):
-            self._waiting -= len(frames.popleft())
+        while frames and self._stream.try_send(frames[0][0]):
+            self._waiting -= frames.popleft()[1]
 
     def on_unblocked(self) -> None:
         if self.over is None:
@@ -255,7 +264,7 @@ class WorkerStream:
 
     # ------------------------------------------------------------------ from the worker
 
-    def on_data(self, body: Buffer) -> None:
+    def on_data(self, body: Any) -> None:
         """Reads the worker's output. Any failure has to end the requests: the link would only end
         the stream."""
         try:
@@ -267,8 +276,8 @@ class WorkerStream:
             _log.exception("stream to worker %s", self.worker)
             self.close(WorkerLost(f"the stream to worker {self.worker} has failed"))
 
-    def _take(self, body: Buffer) -> None:
-        message = _decode(body)
+    def _take(self, body: Any) -> None:
+        message: OutputBatch | Fragment = body if self.link.local else _decode(body)
         if type(message) is Fragment:
             whole = self._assembler.take(message)
             if whole is None:

@@ -1,5 +1,7 @@
 """Owns a frontend's streams to workers: one per worker for new requests, older ones until they end.
 
+The stream to a worker in the same process uses its local link.
+
 A link may be replaced while requests run on it: they stay on their stream, and new ones get one on
 the new link. When a worker is gone, its streams end, and with them the requests on them.
 """
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
     from pdserve.errors import PdserveError
     from pdserve.ids import NodeId, NodeLife, Seconds
-    from pdserve.net.base import Link
+    from pdserve.net.base import StreamOpener
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import MemberEvent
 
@@ -51,6 +53,9 @@ class WorkerStreams:
         Errors: those of the dial; `DialTimeout` after 3 s.
         """
         worker, epoch = life
+        local = self._node.local_link(worker)
+        if local is not None and local.peer.epoch == epoch:
+            return self._on(local)
         link = self._node.link_nowait(worker)
         if link is not None and link.peer.epoch < epoch:
             # This end has not noticed yet that the older life is over.
@@ -64,12 +69,16 @@ class WorkerStreams:
                 raise DialTimeout(error.message) from None
         if link.peer.epoch != epoch:
             return None
-        stream = self.newest.get(worker)
+        return self._on(link)
+
+    def _on(self, link: StreamOpener) -> WorkerStream:
+        """The stream on this link."""
+        stream = self.newest.get(link.peer.node)
         if stream is not None and stream.link is link and stream.over is None:
             return stream
         return self._make(link)
 
-    def _make(self, link: Link) -> WorkerStream:
+    def _make(self, link: StreamOpener) -> WorkerStream:
         """Opens a stream on this link for new requests; the old stream, if any, ends with its last
         request."""
         worker = link.peer.node

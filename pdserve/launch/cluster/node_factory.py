@@ -64,7 +64,7 @@ class NodeFactory:
         self._host = socket.gethostname().partition(".")[0] or "localhost"
         self._world = MemoryWorld(random.Random()) if private else None
         self._settings = NetSettings()
-        self._neighbours = Neighbours()
+        self._neighbours = Neighbours(time.perf_counter)
         self._environ = environ
         self._tls: Certificates | None = None
         self.keys: KeyFile | None = None

@@ -1,23 +1,23 @@
-"""Passes requests and one-way messages between nodes of one process, without a connection.
+"""Passes requests, one-way messages and streams between nodes of one process, without a connection.
 
     Neighbours   the nodes of one process
-    LocalLink    one node's way to ask and tell another one
+    LocalLink    one node's way to ask and tell another one, and to open streams to it
 
 To both nodes a local link is like a link: messages arrive in order, after the code that sent them
 has run; each request has one answer, error or deadline; a caller that gives up cancels the work.
-When a life of either node ends, requests under way fail with `LinkLost`.
+When a life of either node ends, requests and streams under way fail with `LinkLost`.
 
 Records that cannot change are passed as they are (`wire.type_check.is_immutable`). Others are
-encoded and decoded, so that no two nodes share what one of them may change. Streams use links
-(`net.link`): nodes of one process have those, too.
+encoded and decoded, so that no two nodes share what one of them may change. Items of streams are
+passed as they are, and belong to the reader (`local_stream`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
@@ -29,6 +29,7 @@ from pdserve.ids import NodeLife, Seconds
 from pdserve.net.base import Peer
 from pdserve.net.lazy_deadline import LazyDeadline
 from pdserve.net.timers import Timers
+from pdserve.runtime.peers.local_stream import LocalLane, LocalStream
 from pdserve.wire.codec import Method, encode
 from pdserve.wire.error_codec import error_of, failure_of
 from pdserve.wire.handshake import Versions
@@ -37,9 +38,10 @@ from pdserve.wire.type_check import is_immutable
 
 if TYPE_CHECKING:
     from pdserve.ids import Epoch, NodeId
-    from pdserve.net.base import IncomingCall
+    from pdserve.net.base import IncomingCall, IncomingStream, StreamSink
     from pdserve.runtime.peers.handlers import ActorTable
     from pdserve.wire.codec import Notice
+    from pdserve.wire.parser import Buffer
 
 __all__ = ["LocalCall", "LocalLink", "LocalNode", "Neighbours"]
 
@@ -50,6 +52,8 @@ R = TypeVar("R")
 
 _MOST: Final = Limits().pending
 """Most requests under way on a local link."""
+_MOST_STREAMS: Final = Limits().streams
+"""Most streams of a local link."""
 _MOST_WAITING: Final = 1 << 16
 """Most messages that wait for the end of a turn. A link holds megabytes of them: when a worker
 dies, a frontend ends and repeats thousands of requests in one turn."""
@@ -73,11 +77,20 @@ class LocalNode(Protocol):
 
     def on_request(self, call: IncomingCall) -> None: ...
 
+    def on_stream(self, stream: IncomingStream, method: int, body: Buffer) -> None: ...
+
+
+def _still() -> Seconds:
+    return 0.0
+
 
 class Neighbours:
     """The nodes of one process that take part in the cluster, and the local links between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], Seconds] = _still) -> None:
+        """`clock` measures how long messages occupy a turn of the event loop; with the default one,
+        a turn takes all of them, as virtual time wants it."""
+        self._clock = clock
         self._nodes: dict[NodeId, LocalNode] = {}
         self._links: dict[tuple[NodeId, NodeId], LocalLink] = {}
         """By the node that asks and the node that is asked."""
@@ -106,7 +119,7 @@ class Neighbours:
         if found is None and target != source.id:
             node = self._nodes.get(target)
             if node is not None:
-                found = self._links[pair] = LocalLink(source, node)
+                found = self._links[pair] = LocalLink(source, node, self._clock)
         return found
 
 
@@ -182,9 +195,11 @@ class LocalCall(msgspec.Struct, eq=False):
 
 
 class LocalLink:
-    """How `source` asks and tells `target`, for one life of each."""
+    """How `source` asks and tells `target`, and opens streams to it, for one life of each."""
 
-    def __init__(self, source: LocalNode, target: LocalNode) -> None:
+    local: Final = True
+
+    def __init__(self, source: LocalNode, target: LocalNode, clock: Callable[[], Seconds]) -> None:
         self.source = _peer(source)
         self.peer = _peer(target)
         """The node that is asked."""
@@ -197,8 +212,10 @@ class LocalLink:
         loop = asyncio.get_running_loop()
         self._create_future = loop.create_future
         self._count = 0
-        self._waiting: deque[Callable[[], None]] = deque()
-        """What arrives at the end of this turn of the event loop."""
+        self.streams: dict[LocalStream, LocalStream] = {}
+        """Open streams: the end of the node that asks, and the other one."""
+        lanes = [LocalLane(source.call_soon, clock) for _ in range(3)]
+        self._lane, self._there, self._back = lanes
         # The node's own timers end before its last tasks have asked what they ask at their end.
         self._timers = Timers(loop)
         self._due = LazyDeadline(self._timers, self._expire)
@@ -230,13 +247,40 @@ class LocalLink:
         self._put(partial(self._hear, notice.id, message))
 
     def end(self, why: str) -> None:
-        """Ends all requests: those that have not arrived as not sent."""
+        """Ends all requests: those that have not arrived as not sent. Streams end after what was
+        sent on them."""
+        self._there.drain()
+        self._back.drain()
         self.over = why
+        for pair in tuple(self.streams.items()):
+            for end in pair:
+                end.lose(LinkLost(why))
+        self.streams.clear()
         self._timers.close()
         for call in tuple(self.calls.values()):
             if not call.future.done():
                 call.future.set_exception(LinkLost(why, sent=call.arrived))
             call.cancelled()
+
+    def open_stream(
+        self, method: int, body: Buffer, sink: StreamSink, *, window: int | None = None
+    ) -> LocalStream:
+        """Opens a stream, as `net.base.Link.open_stream`. Errors: `LinkLost` (not sent),
+        `Overloaded`."""
+        if self.over:
+            raise LinkLost(self.over, sent=False)
+        if len(self.streams) >= _MOST_STREAMS:
+            raise Overloaded(f"{len(self.streams)} streams are open to {self.peer.node}")
+        ours = LocalStream(self, self._there, self._sink_failed)
+        theirs = LocalStream(_Back(self.source), self._back, self._sink_failed)
+
+        def over() -> None:
+            self.streams.pop(ours, None)
+
+        LocalStream.join(ours, theirs, sink, reads=window != 0, over=over)
+        self.streams[ours] = theirs
+        self._there.put(partial(self._opened, theirs, method, body))
+        return ours
 
     def _ask(self, method: Method[Q, R], message: Q, deadline: Seconds) -> LocalCall:
         if len(self.calls) >= _MOST:
@@ -254,22 +298,14 @@ class LocalLink:
     # ------------------------------------------------------------------ arrivals
 
     def _put(self, arrival: Callable[[], None]) -> None:
-        """Passes a message on at the end of this turn, after those before it."""
+        """Passes a message on in a later turn, after those before it."""
         if self.over:
             raise LinkLost(self.over, sent=False)
-        if len(self._waiting) >= _MOST_WAITING:
+        if len(self._lane) >= _MOST_WAITING:
             raise Overloaded(
                 f"{_MOST_WAITING} messages to {self.peer.node} wait for the event loop"
             )
-        if not self._waiting:
-            self._node.call_soon(self._deliver)
-        self._waiting.append(arrival)
-
-    def _deliver(self) -> None:
-        """Passes on what was sent until now; what this sends arrives in the next turn."""
-        waiting, self._waiting = self._waiting, deque()
-        while waiting:
-            waiting.popleft()()
+        self._lane.put(arrival)
 
     def _serve(self, call: LocalCall) -> None:
         if call.done:
@@ -290,6 +326,18 @@ class LocalLink:
         except Exception:
             _log.exception("a one-way message of method %d to %s", number, self.peer.node)
 
+    def _opened(self, stream: LocalStream, method: int, body: Buffer) -> None:
+        try:
+            self._target.on_stream(stream, method, body)
+        except Exception as error:
+            self._sink_failed(stream, error)
+
+    def _sink_failed(self, stream: LocalStream, error: Exception) -> None:
+        """Handles an exception of a sink: ends its stream only."""
+        if not isinstance(error, PdserveError):
+            _log.error("the reader of a local stream failed", exc_info=error)
+        stream.abort(error)
+
     def _expire(self, now: Seconds) -> Seconds:
         """Ends requests that are past their deadlines; returns the earliest one left."""
         earliest = inf
@@ -301,6 +349,14 @@ class LocalLink:
                 call.future.set_exception(DeadlineExceeded("the peer did not answer in time"))
             call.cancelled()
         return earliest
+
+
+@dataclass(frozen=True, slots=True)
+class _Back:
+    """The link of a stream, at the node that did not open it."""
+
+    peer: Peer
+    local: bool = True
 
 
 def _peer(node: LocalNode) -> Peer:

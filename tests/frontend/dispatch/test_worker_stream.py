@@ -32,6 +32,7 @@ from pdserve.messages.worker_stream import (
     WorkerMigrationHint,
     split_message,
 )
+from pdserve.net.link_stream import LinkStream
 from pdserve.net.settings import NetSettings
 from pdserve.token_ids import token_ids
 from pdserve.wire.codec import PACKED_IDS, decoder, encode
@@ -87,7 +88,7 @@ class World:
 
     def __init__(self, nodes: Two) -> None:
         self.nodes = nodes
-        self.stream: IncomingStream
+        self.stream: LinkStream
         self.reader = RecordingStreamSink()
         self.window = 64 * 1024
         nodes.at_b.on_stream_hook = self._opened
@@ -97,6 +98,7 @@ class World:
 
     def _opened(self, stream: IncomingStream, method: int, body: Buffer) -> None:
         assert method == WORKER_STREAM
+        assert isinstance(stream, LinkStream)
         self.stream = stream
         stream.accept(self.reader, window=self.window)
 
