@@ -31,7 +31,7 @@ __all__ = ["Loads", "Shrunk", "hardened", "removable", "shrink", "surplus_start"
 _AROUND: Final = 2
 """Workers of each mode by which a mix may differ from the present one."""
 _TRIES: Final = 12
-"""Most mixes that are judged at one slow tick, under two loads each."""
+"""Most mixes that are judged at one slow tick; each is a replay."""
 
 
 class Loads(NamedTuple):
@@ -168,18 +168,13 @@ def _candidate(scene: Scene, mix: Mix, present: Mix) -> PoolCandidate:
 def judged(
     scene: Scene, loads: Loads, candidate: PoolCandidate, size: int
 ) -> tuple[PoolOutcome, Binding | None]:
-    """The worse outcome under both loads, and which limit it breaks. The cache of fewer workers
-    holds less of the prompts."""
-    kept = size / max(1, len(scene.pool.serving))
-    worst: PoolOutcome | None = None
-    for name, load in (("peak", loads.peak), ("ahead", loads.ahead)):
-        smaller = load._replace(cached=min(1.0, kept))
-        outcome = scene.predict(smaller, [candidate])[0]
-        if (why := _breaks(scene, outcome, load, name, size)) is not None:
-            return outcome, why
-        worst = outcome if worst is None or outcome.miss > worst.miss else worst
-    assert worst is not None
-    return worst, None
+    """The outcome under the higher of both loads, and which limit it breaks. The cache of fewer
+    workers holds less of the prompts."""
+    higher = loads.ahead.work > loads.peak.work
+    name, load = ("ahead", loads.ahead) if higher else ("peak", loads.peak)
+    kept = min(1.0, size / max(1, len(scene.pool.serving)))
+    outcome = scene.predict(load._replace(cached=kept), [candidate])[0]
+    return outcome, _breaks(scene, outcome, load, name, size)
 
 
 def _breaks(scene: Scene, outcome: PoolOutcome, load: Load, name: str, size: int) -> Binding | None:
