@@ -21,7 +21,7 @@ from pdserve.planner.rules.scene import STARTED_MODES, slot_of
 from pdserve.planner.rules.switches import keeps_room, switches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pdserve.planner.outlook import Load, PoolOutcome
     from pdserve.planner.pool import Worker
@@ -162,9 +162,9 @@ def _started(scene: Scene, load: Load, now: _Try) -> Raised:
     """The fewest new workers that are enough. Starts that are under way and not counted as
     capacity yet are taken off: waiting for them is no reason to ask for more."""
     observed = scene.demand.missed if scene.demand is not None else {}
-    modes = helpful_modes(
-        tuple(mode for mode in STARTED_MODES if mode in scene.modes), observed, now.outcome.causes
-    )
+    modes: tuple[str, ...] = tuple(mode for mode in STARTED_MODES if mode in scene.modes)
+    if sum(observed.values()) >= _BETTER_KNOWN:
+        modes = helpful_modes(modes, observed, {})
     uncounted = _uncounted(scene)
     kinds = scene.startable()
     most = len(kinds) + uncounted
@@ -190,17 +190,31 @@ def _fewest(
     if len(modes) == 1 and most > 0:
         return _fewest_alike(scene, load, now, modes[0], most)
     added: list[str] = []
-    best, tries = now, 0
-    while modes and len(added) < most and not _fits(scene, best.outcome) and tries < _TRIES:
-        tried = [_with(best.candidate, mode, 1) for mode in modes]
+    last, tries = now, 0
+    enough, best = 0, now
+    while modes and len(added) < most and not _fits(scene, last.outcome) and tries < _TRIES:
+        # Each worker moves the bottleneck, so what helps next follows from what is missed now.
+        useful = helpful_modes(modes, {}, last.outcome.causes) if added else modes
+        tried = [_with(last.candidate, mode, 1) for mode in useful]
         outcomes = scene.predict(load, tried)
-        at = min(range(len(modes)), key=lambda index: outcomes[index].miss)
-        tries += len(modes)
-        if added and outcomes[at].miss >= best.outcome.miss:
-            break  # more of them do not help
-        added.append(modes[at])
-        best = _Try((), tried[at], outcomes[at])
-    return added, best.outcome
+        at = _most_helpful(last.outcome, useful, outcomes)
+        tries += len(useful)
+        added.append(useful[at])
+        last = _Try((), tried[at], outcomes[at])
+        if last.outcome.miss < best.outcome.miss:
+            enough, best = len(added), last
+        elif len(added) - enough > len(modes):
+            break  # where two modes are full, one more of each helps, but not one more of either
+    return added[:enough], best.outcome
+
+
+def _most_helpful(now: PoolOutcome, modes: Sequence[str], outcomes: Sequence[PoolOutcome]) -> int:
+    """The mode whose new worker lets the fewest requests miss; of equal ones the fullest."""
+
+    def rank(at: int) -> tuple[float, float]:
+        return round(outcomes[at].miss, 2), -now.utilisation.get(modes[at], 0.0)
+
+    return min(range(len(modes)), key=rank)
 
 
 def _fewest_alike(

@@ -36,6 +36,17 @@ def test_the_fewest_that_are_enough(needed):
     assert len(actions(bench.last)) == needed
 
 
+@pytest.mark.parametrize(("work", "each"), [(3.4, 1), (5.2, 2), (7.0, 3)])
+def test_prefill_and_decode_workers_are_added_in_turn(work, each):
+    """Both modes are full, so one more of either does not help before one of the other comes."""
+    bench = Bench(config(pool(modes=("prefill", "decode"), max=16)))
+    bench.see(worker(1, "prefill"), worker(2, "decode"))
+    bench.load(work)
+    bench.until(10)
+    started = sorted(order.change.mode for order in bench.last.orders)
+    assert started == ["decode"] * each + ["prefill"] * each
+
+
 def test_workers_that_do_not_help_are_not_bought():
     class Hopeless:
         def judge(self, traffic, objectives, load, candidates):
