@@ -185,3 +185,29 @@ def test_what_routers_see_sinks_with_time():
     assert model.wait(0.0) == pytest.approx(request.price)
     assert model.wait(0.1) == pytest.approx(request.price - 0.1)
     assert model.wait(9.0) == pytest.approx(0.1 * request.price)
+
+
+def test_streams_share_the_step_of_a_prompt():
+    """Each of 100 streams has a token in the same matrix products, and its KV is read."""
+    model = engine()
+    model.resume(100, 20_000.0, [500] * 100)
+    request = ModelledRequest(0.0, 1500, 0, 1)
+    run(model, [request])
+    step = MODEL.prefill(1500) + 100 * MODEL.per_token + 101 * MODEL.step_sequence
+    expected = MODEL.step(100, 20_000) + step + 20_100 * MODEL.step_token
+    assert request.computed == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_a_reservation_gives_back_is_used_at_once():
+    model = engine(kv_tokens=3000)
+    model.resume(1, 100.0, [2000])
+    model.held = 2500.0
+    request = ModelledRequest(0.0, 1000, 0, 1)
+    request.asked = 0.0
+    model.offer(request, 0.0)
+    while model.due < 0.5:
+        model.wake(model.due)
+    assert request.begun < 0
+    model.give_back(2500.0, 0.5)
+    model.wake(model.due)
+    assert 0.5 <= request.begun < 0.51
