@@ -7,16 +7,16 @@ import re
 import tomllib
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
-
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    import msgspec
+
 __all__ = ["TomlPlaces", "nearest", "read_table", "read_toml", "readable"]
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T", bound="msgspec.Struct")
 
 
 def read_toml(data: bytes, source: str) -> dict[str, Any]:
@@ -52,6 +52,8 @@ def read_table(table: object, record: type[T], place: str) -> T:
     Errors: `ConfigError` for a name that the record lacks, with the nearest one that it has, for a
     missing name and for a wrong type.
     """
+    import msgspec  # heavy, and most commands read no table
+
     if not isinstance(table, dict):
         raise ConfigError(f"{place}: must be a table")
     known = [field.encode_name for field in msgspec.structs.fields(record)]
@@ -60,7 +62,8 @@ def read_table(table: object, record: type[T], place: str) -> T:
             hint = nearest(name, known)
             raise ConfigError(f"{place}: {readable(name)!r} is unknown; {hint}", param=name)
     try:
-        return msgspec.convert(table, record)
+        converted: T = msgspec.convert(table, record)
+        return converted
     except msgspec.ValidationError as error:
         raise ConfigError(f"{place}: {readable(str(error))}") from None
 

@@ -41,6 +41,7 @@ ASYNCIO = {
     "pdserve/cli/tier/command.py": "some questions to workers, on a loop of its own",
     "pdserve/cli/drain.py": "asks again until nodes have gone",
     "pdserve/cli/mode.py": "asks again until a worker has changed",
+    "pdserve/cli/planner.py": "some questions to planners, on a loop of its own",
     "pdserve/cli/status.py": "one question to the cluster, on a loop of its own",
     "pdserve/cli/top.py": "the same once a second, and keys in between",
     "pdserve/cli/trace.py": "asks once, or once a second for a while",

@@ -28,6 +28,7 @@ COMMANDS = {
     "trace": ("pdserve.cli.trace", "where the time of requests went, phase by phase"),
     "disagg": ("pdserve.cli.disagg", "how decode workers choose where prompts are computed"),
     "mode": ("pdserve.cli.mode", "change what a worker does, while it serves"),
+    "planner": ("pdserve.cli.planner", "what the planner decides and why; pause it, pin workers"),
     "drain": ("pdserve.cli.drain", "take nodes away without losing a request"),
     "tier": ("pdserve.cli.tier.command", "what KV tiers hold; check, empty and warm them"),
     "simulate": (

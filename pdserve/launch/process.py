@@ -297,6 +297,10 @@ class ServerProcess:
             return AgentRole(self._context, node)
         if role == "worker":
             return self._make_worker(node, self._config.worker, 0)
+        if role == "planner":
+            from pdserve.launch.roles.planner import PlannerRole
+
+            return PlannerRole(self._context, node)
         from pdserve.launch.roles.frontend import FrontendRole
 
         own = [part.node.id for part in self._parts if part.node.config.role == "router"]

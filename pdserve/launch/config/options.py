@@ -49,8 +49,7 @@ GROUPS = {
     "process": "role, configuration, shutdown",
 }
 
-ROLES = ("all-in-one", "frontend", "router", "worker", "agent")
-UNBUILT_ROLES = ("planner",)
+ROLES = ("all-in-one", "frontend", "router", "worker", "planner", "agent")
 METRIC_NAMES = ("pdserve", "vllm", "both")
 """Those of `observe.scrapes.METRIC_NAMES`, which is too heavy to import for a help text."""
 
@@ -100,12 +99,6 @@ def _choice(*allowed: str) -> Callable[[str], str]:
         return text
 
     return parse
-
-
-def _role(text: str) -> str:
-    if text in UNBUILT_ROLES:
-        raise ValueError(f"role {text!r} is not built yet: use one of {', '.join(ROLES)}")
-    return _choice(*ROLES)(text)
 
 
 def _auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -1169,9 +1162,35 @@ OPTIONS: tuple[Option, ...] = (
         "role",
         "process.role",
         "process",
-        "What this process does: all-in-one, frontend, router, worker or agent.",
+        "What this process does: all-in-one, frontend, router, worker, planner or agent.",
         "ROLE",
-        _role,
+        _choice(*ROLES),
+    ),
+    Option(
+        "planner",
+        "process.planner",
+        "process",
+        "What a planner does: off, advise (it logs and shows plans) or act (it carries them out).",
+        "MODE",
+        _choice("off", "advise", "act"),
+    ),
+    Option(
+        "planner-file",
+        "process.planner_file",
+        "process",
+        "TOML file with a planner's models, objectives and ways to start workers.",
+        "FILE",
+        _optional(_path),
+        unset="none",
+    ),
+    Option(
+        "planner-log",
+        "process.planner_log",
+        "process",
+        "File for a planner's decisions, one line each, besides its log.",
+        "FILE",
+        _optional(_path),
+        unset="none",
     ),
     Option(
         "config",

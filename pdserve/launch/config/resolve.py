@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from pdserve.observe.logs import LogFormat
     from pdserve.observe.scrapes import MetricNames
+    from pdserve.planner.config import PlannerMode
     from pdserve.tracing.export.otel_env import OtelSettings
 
 PREFIX = "PDSERVE_"
@@ -53,7 +54,8 @@ class ProcessConfig:
     """Settings of the process as a whole."""
 
     role: str = "all-in-one"
-    """`frontend`, `router`, `worker` or `agent`; `all-in-one` is one process with one of each."""
+    """`frontend`, `router`, `worker`, `planner` or `agent`; `all-in-one` is one process with one of
+    each of the first three."""
     config: Path | None = None
     """The configuration file that was read, if one was."""
     metrics_port: int | None = None
@@ -71,6 +73,12 @@ class ProcessConfig:
     """Each frontend process has a router of its own, besides what its role says."""
     log_format: LogFormat = "text"
     log_level: str = "info"
+    planner: PlannerMode = "off"
+    """What a planner does with its plans: nothing by itself until an operator says so."""
+    planner_file: Path | None = None
+    """Its models and objectives; a planner does not start without."""
+    planner_log: Path | None = None
+    """A file for its decisions; None: only its log has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,12 +184,14 @@ def unused_flags(config: Config) -> list[str]:
     if role == "agent":
         roles = ("agent", "worker")  # it passes a worker's options on
     if role == "all-in-one":
-        return []
+        given = config.sources.items()
+        return sorted(s for name, s in given if name.startswith("planner") and s.startswith("--"))
     found = []
     for name, source in config.sources.items():
         owner = BY_NAME[name].target.partition(".")[0]
         idle = owner in _ROLES and owner not in roles and name not in _FOR_ALL
         idle |= name == "aggregated" or (name in _FRONTENDS and role != "frontend")
+        idle |= name.startswith("planner") and role != "planner"
         if source.startswith("--") and idle:
             found.append(source)
     return sorted(found)

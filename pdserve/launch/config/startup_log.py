@@ -83,7 +83,7 @@ def warn_about_config(config: Config, address: str) -> None:
         _log.warning(
             "--mode=%s has no effect without --role=worker: all in one runs its own workers", mode
         )
-    if role in ("frontend", "worker") and not config.cluster.join:
+    if role in ("frontend", "worker", "planner") and not config.cluster.join:
         _log.warning("there is no --join: this %s waits for others, at %s", role, address)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 from msgspec.structs import replace
 
 from pdserve.errors import (
@@ -26,17 +27,35 @@ from pdserve.messages.planner import Kind
 from pdserve.planner.actuators.base import DEADLINE, check_order, within
 from pdserve.runtime.peers.peer_ref import ask_all
 from pdserve.runtime.rpc_methods import AGENT_REPORT, START_WORKER, STOP_WORKER
+from pdserve.toml import read_table
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from pdserve.ids import NodeId, Seconds
     from pdserve.messages.planner import Instance
+    from pdserve.planner.actuators.settings import Home
     from pdserve.runtime.node import Node
 
-__all__ = ["AgentsActuator", "choose_agent", "merge_kinds"]
+__all__ = ["AgentsActuator", "AgentsConfig", "choose_agent", "make", "merge_kinds", "read_config"]
 
 _log = logging.getLogger(__name__)
+
+
+class AgentsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`[planner.actuator]` of this type. It has no settings: agents have them."""
+
+
+def read_config(table: object, place: str) -> AgentsConfig:
+    """Reads its table. Errors: `ConfigError`."""
+    return read_table(table, AgentsConfig, place)
+
+
+def make(config: AgentsConfig, home: Home) -> AgentsActuator:
+    """The actuator over the agents that the planner's node knows."""
+    assert home.node is not None
+    return AgentsActuator(home.node)
+
 
 _LOST: Final[Seconds] = 600.0
 """After this time an agent that is gone from the cluster counts as lost with its host, if its

@@ -101,7 +101,7 @@ class ClusterSight:
             wall=wall,
             planners=self._alike(),
             demand={
-                model: demand_view(one, self._queued_tokens(model, workers))
+                model: demand_view(one, self._queued_tokens(model, workers), self._config.stable)
                 for model, one in series.items()
             },
             workers=workers,

@@ -17,15 +17,17 @@ __all__ = ["demand_view"]
 _MEAN: Final[Seconds] = 30.0
 """Length of the means in which peaks are measured."""
 _RECENT: Final[Seconds] = 300.0
-_LONG: Final[Seconds] = 600.0
 
 
-def demand_view(series: DemandSeries, queued_tokens: int = 0) -> DemandView:
-    """The demand for a model. `queued_tokens`: prompt tokens that wait at its workers."""
+def demand_view(
+    series: DemandSeries, queued_tokens: int = 0, stable: Seconds = _RECENT
+) -> DemandView:
+    """The demand for a model. Args: `queued_tokens` are prompt tokens that wait at its workers;
+    `stable` is the time over which peaks and misses are looked for."""
     buckets = series.buckets
     width = buckets[-1].seconds if buckets else _MEAN
-    mean = max(1, round(_MEAN / width))
-    recent = buckets[-max(1, round(_RECENT / width)) :]
+    mean = max(1, round(min(_MEAN, stable) / width))
+    recent = buckets[-max(1, round(stable / width)) :]
     return DemandView(
         known=bool(buckets) and _complete(series.health),
         faults=series.health.words or ("" if buckets else "no full 5 s have been reported yet"),
@@ -34,7 +36,7 @@ def demand_view(series: DemandSeries, queued_tokens: int = 0) -> DemandView:
         work=buckets[-1].work_rate if buckets else 0.0,
         work_30=_rate(buckets[-mean:]),
         peak_300=_peak(recent, mean),
-        peak_600=_peak(buckets[-max(1, round(_LONG / width)) :], mean),
+        peak_600=_peak(buckets[-max(1, round(2 * stable / width)) :], mean),
         held=series.held,
         held_work=series.held_work,
         held_wait=series.held_oldest,

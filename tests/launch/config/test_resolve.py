@@ -123,6 +123,7 @@ def sample(option):
         "host-kv": 2**30,
         "disk-kv": DiskKv("/kv", 2**40),
         "kv-fetch": "always",
+        "planner": "advise",
         "host-kv-admission": "reused",
         "disk-kv-admission": "all",
     }
@@ -193,7 +194,7 @@ def test_a_file_is_utf_8_whatever_the_locale_says(compose, monkeypatch):
         ("port = [1]", {}, {}, "a list is not possible here"),
         ("port = ", {}, {}, "not valid TOML"),
         (None, {}, {"config": "/nowhere.toml"}, "there is no file '/nowhere.toml'"),
-        (None, {}, {"role": "planner"}, "role 'planner' is not built yet"),
+        (None, {}, {"role": "planer"}, "'planer' is unknown: use one of all-in-one"),
         (None, {}, {"dtype": "fp8"}, "'fp8' is unknown: use one of auto, float32, bfloat16"),
         (None, {}, {"block-size": "33"}, "use a power of two"),
         (None, {}, {"request-timeout": "0"}, "must be greater than 0"),

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdserve.cli.main import main
+from pdserve.cli.planner import mix_of
+from pdserve.cli.planner_tables import explained, overview_of, plan_rows
+from pdserve.errors import ConfigError
+from pdserve.launch import exit_codes
+from pdserve.messages.planner import Change, Instance, PlannerReport, ScalingPlan
+from pdserve.messages.planner_orders import PlannerAnswer, PlannerOrder, PlannerWish
+from pdserve.messages.status import NodeReport
+from tests.cli.test_status_tables import member, status
+
+PLAN = ScalingPlan(
+    term=7,
+    number=3,
+    model="m",
+    target={"decode": 2, "prefill": 1},
+    present={"decode": 1, "prefill": 1},
+    changes=(
+        Change(
+            id="c-1", action="start", kind="gpu", mode="decode", state="booting", reason="8 % miss"
+        ),
+    ),
+    binding="the budget of 3 leaves 0, and a worker costs 1",
+    forecast={"0.5": 1.5, "0.9": 2.25},
+    observed=1.25,
+    miss_before=0.081,
+    miss_after=0.012,
+    cost=3.0,
+)
+
+
+def shown(report: PlannerReport, **fields: Any) -> str:
+    planner = member("p1", "planner", NodeReport(planner=report, **fields))
+    return overview_of(status(planner), [planner])
+
+
+def test_a_plan_shows_what_there_is_what_is_done_and_what_binds():
+    text = shown(PlannerReport(mode="act", owner=True, plans=(PLAN,), log=("m #3: more",)))
+    for words in (
+        "p1: acts",
+        "m, plan 3",
+        "1 decode + 1 prefill ready; wanted 2 decode + 1 prefill",
+        "1.25 prefill seconds a second; forecast 1.50, at most 2.25 (p90)",
+        "8.1% as it is, 1.2% by the plan",
+        "start gpu as decode (booting): 8 %",
+        "the budget of 3 leaves 0",
+        "m #3: more",
+    ):
+        assert words in text
+
+
+def test_a_blind_planner_a_pause_a_pin_and_an_instance_that_waits():
+    blind = ScalingPlan(term=1, number=1, model="m", blind="router r is silent", binding="blind")
+    waits = Instance(change="c", kind="gpu", actuator="slurm", ref="17", reason="Priority")
+    text = shown(
+        PlannerReport(
+            mode="act",
+            plans=(blind,),
+            instances=(waits,),
+            paused={"": "eve until 10:00:00"},
+            pins={"m": {"decode": 2}},
+        ),
+        degraded={"planner_blind": "m: for 61 s", "other": "no"},
+    )
+    for words in (
+        "not known: router r is silent",
+        "paused    by eve until 10:00:00",
+        "pinned    to 2 decode",
+        "slurm 17: gpu pending: Priority",
+        "degraded (planner_blind): m: for 61 s",
+    ):
+        assert words in text
+    assert "other" not in text
+
+
+def test_without_planners_it_says_how_to_see_one():
+    assert "--planner=advise" in overview_of(status(), [])
+
+
+def test_a_plan_is_explained_in_full():
+    text = explained(PlannerAnswer(plans=(PLAN,), log=("t m #3: more", "t n #3: other")))
+    assert "plan 3 of term 7" in text
+    assert "change c-1  start gpu as decode" in text
+    assert "t m #3: more" in text
+    assert "n #3" not in text
+
+
+def test_what_holds_is_told_after_an_order():
+    wish = PlannerWish(model="m", sort="pin", at=1.0, until=2.0, by="eve", mix={"decode": 2})
+    order = PlannerOrder(verb="pin")
+    assert plan_rows(order, PlannerAnswer(wishes=(wish,))) == "m: pinned to 2 decode, says eve"
+    assert "nothing is paused" in plan_rows(order, PlannerAnswer())
+    assert "gpu" in plan_rows(PlannerOrder(verb="enable", kind="gpu"), PlannerAnswer())
+
+
+def test_workers_by_mode_are_read_with_hints():
+    assert mix_of("prefill=2,decode=4") == {"prefill": 2, "decode": 4}
+    for text, says in (
+        ("prefil=2", "did you mean 'prefill'"),
+        ("decode", "is not of the form"),
+        ("decode=two", "not a whole number"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            mix_of(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["explian"], "did you mean 'explain'"),
+        (["pin"], "needs a MODEL"),
+        (["pin", "m"], "say which workers m is to have"),
+        (["unpin", "m", "n"], "'n' is too much"),
+        (["enable"], "needs a KIND"),
+        (["check"], "needs FILE"),
+        (["explain", "x"], "'x' is not a whole number"),
+        (["pause", "--for", "soon"], "--for: 'soon' is not a duration"),
+    ],
+)
+def test_wrong_words_are_told_before_anyone_is_asked(arguments, says, capsys):
+    assert main(["planner", *arguments]) == exit_codes.USAGE
+    assert says in capsys.readouterr().err
+
+
+def test_a_file_is_checked(tmp_path, capsys):
+    path = tmp_path / "planner.toml"
+    path.write_text('[planner]\n[[planner.pool]]\nmodel = "m"\nmax = 4\n')
+    assert main(["planner", "check", str(path)]) == exit_codes.OK
+    assert "fine: m (1 to 4)" in capsys.readouterr().out
+    path.write_text('[planner]\n[[planner.pool]]\nmodl = "m"\n')
+    assert main(["planner", "check", str(path)]) == exit_codes.USAGE
+    assert "line 3 (planner.pool 1): 'modl': unknown field" in capsys.readouterr().err
