@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(sys.platform != "linux", reason="an agent reads /proc"),
 ]
@@ -111,31 +112,33 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 class Load:
-    """Callers that ask without a pause, each with prompts of its own."""
+    """Requests at a rate, whatever becomes of those before; each has a prompt of its own."""
 
-    def __init__(self, front: Server, callers: int) -> None:
-        self.front = front
+    def __init__(self, front: Server, rate: float) -> None:
+        self.front, self.rate = front, rate
         self.answers: dict[str, str] = {}
         self.failures: list[object] = []
         self._over = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._ask, args=(number,)) for number in range(callers)
-        ]
-        for thread in self._threads:
+        self._threads: list[threading.Thread] = []
+        self._clock = threading.Thread(target=self._run)
+        self._clock.start()
+
+    def _run(self) -> None:
+        while not self._over.wait(1 / self.rate):
+            prompt = f"{len(self._threads)} " + "the sea is deep " * 40
+            thread = threading.Thread(target=self._ask, args=(prompt,))
+            self._threads.append(thread)
             thread.start()
 
-    def _ask(self, caller: int) -> None:
-        number = 0
-        while not self._over.is_set():
-            prompt = f"{caller} {number} " + "the sea is deep " * 20
-            number += 1
-            try:
-                self.answers[prompt] = answer_of(self.front, prompt)
-            except Exception as error:
-                self.failures.append(error)
+    def _ask(self, prompt: str) -> None:
+        try:
+            self.answers[prompt] = answer_of(self.front, prompt)
+        except Exception as error:
+            self.failures.append(error)
 
     def end(self) -> None:
         self._over.set()
+        self._clock.join()
         for thread in self._threads:
             thread.join(PATIENCE)
 
@@ -149,7 +152,7 @@ def test_readmes_cluster_grows_and_shrinks_without_a_lost_request(
     site: Site,
 ) -> None:
     site.until(lambda: site.workers() == 1, 60.0)
-    load = Load(site.front, callers=24)
+    load = Load(site.front, rate=18.0)
     try:
         site.until(lambda: site.workers() == 3, 90.0)
     finally:
