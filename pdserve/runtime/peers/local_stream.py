@@ -45,13 +45,15 @@ class LocalLane:
         self._call_soon = call_soon
         self._clock = clock
         self._waiting: deque[Callable[[], None]] = deque()
+        self._due = False
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def put(self, arrival: Callable[[], None]) -> None:
         """Calls `arrival` in a later turn, after those before it. It must not raise."""
-        if not self._waiting:
+        if not self._due:
+            self._due = True
             self._call_soon(self._deliver)
         self._waiting.append(arrival)
 
@@ -70,6 +72,7 @@ class LocalLane:
                 if clock() >= until:
                     break
         finally:
+            self._due = bool(waiting)
             if waiting:
                 self._call_soon(self._deliver)
 

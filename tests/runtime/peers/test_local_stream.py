@@ -357,5 +357,6 @@ def test_what_an_arrival_sends_comes_in_the_next_turn() -> None:
     lane.put(lambda: lane.put(lambda: came.append("second")))
     turns.turn()
     assert (came, len(lane)) == ([], 1)
+    assert len(turns.due) == 1, "scheduled once"
     turns.turn()
     assert came == ["second"]
