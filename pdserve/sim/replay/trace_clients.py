@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from pdserve.blocks.hashing import HASH_SECRET_TEST, block_hashes, hash_secret_id, root_hash
 from pdserve.errors import PdserveError
 from pdserve.frontend.routing_hints import NO_HINTS, RoutingHints
+from pdserve.messages.demand import EndedRequest
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.sim.replay.cluster import MODEL
 from pdserve.sim.replay.record import ReplayRecord, outcome_of
@@ -144,7 +145,7 @@ class TraceClients:
         backend = self._backends[turn % len(self._backends)]
         asked = self._request(caller, backend)
         try:
-            await backend.open(asked, caller, _hints(request), caller.on_placed)
+            await backend.open(asked, caller, _hints(request), caller.on_placed, ended=caller.told)
         except PdserveError as error:
             caller.on_error(error)
 
@@ -210,7 +211,7 @@ class TraceClients:
 class _Caller:
     """One request; see `engine.port.TokenSink`."""
 
-    __slots__ = ("_owner", "answer", "prompt", "record", "request")
+    __slots__ = ("_owner", "_told", "answer", "prompt", "record", "request")
 
     def __init__(
         self, owner: TraceClients, request: TraceRequest, record: ReplayRecord, prompt: list[int]
@@ -221,6 +222,23 @@ class _Caller:
         self.answer: list[int] | None = [] if request.session else None
         """Kept where another may follow."""
         self._owner = owner
+        self._told = False
+
+    def told(self) -> EndedRequest | None:
+        """The lengths of the request for its router, once; None: it goes on. A replay judges its
+        requests only at its end, so there are no verdicts."""
+        record = self.record
+        if self._told or not record.outcome:
+            return None
+        self._told = True
+        return EndedRequest(
+            MODEL,
+            record.prompt_tokens,
+            min(record.cached_tokens, record.prompt_tokens),
+            record.output_tokens,
+            max(0.0, record.last - record.first),
+            complete=record.completed,
+        )
 
     def on_placed(self, placement: Placement) -> None:
         """A worker is asked to take it: the last one that was, has."""

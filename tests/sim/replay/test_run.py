@@ -177,9 +177,9 @@ def test_a_trace_without_requests_is_over_at_once() -> None:
 def test_a_request_is_asked_for_its_tenant_where_the_trace_says(monkeypatch) -> None:
     asked = {}
 
-    async def note(self, request, sink, hints=NO_HINTS, on_placed=lambda placement: None):
+    async def note(self, request, sink, hints=NO_HINTS, on_placed=None, **others):
         asked[request.request_id] = (self._node.id, hints.tenant, hints.weight, request.priority)
-        return await real(self, request, sink, hints, on_placed)
+        return await real(self, request, sink, hints, on_placed, **others)
 
     real = ClusterClient.open
     monkeypatch.setattr(ClusterClient, "open", note)
