@@ -440,6 +440,42 @@ def test_one_removal_at_a_time_also_beside_an_operators():
     assert binding(bench.last) == "waits for drain of w9"
 
 
+def test_a_worker_that_is_told_to_drain_is_no_capacity_any_more():
+    """6.7 work/s on eight workers, one of which was told and does not drain yet: 6 % would miss."""
+    bench = calm(8, 4.6)
+    bench.until(65)
+    assert actions(bench.last) == ["begin stop w1"]
+    bench.load(6.7)
+    bench.tick()
+    assert bench.last.plans[0].miss_before == pytest.approx(0.0597, abs=1e-3)
+
+
+def test_nothing_is_removed_while_another_worker_is_told_to():
+    """An order that nobody obeys yet shows in no list."""
+    bench = Bench(config(pool(), slow_tick=5.0, remove_interval=1.0))
+    bench.see(*crowd(4))
+    bench.load(0.5)
+    stops = [actions(output) for output in bench.until(15)]
+    assert stops == [[], ["begin stop w1"], ["begin stop w1"]]
+
+
+def test_the_floor_that_holds_soon_is_kept_at_a_removal():
+    bench = calm(3, 0.1, pool={"min": 3})
+    bench.see(*crowd(3), replace(mine(9), state="loading"))
+    bench.until(65)
+    bench.see(*crowd(3))
+    assert not any(output.orders for output in bench.until(130))
+
+
+def test_a_load_that_leaves_its_forecast_is_told_to_it():
+    bench = calm(4, 0.5)
+    bench.until(30)
+    assert bench.forecast.shifts == 0
+    bench.load(0.8)
+    bench.tick()
+    assert bench.forecast.shifts == 1
+
+
 def test_the_victim_is_the_one_whose_loss_costs_least():
     bench = calm(3, 0.3)
     workers = [
