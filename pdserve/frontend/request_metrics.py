@@ -61,12 +61,10 @@ def ended_request(
     """What a router is told of a request. `answer`: None if no worker took it; such a request
     missed its objectives since it was held or refused, if that is why it ended."""
     verdicts = _judge(objectives, answer, error, arrival) if objectives else []
-    told: dict[str, str] = {
-        each.objective: each.cause for each in verdicts if each.result != "none"
-    }
+    told = tuple((each.objective, each.cause) for each in verdicts if each.result != "none")
     if answer is None:
         full = isinstance(error, Overloaded | DeadlineExceeded)
-        return EndedRequest(model, verdicts=dict.fromkeys(told, "held") if full else told)
+        return EndedRequest(model, verdicts=_all_held(told) if full else told)
     cached = cached_tokens([sink.course for sink in answer.sinks])
     return EndedRequest(
         model,
@@ -77,6 +75,10 @@ def ended_request(
         complete=error is None,
         verdicts=told,
     )
+
+
+def _all_held(told: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    return tuple((objective, "held") for objective, _ in told)
 
 
 def _judge(

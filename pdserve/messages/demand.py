@@ -51,9 +51,10 @@ class EndedRequest(msgspec.Struct, frozen=True, array_like=True):
     """Seconds from its first output token to its last one."""
     complete: bool = False
     """True if the answer is complete."""
-    verdicts: dict[str, str] = {}
-    """By objective (`ttft`, `itl`, `both`): empty if the request kept it, else the cause of the
-    miss (`observe.slo.CAUSES`). Objectives that say neither good nor bad of it are left out."""
+    verdicts: tuple[tuple[str, str], ...] = ()
+    """Each objective (`ttft`, `itl`, `both`), and the cause of its miss (`observe.slo.CAUSES`);
+    empty if the request kept it. Objectives that say neither good nor bad of it are left out. Pairs
+    cannot change, so nodes of one process pass the record without a copy."""
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True):

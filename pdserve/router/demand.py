@@ -134,7 +134,7 @@ class DemandCounters:
             count.ended.append(
                 FinishedRequest(told.prompt_tokens, told.cached_tokens, told.output_tokens)
             )
-        for objective, cause in told.verdicts.items():
+        for objective, cause in told.verdicts:
             if cause:
                 name = _bounded(count.missed, objective)
                 causes = count.missed.setdefault(name, Counter())

@@ -50,6 +50,45 @@ def test_the_first_lines_say_what_was_replayed(capsys) -> None:
     )
 
 
+PLANNED = (
+    *("simulate", "--generate", "unique", "--generate-option", "requests=360", "--rate", "4"),
+    *("--generate-option", "input=4000", "--generate-option", "output=100", "--workers", "1"),
+    *("--block-size", "64", "--kv-tokens", "64000", "--slo-ttft", "300ms", "--planner"),
+    *("--start-up", "10s:15s", "--good", "95%", "--most-workers", "4"),
+)
+
+
+def test_a_planner_starts_the_workers_that_a_load_needs(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "out.json"
+    assert main([*PLANNED, "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "start sim as aggregated" in printed
+    made = json.loads(path.read_text())["summary"]
+    assert made["outcomes"]["completed"] == 360
+    assert made["scaling"]["starts"] >= 1
+    assert 1 < made["scaling"]["mean_workers"] <= 4
+    assert made["good"] > 0.6
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--pending", "3s"], "--pending has no effect without --planner"),
+        (["--planner", "--plan"], "--plan and --planner are two questions"),
+        (["--planner", "--start-up", "30s:10s"], "90th percentile, which is not below it"),
+        (["--planner", "--start-up", "0s"], "more than 0"),
+        (["--planner", "--stuck", "2"], "share"),
+        (["--planner", "--budget=-1"], "is no budget"),
+        (["--planner", "--budget", "0.5"], "budget 0.5 is below 1"),
+        (["--planner", "--workers", "9", "--most-workers", "4"], "is less than the 9 workers"),
+    ],
+)
+def test_what_a_planner_refuses(flags, words, capsys) -> None:
+    command = ["simulate", "--generate", "unique", "--generate-option", "requests=5"]
+    assert main([*command, "--slo-ttft", "1s", *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
 PLAN = (
     *("simulate", "--generate", "unique", "--generate-option", "requests=60", "--plan"),
     *("--generate-option", "rate=40", "--generate-option", "output=20", "--block-size", "64"),
@@ -76,15 +115,18 @@ def test_a_plan_names_the_cheapest_cluster_and_what_binds_it(tmp_path: Path, cap
     assert all(size <= made["answer"]["workers"] for (size, _), met in by_size.items() if not met)
 
 
-def test_the_documented_plan_runs(capsys) -> None:
+@pytest.mark.parametrize(
+    ("flag", "said"), [("--plan", "answer: "), ("--planner", "start sim as aggregated")]
+)
+def test_the_documented_lines_run(flag: str, said: str, capsys) -> None:
     page = (Path(__file__).parents[2] / "docs/simulation.md").read_text(encoding="utf-8")
     [line] = [
         line
         for line in page.splitlines()
-        if line.startswith("    pdserve simulate") and "--plan" in line
+        if line.startswith("    pdserve simulate") and flag in line.split()
     ]
     assert main(shlex.split(line)[1:]) == 0
-    assert "answer: " in capsys.readouterr().out
+    assert said in capsys.readouterr().out
 
 
 def test_a_plan_without_an_answer_says_why(capsys) -> None:
@@ -203,7 +245,10 @@ def test_a_trace_without_times_needs_a_rate(tmp_path: Path, capsys) -> None:
             "engine instant has no KV tiers",
         ),
         (["--trace", "x", "--generate-option", "rate=1"], "belongs to --generate"),
-        (["--generate", "unique", "--good", "90%"], "--good has no effect without --plan: add"),
+        (
+            ["--generate", "unique", "--good", "90%"],
+            "--good has no effect without --plan or --planner: add",
+        ),
         (["--generate", "unique", "--modes=split"], "--modes has no effect without --plan"),
         (["--generate", "unique", "--price", "3"], "--price has no effect without --plan"),
         (["--generate", "unique", "--most-workers", "9"], "--most-workers has no effect without"),

@@ -147,8 +147,8 @@ async def test_a_router_is_told_of_each_request_once_with_its_verdicts_and_lengt
         slow, short = client.backend.ended
         assert slow.model == client.backend.requests[0].model
         assert slow.complete
-        assert slow.verdicts == {"ttft": "", "itl": "decode", "both": "decode"}
-        assert short.verdicts == {"ttft": "", "both": ""}
+        assert dict(slow.verdicts) == {"ttft": "", "itl": "decode", "both": "decode"}
+        assert dict(short.verdicts) == {"ttft": "", "both": ""}
         assert slow.prompt_tokens == answer["usage"]["prompt_tokens"]
         assert (slow.cached_tokens, slow.output_tokens) == (2, 3)
         assert slow.decode > 0
@@ -162,7 +162,7 @@ async def test_a_stop_string_and_several_choices_end_a_request_once():
         await client.chat(max_tokens=3, n=2)
         stopped, two = client.backend.ended
         assert stopped.complete
-        assert stopped.verdicts == {"ttft": "", "both": ""}
+        assert dict(stopped.verdicts) == {"ttft": "", "both": ""}
         assert two.output_tokens == 6
 
 
@@ -172,7 +172,7 @@ async def test_without_objectives_lengths_are_told_and_nothing_of_failures():
         await client.chat(max_tokens=3)
         await client.post("/v1/chat/completions", HELLO)
         (told,) = client.backend.ended
-        assert (told.output_tokens, told.verdicts) == (3, {})
+        assert (told.output_tokens, told.verdicts) == (3, ())
         assert client.backend.unplaced == []
 
 
@@ -188,7 +188,7 @@ async def test_a_request_without_a_worker_has_missed_its_objectives(refusal, cau
     async with frontend(Script(refuse=refusal), slo_ttft={"": 60.0}) as client:
         await client.post("/v1/chat/completions", HELLO)
         (told,) = client.backend.unplaced
-        assert told.verdicts == {"ttft": cause, "both": cause}
+        assert dict(told.verdicts) == {"ttft": cause, "both": cause}
         assert not told.complete
         assert client.backend.ended == []
 
@@ -198,7 +198,7 @@ async def test_a_request_that_its_worker_fails_has_missed_its_objectives():
     async with frontend(script, slo_ttft={"": 60.0}) as client:
         await client.post("/v1/chat/completions", HELLO)
         (told,) = [*client.backend.ended, *client.backend.unplaced]
-        assert told.verdicts == {"ttft": "error", "both": "error"}
+        assert dict(told.verdicts) == {"ttft": "error", "both": "error"}
         assert not told.complete
 
 
@@ -210,7 +210,7 @@ async def test_a_request_that_its_client_left_has_no_verdict():
         asked.cancel()
         await until(lambda: bool(client.backend.ended))
         (told,) = client.backend.ended
-        assert (told.verdicts, told.complete) == ({}, False)
+        assert (told.verdicts, told.complete) == ((), False)
         assert client.backend.unplaced == []
 
 

@@ -59,8 +59,10 @@ class TestCounters:
 
     def test_a_request_that_ended(self) -> None:
         counters = DemandCounters()
-        kept = EndedRequest("m", 100, 64, 20, 2.0, complete=True, verdicts={"ttft": "", "both": ""})
-        late = EndedRequest("m", verdicts={"ttft": "held", "both": "held"})
+        kept = EndedRequest(
+            "m", 100, 64, 20, 2.0, complete=True, verdicts=(("ttft", ""), ("both", ""))
+        )
+        late = EndedRequest("m", verdicts=(("ttft", "held"), ("both", "held")))
         cut = EndedRequest("m", 100, 0, 5, 1.0)
         for told in (kept, late, cut):
             counters.ended(1.0, told)
@@ -85,8 +87,8 @@ class TestCounters:
     def test_words_of_frontends_are_bounded(self) -> None:
         counters = DemandCounters()
         for number in range(100):
-            counters.ended(1.0, EndedRequest("m", verdicts={"both": f"cause {number}"}))
-            counters.ended(1.0, EndedRequest("m", verdicts={f"objective {number}": ""}))
+            counters.ended(1.0, EndedRequest("m", verdicts=(("both", f"cause {number}"),)))
+            counters.ended(1.0, EndedRequest("m", verdicts=((f"objective {number}", ""),)))
         demand = only(counters)
         assert sum(demand.missed["both"].values()) == 100
         assert len(demand.missed["both"]) <= 17
@@ -294,7 +296,7 @@ async def test_without_a_planner_nothing_is_made() -> None:
 
 @virtually
 async def test_how_a_request_ended_comes_with_its_last_release() -> None:
-    told = EndedRequest("tiny", 3, 0, 1, 0.0, complete=True, verdicts={"ttft": "", "both": ""})
+    told = EndedRequest("tiny", 3, 0, 1, 0.0, complete=True, verdicts=(("ttft", ""), ("both", "")))
     async with world() as w:
         router, worker, backend = await w.router("r"), await w.worker("a"), await w.frontend("f")
         await w.settled()
@@ -309,7 +311,7 @@ async def test_how_a_request_ended_comes_with_its_last_release() -> None:
 
 @virtually
 async def test_what_ended_by_an_error_comes_with_its_release_too() -> None:
-    told = EndedRequest("tiny", verdicts={"both": "error"})
+    told = EndedRequest("tiny", verdicts=(("both", "error"),))
     async with world() as w:
         router, worker, backend = await w.router("r"), await w.worker("a"), await w.frontend("f")
         await w.settled()
@@ -326,7 +328,7 @@ async def test_a_request_without_a_booking_is_counted_and_no_release() -> None:
     async with world() as w:
         router, _, backend = await w.router("r"), await w.worker("a"), await w.frontend("f")
         await w.settled()
-        backend.note_ended(EndedRequest("tiny", verdicts={"both": "held"}))
+        backend.note_ended(EndedRequest("tiny", verdicts=(("both", "held"),)))
         await asyncio.sleep(1.0)
         assert router.service.core.demand.totals()["tiny"].missed == {"both": {"held": 1}}
         assert router.service.released == 0
@@ -372,7 +374,7 @@ class _OldRelease(msgspec.Struct, frozen=True, array_like=True):
 
 
 def test_a_release_is_read_by_the_release_before_and_its_own_by_this_one() -> None:
-    told = EndedRequest("m", 3, 2, 1, 0.5, complete=True, verdicts={"both": "decode"})
+    told = EndedRequest("m", 3, 2, 1, 0.5, complete=True, verdicts=(("both", "decode"),))
     new = encode(ReleaseBooking(5, "finished", told))
     assert msgspec.msgpack.decode(new, type=_OldRelease) == _OldRelease(5, "finished")
     assert decoder(ReleaseBooking)(new).ended == told
@@ -383,7 +385,9 @@ def test_a_release_is_read_by_the_release_before_and_its_own_by_this_one() -> No
 def test_a_report_travels() -> None:
     counters = DemandCounters()
     counters.arrived(1.0, "m", 100, 64, 2, 0.5)
-    counters.ended(2.0, EndedRequest("m", 100, 64, 20, 2.0, complete=True, verdicts={"itl": "x"}))
+    counters.ended(
+        2.0, EndedRequest("m", 100, 64, 20, 2.0, complete=True, verdicts=(("itl", "x"),))
+    )
     report = reported(counters)
     assert decoder(DemandReport)(encode(report)) == report
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pdserve.cli.outputs import check_writable, write
 from pdserve.cli.parser import Parser
+from pdserve.cli.simulate.planner import PLANNER_FLAGS, add_planner_flags, planned
 from pdserve.cli.simulate.report import ReplayProgress, cluster_text, engine_text, report
 from pdserve.cli.simulate.tune import TUNE_FLAGS, add_tune_flags, run_tune
 from pdserve.cli.slo_flags import add_slo_flags, slo_of
@@ -55,13 +56,16 @@ def run(arguments: list[str]) -> int:
         return _plan(parsed, config, trace, shape)
     if parsed.tune:
         return _tune(parsed, arguments, config, trace, shape)
+    scaler = None
+    if parsed.planner:
+        config, scaler = planned(parsed, config)
     outputs = [Path(path) for path in (parsed.json, parsed.plot) if path]
     check_writable(outputs)
     total = _counted(transform_trace(trace, shape))
     if not total:
         raise ConfigError("the trace has no request: nothing to replay")
     progress = ReplayProgress(total)
-    result = replay(config, transform_trace(trace, shape), progress.ended)
+    result = replay(config, transform_trace(trace, shape), progress.ended, scaler=scaler)
     progress.close()
     print(report(result, config))
     if parsed.json:
@@ -85,6 +89,7 @@ def _parser() -> Parser:
     _add_cluster(parser.add_argument_group("cluster: who answers"))
     _add_plan(parser.add_argument_group("plan: how many workers, and in which modes"))
     add_tune_flags(parser.add_argument_group("tune: which settings serve this trace better"))
+    add_planner_flags(parser.add_argument_group("planner: workers that come and go"))
     _add_handoffs(parser.add_argument_group("prefill and decode on different workers"))
     _add_engine(parser.add_argument_group("engine: how long it takes"))
     output = parser.add_argument_group("output")
@@ -96,8 +101,10 @@ def _parser() -> Parser:
     return parser
 
 
-_PLAN_FLAGS: Final = (*("--good", "--modes", "--price", "--most-workers", "--processes"),)
+_PLAN_FLAGS: Final = ("--modes", "--processes")
 """Flags that only a plan reads."""
+_SIZE_FLAGS: Final = ("--good", "--price", "--most-workers")
+"""Flags that a plan and a planner read."""
 _SLO_NAMES: Final = ("ttft", "itl")
 _DEFAULT_SLO: Final = "ttft=1000,cold=2"
 _COLD: Final = (
@@ -336,8 +343,11 @@ def _as_duration(text: str) -> Seconds:
 def _check_modes(arguments: Sequence[str], parsed: argparse.Namespace) -> None:
     """Refuses what would have no effect. Errors: `ConfigError`."""
     given = {word.partition("=")[0] for word in arguments}
-    if parsed.plan and parsed.tune:
-        raise ConfigError("--plan and --tune are two questions: ask one after the other")
+    asked = [flag for flag in ("--plan", "--tune", "--planner") if getattr(parsed, flag[2:])]
+    if len(asked) > 1:
+        raise ConfigError(f"{' and '.join(asked)} are two questions: ask one after the other")
+    if not parsed.planner:
+        _refuse(given, PLANNER_FLAGS, "--planner")
     if not parsed.tune:
         _refuse(given, TUNE_FLAGS, "--tune")
     if not (parsed.plan or parsed.tune):
@@ -345,6 +355,8 @@ def _check_modes(arguments: Sequence[str], parsed: argparse.Namespace) -> None:
     if not parsed.plan:
         _refuse(given, _PLAN_FLAGS, "--plan")
         _check_no_shares(parsed)
+    if not (parsed.plan or parsed.planner):
+        _refuse(given, _SIZE_FLAGS, "--plan or --planner")
 
 
 def _refuse(given: set[str], flags: Iterable[str], without: str) -> None:

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.cli.outputs import columns
+from pdserve.cli.simulate.planner import scaling_report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -113,6 +114,7 @@ def report(result: ReplayResult, config: ReplayConfig) -> str:
             f"{through['prompt_tokens']:.0f} + {through['output_tokens']:.0f} tokens/s",
             *_handoffs(numbers["prefills"], numbers["transfers"]),
             *_predictions(numbers["prediction"]),
+            *(scaling_report(numbers["scaling"]) if "scaling" in numbers else ()),
         ]
     )
 
