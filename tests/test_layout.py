@@ -130,6 +130,8 @@ ASYNCIO = {
     "pdserve/agent/service.py": "looks at workers every half second",
     "pdserve/planner/actuators/base.py": "a deadline for every call",
     "pdserve/planner/actuators/commands.py": "other programs' commands, under a deadline",
+    "pdserve/planner/actuators/kubernetes/api.py": "HTTP, and files that are read off the loop",
+    "pdserve/planner/actuators/kubernetes/deployments.py": "one change of a deployment at a time",
     "pdserve/planner/actuators/systemd.py": "one start or stop at a time",
     "pdserve/planner/actuators/slurm/commands.py": "calls that wait for their turn",
     "pdserve/planner/actuators/slurm/steps.py": "reads and writes records off the loop",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pdserve.errors import ConfigError
-from pdserve.planner.actuators import agents, slurm, systemd
+from pdserve.planner.actuators import agents, kubernetes, slurm, systemd
 from pdserve.planner.actuators.settings import Home
 from pdserve.toml import nearest, readable
 
@@ -32,6 +32,7 @@ class ActuatorType(NamedTuple):
 
 ACTUATORS: Final[Mapping[str, ActuatorType]] = {
     "agents": ActuatorType(agents.read_config, agents.make),
+    "kubernetes": ActuatorType(kubernetes.read_config, kubernetes.Deployments),
     "slurm": ActuatorType(slurm.read_config, slurm.make),
     "systemd": ActuatorType(systemd.read_config, systemd.Systemd),
 }
