@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 KINDS = {
     "cpu": CommandKind(flags=("--time=5",)),
@@ -140,7 +140,9 @@ async def test_what_can_never_start_fails_with_slurms_reason(make) -> None:
 
 async def test_a_full_cluster_is_waited_for_and_can_be_left(make, slurm) -> None:
     jobs = make()
-    filler = slurm.run("sbatch", "--parsable", "--exclusive", "--time=2", "--wrap=sleep 100")
+    filler = slurm.run(
+        "sbatch", "--parsable", "--exclusive", "--time=2", "--output=/dev/null", "--wrap=sleep 100"
+    )
     try:
         await jobs.start("cpu", "decode", "a")
         for _ in range(100):
