@@ -18,6 +18,7 @@ from pdserve.frontend.access.api_keys import cache_salt_of
 from pdserve.frontend.http.http_request import HttpRequest
 from pdserve.frontend.output.response_builder import ResponseBuilder
 from pdserve.frontend.plan import RequestPlan
+from pdserve.frontend.request_metrics import EndReport
 from pdserve.frontend.routing_hints import NO_HINTS, RoutingHints
 from pdserve.ids import Seconds
 
@@ -54,8 +55,8 @@ class ActiveRequest(msgspec.Struct, kw_only=True, eq=False):
     """True while a complete answer is built from all its tokens."""
     error: PdserveError | None = None
     """The error that ends the request early, if another part of the frontend ended it."""
-    told: bool = False
-    """True once a router has been told how the request ended."""
+    end_report: EndReport | None = None
+    """Tells a router how the request ended; None until it is dispatched."""
 
     def fail(self, error: PdserveError) -> None:
         """Ends the request with `error`, at whatever stage it is."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from msgspec.structs import replace
@@ -32,7 +31,7 @@ from pdserve.frontend.output.streaming_response import (
 from pdserve.frontend.preprocess.input_processor import PlanContext
 from pdserve.frontend.preprocess.prompt_hashes import NO_HASHING, PromptHasher
 from pdserve.frontend.request_log import request_fields
-from pdserve.frontend.request_metrics import count_ended, end_of, ended_request
+from pdserve.frontend.request_metrics import EndReport, count_ended, ended_request
 from pdserve.frontend.routing_hints import parse_hints
 from pdserve.protocols.anthropic_messages import CountTokensRequest, MessagesRequest
 from pdserve.protocols.completion_requests import ChatRequest, CompletionRequest
@@ -63,7 +62,6 @@ if TYPE_CHECKING:
     from pdserve.frontend.plan import RequestPlan
     from pdserve.frontend.request_traces import RequestTraces
     from pdserve.ids import Seconds
-    from pdserve.messages.demand import EndedRequest
     from pdserve.messages.request import GenerateRequest
     from pdserve.observe.metrics import Metrics
     from pdserve.protocols.request_decoder import RequestDecoder
@@ -266,11 +264,12 @@ class GenerationHandler:
         self, plan: RequestPlan, answer: ResponseBuilder, active: ActiveRequest
     ) -> None:
         active.stage = "waiting for a worker"
+        self._report_end(answer, active)
         prompts = list(zip(plan.requests, answer.sinks, strict=True))
         if len(prompts) == 1:
-            await self._open(*prompts[0], answer, active)
+            await self._open(*prompts[0], active)
         else:
-            await self._open_all(prompts, answer, active)
+            await self._open_all(prompts, active)
         active.answer = answer
         await answer.finished
 
@@ -280,11 +279,12 @@ class GenerationHandler:
         """Dispatches inputs, at most as many at a time as a request may have prompts. The first
         failure ends them all."""
         active.answer = answer
+        self._report_end(answer, active)
         left = zip(plan.requests, answer.sinks, answer.choices, strict=True)
 
         async def one_by_one() -> None:
             for request, sink, choice in left:
-                await self._open(request, sink, answer, active)
+                await self._open(request, sink, active)
                 await choice.over.wait()
 
         try:
@@ -296,26 +296,19 @@ class GenerationHandler:
             raise errors.exceptions[0] from None
 
     async def _open_all(
-        self,
-        prompts: list[tuple[GenerateRequest, PromptSink]],
-        answer: ResponseBuilder,
-        active: ActiveRequest,
+        self, prompts: list[tuple[GenerateRequest, PromptSink]], active: ActiveRequest
     ) -> None:
         """Dispatches prompts at the same time, because a router may hold each for a while. The
         first failure ends them all."""
         try:
             async with asyncio.TaskGroup() as opening:
                 for request, sink in prompts:
-                    opening.create_task(self._open(request, sink, answer, active))
+                    opening.create_task(self._open(request, sink, active))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
     async def _open(
-        self,
-        request: GenerateRequest,
-        sink: PromptSink,
-        answer: ResponseBuilder,
-        active: ActiveRequest,
+        self, request: GenerateRequest, sink: PromptSink, active: ActiveRequest
     ) -> None:
         now = self._time()
         hints = replace(active.hints, waited=max(0.0, now - active.arrival))
@@ -327,13 +320,9 @@ class GenerationHandler:
         held = self._metrics.of_model(active.model).num_requests_held
         held.value += 1
         try:
+            assert active.end_report is not None
             opened = await self._backend.open(
-                request,
-                sink,
-                hints,
-                sink.on_placed,
-                sink.phases,
-                partial(self._told, active, answer),
+                request, sink, hints, sink.on_placed, sink.phases, active.end_report
             )
         finally:
             held.value -= 1
@@ -422,23 +411,21 @@ class GenerationHandler:
             self._traces.note(active.call.phases, active)
         metrics = self._metrics.of_model(active.model)
         count_ended(metrics, answer, error, active.arrival, now)
-        if metrics.objectives and active.model and not active.told:
-            ended = ended_request(
-                metrics.objectives, _routed_model(active), answer, error, active.arrival
-            )
+        told, report = False, active.end_report
+        if report is not None:
+            report.close()
+            told = report.told
+        if metrics.objectives and active.model and not told:
+            model = _routed_model(active)
+            ended = ended_request(metrics.objectives, model, answer, error, active.arrival)
             if ended.verdicts:
                 self._backend.note_ended(ended)
 
-    def _told(self, active: ActiveRequest, answer: ResponseBuilder) -> EndedRequest | None:
-        """How the request ended, for the router of its last worker, once; None: it goes on, or a
-        router was told."""
-        over = answer.finished.done() or all(choice.done for choice in answer.choices)
-        if active.told or not over:
-            return None
-        active.told = True
+    def _report_end(self, answer: ResponseBuilder, active: ActiveRequest) -> None:
+        """From now on the router of the request's last worker is told how the request ends."""
         objectives = self._metrics.of_model(active.model).objectives
-        model, error = _routed_model(active), end_of(answer)
-        return ended_request(objectives, model, answer, error, active.arrival)
+        model = _routed_model(active)
+        active.end_report = EndReport(objectives, model, answer, active.arrival)
 
 
 def _routed_model(active: ActiveRequest) -> str:

@@ -1,7 +1,7 @@
 """Counts a request that has ended: its outcome, times, tokens, finish reasons and objectives.
 
 `count_ended` is called once per request, after its end. Times of single tokens are counted where
-the tokens pass. `ended_request` makes what a router is told of the same request.
+the tokens pass. `EndReport` and `ended_request` make what a router is told of the same request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pdserve.observe.metrics import ModelMetrics
     from pdserve.observe.slo import Objectives, SloCause, SloVerdict
 
-__all__ = ["count_ended", "end_of", "ended_request", "request_itl"]
+__all__ = ["EndReport", "count_ended", "ended_request", "request_itl"]
 
 
 def count_ended(
@@ -43,8 +43,40 @@ def count_ended(
         _count_tokens(metrics, answer)
 
 
-def end_of(answer: ResponseBuilder) -> PdserveError | None:
-    """What ended an answer early; None: it is complete. Call it only when it has ended."""
+class EndReport:
+    """Says how one request ended, for the router of its last worker. What workers have of the
+    request refers to it; it lets the answer go when it has spoken, so that no cycle of references
+    keeps the request in memory."""
+
+    __slots__ = ("_answer", "_arrival", "_model", "_objectives", "told")
+
+    def __init__(
+        self, objectives: Objectives, model: str, answer: ResponseBuilder, arrival: Seconds
+    ) -> None:
+        self._objectives = objectives
+        self._model = model
+        self._answer: ResponseBuilder | None = answer
+        self._arrival = arrival
+        self.told = False
+        """True once it has said how the request ended."""
+
+    def __call__(self) -> EndedRequest | None:
+        """How the request ended, once; None: it goes on, or it was said."""
+        answer = self._answer
+        if answer is None or not (answer.finished.done() or all(c.done for c in answer.choices)):
+            return None
+        self.close()
+        self.told = True
+        error = _end_of(answer)
+        return ended_request(self._objectives, self._model, answer, error, self._arrival)
+
+    def close(self) -> None:
+        """Says nothing from now on. Idempotent."""
+        self._answer = None
+
+
+def _end_of(answer: ResponseBuilder) -> PdserveError | None:
+    """What ended an answer early; None: it is complete."""
     if answer.finished.cancelled():
         return Cancelled("the client went away")
     error = answer.finished.exception() if answer.finished.done() else None
