@@ -33,6 +33,7 @@ PER_MINUTE = {
     "WorkerAgent._watch": 61 * WORKERS,
     "WorkerService._watch": 61 * WORKERS,
     "TransferRpc._look": 61 * WORKERS,
+    "FirstGuess._look": 7 * WORKERS,
     "RouterService._sweep": 7 * ROUTERS,
     "RouterService._beat": 7 * ROUTERS,
     "RouterService._rebalance": 7 * ROUTERS,

@@ -32,9 +32,7 @@ __all__ = ["PATHS", "FirstGuess", "rate_of"]
 PATHS: Final = 3
 """Most paths made in advance: in one cluster they are much alike, and each costs three calls."""
 _LOOK: Final[Seconds] = 0.1
-"""Seconds between two looks at the paths until each has a rate."""
-_IDLE_LOOK: Final[Seconds] = 1.0
-"""The same while none is awaited: the engine may become ready."""
+"""Seconds between two looks until the engine is ready and each path has a rate."""
 
 
 class FirstGuess:
@@ -55,7 +53,7 @@ class FirstGuess:
         self._chooser = chooser
         self._prefill_workers = prefill_workers
         self._asked: set[NodeLife] = set()
-        self._pace = PacedTimer(timers, _LOOK, self._look, idle=_IDLE_LOOK)
+        self._pace = PacedTimer(timers, _LOOK, self._look)
         self._pace.start()
 
     def wake(self) -> None:
@@ -67,14 +65,17 @@ class FirstGuess:
         self._pace.stop()
 
     def _look(self) -> bool:
-        """Makes missing paths and reads the rates. Returns True while a rate is awaited."""
+        """Makes missing paths and reads the rates. Returns True while the engine or a rate is
+        awaited."""
         capabilities, learnt = self._engine.capabilities, self._chooser.learnt
         if learnt.transfer.observed:
             self._pace.stop()
             return False
         if self._chooser.mode != "predict":
             return False
-        if capabilities is None or not capabilities.transfers or not capabilities.block_bytes:
+        if capabilities is None:
+            return True
+        if not capabilities.transfers or not capabilities.block_bytes:
             return False
         lives = set(self._prefill_workers())
         self._asked &= lives
