@@ -61,6 +61,8 @@ _LOST: Final[Seconds] = 600.0
 """After this time an agent that is gone from the cluster counts as lost with its host, if its
 workers are gone, too."""
 _ENDED: Final = ("ended", "failed")
+_ON_ITS_WAY: Final[Seconds] = 60.0
+"""After this time an order that no report shows has not arrived: its slot is free again."""
 _MOST_ASKED: Final = 4096
 """Most orders that are remembered; the oldest go first."""
 
@@ -78,6 +80,8 @@ class AgentsActuator:
         """The newest report of each agent, and when it came."""
         self._asked: dict[str, NodeId] = {}
         """By change: the agent that was asked to start it."""
+        self._unseen: dict[str, Seconds] = {}
+        """When each order was given that no report has shown yet."""
 
     async def kinds(self) -> Sequence[Kind]:
         return merge_kinds(await self._reports())
@@ -89,31 +93,37 @@ class AgentsActuator:
             reports = await self._reports()
             refused: set[NodeId] = set()
             while True:
-                agent = self._holder(change, reports)
-                if agent is None:
-                    agent = choose_agent(kind, reports, self._under_way(reports), refused)
+                holder = self._holder(change, reports)
+                if holder is None:
+                    agent = choose_agent(kind, reports, self._under_way(), refused)
                     self._remember(change, agent)
-                found = await self._try(agent, order)
+                else:
+                    agent = holder
+                found = await self._try(agent, order, again=holder is not None)
                 if found is not None:
                     self._note(agent, found)
                     return _named(found, agent)
                 refused.add(agent)
 
-    async def _try(self, agent: NodeId, order: StartWorker) -> Instance | None:
-        """Asks one agent; None: it started nothing, and another one may be asked."""
+    async def _try(self, agent: NodeId, order: StartWorker, *, again: bool) -> Instance | None:
+        """Asks one agent; None: it started nothing, and another one may be asked. `again`: it has
+        the change or was asked for it before, so that only itself can say that it did not start."""
         try:
             return await self._node.ref(agent).ask(START_WORKER, order, timeout=self._deadline)
-        except (ActuatorExhausted, NotReady):
-            self._asked.pop(order.change, None)
+        except ActuatorExhausted:
+            self._take_back(order.change)
+            if again:
+                raise
             return None
         except ActuatorDenied:
-            self._asked.pop(order.change, None)
+            self._take_back(order.change)
             raise
         except ActuatorError:
             raise
         except PdserveError as error:
-            if isinstance(error, LinkError) and not error.sent:
-                self._asked.pop(order.change, None)
+            unsent = isinstance(error, LinkError) and not error.sent
+            if not again and (unsent or isinstance(error, NotReady)):
+                self._take_back(order.change)
                 return None
             raise ActuatorTransient(f"agent {agent}: {error.message}") from None
 
@@ -154,6 +164,12 @@ class AgentsActuator:
             raise ActuatorTransient(f"none of {len(agents)} agents answers; {agent}: {error}")
         now = self._node.now()
         self._last |= {agent: (now, report) for agent, report in found.items()}
+        shown = {one.change for report in found.values() for one in report.instances}
+        self._unseen = {
+            change: since
+            for change, since in self._unseen.items()
+            if change not in shown and now - since < _ON_ITS_WAY
+        }
         return found
 
     def _holder(self, change: str, reports: Mapping[NodeId, AgentReport]) -> NodeId | None:
@@ -168,8 +184,14 @@ class AgentsActuator:
 
     def _remember(self, change: str, agent: NodeId) -> None:
         self._asked[change] = agent
+        self._unseen[change] = self._node.now()
         while len(self._asked) > _MOST_ASKED:
             del self._asked[next(iter(self._asked))]
+
+    def _take_back(self, change: str) -> None:
+        """The agent has started nothing for this change."""
+        self._asked.pop(change, None)
+        self._unseen.pop(change, None)
 
     def _note(self, agent: NodeId, one: Instance) -> None:
         """Enters an instance into its agent's last report, lest the agent is lost before the
@@ -178,10 +200,10 @@ class AgentsActuator:
         others = tuple(each for each in report.instances if each.change != one.change)
         self._last[agent] = (then, replace(report, instances=(*others, one)))
 
-    def _under_way(self, reports: Mapping[NodeId, AgentReport]) -> Sequence[NodeId]:
-        """The agent of each order that is in no report yet."""
-        told = {one.change for report in reports.values() for one in report.instances}
-        return [agent for change, agent in self._asked.items() if change not in told]
+    def _under_way(self) -> Sequence[NodeId]:
+        """The agent of each order that no report has shown yet. One that was shown is counted by
+        its agent, also when it has left the report."""
+        return [self._asked[change] for change in self._unseen if change in self._asked]
 
     def _must_know_all(self, reports: Mapping[NodeId, AgentReport], change: str) -> None:
         silent = [m.node for m in self._node.registry.by_role("agent") if m.node not in reports]

@@ -173,3 +173,55 @@ async def test_an_agent_that_drains_starts_nothing_more(lab: AgentLab) -> None:
         await start(lab, "x2")
     assert await start(lab, "x1") == ["agent-a"]
     await lab.actuator.stop("x1", 1.0)
+
+
+async def test_a_worker_that_ended_long_ago_takes_no_slot(
+    lab: AgentLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.agent.workers._KEEP_ENDED", 0.0)
+    for change in ("x1", "x2", "x3"):
+        await start(lab, change)
+        await lab.actuator.list()
+        await lab.die(change)
+        async with asyncio.timeout(lab.patience):
+            while await lab.actuator.list():
+                await asyncio.sleep(0.02)
+    await start(lab, "x4")
+
+
+async def test_an_order_that_never_arrives_takes_a_slot_for_a_while_only(
+    lab: AgentLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actuator = lab.actuator
+    assert isinstance(actuator, AgentsActuator)
+    for change in ("lost1", "lost2"):
+        actuator._remember(change, NodeId("agent-a"))
+    with pytest.raises(ActuatorExhausted):
+        await start(lab, "x1")
+    monkeypatch.setattr(agents, "_ON_ITS_WAY", 0.0)
+    await start(lab, "x1")
+
+
+async def _forgotten(lab: AgentLab, name: str) -> None:
+    async with asyncio.timeout(lab.patience):
+        while lab.planner().registry.get(NodeId(name)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+async def test_a_repeat_of_an_order_to_a_lost_agent_starts_nothing_elsewhere(
+    lab: AgentLab, listed: bool
+) -> None:
+    await lab.add_agent("agent-b", {"gpu": ("0",)})
+    await lab.until_known("agent-b")
+    actuator = lab.actuator
+    assert isinstance(actuator, AgentsActuator)
+    if listed:
+        assert await start(lab, "x1") == ["agent-a"]
+    else:  # it was sent, and its answer was lost
+        actuator._remember("x1", NodeId("agent-a"))
+    await lab.crash_agent("agent-a")
+    await _forgotten(lab, "agent-a")
+    with pytest.raises(ActuatorTransient, match="agent-a"):
+        await start(lab, "x1")
+    assert not lab.processes_of["agent-b"].alive
