@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Final
 
+from pdserve.ids import Seconds
 from pdserve.messages.planner import ScalingPlan
 from pdserve.planner.changes.book import ChangeBook, Underway
 from pdserve.planner.changes.ids import change_id
@@ -34,7 +35,7 @@ from pdserve.runtime.rendezvous import key_of, score
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from pdserve.ids import NodeId, Seconds
+    from pdserve.ids import NodeId
     from pdserve.messages.planner import Change, Kind
     from pdserve.planner.changes.book import Step
     from pdserve.planner.config import PlannerConfig, PoolConfig
@@ -48,6 +49,9 @@ __all__ = ["PlannerCore", "owner_of"]
 
 _ALL_MODELS: Final = ""
 """Key of the one owner where a budget is shared."""
+_HEAR: Final[Seconds] = 30.0
+"""After this time a planner has heard of another one that decides for its models, if that one is in
+its part of the cluster."""
 _NO_START: Final[tuple[str, ...]] = ("failed", "ended")
 
 
@@ -78,7 +82,7 @@ class PlannerCore:
         forecaster: Callable[[], Forecaster] = Forecast,
     ) -> None:
         """Args: `term` is greater for a later life of a planner, for example its start in Unix
-        milliseconds; `forecaster` makes one for each model. Errors: `ConfigError`."""
+        milliseconds, as which each term that begins later counts; `forecaster` makes one for each model. Errors: `ConfigError`."""
         config.validate()
         self._config = config
         self._me = me
@@ -94,6 +98,8 @@ class PlannerCore:
         self._bindings: dict[str, Binding] = {}
         self._said: dict[str, object] = {}
         self._number = 0
+        self._renew_at: Seconds | None = None
+        """When a new term begins, because a worker has obeyed a later planner; None: none has."""
 
     def enable(self, kind: str) -> None:
         """An operator has mended a kind that was disabled."""
@@ -105,6 +111,7 @@ class PlannerCore:
         ours = {one.step.life for one in self._book if one.action is Action.SWITCH}
         self._tenure.see(now, seen.workers, (life for life in ours if life is not None))
         owned = [one for one in self._config.pools if self._owns(one.model, seen)]
+        self._begin_term(now, {one.model for one in owned}, seen)
         self._drop({one.model for one in owned})
         for pool in owned:
             log += self._advance(now, pool.model, seen)
@@ -133,6 +140,19 @@ class PlannerCore:
     def _owns(self, model: str, seen: PlannerInput) -> bool:
         planners = {*seen.planners, self._me}
         return owner_of(model, planners, budget=self._config.budget) == self._me
+
+    def _begin_term(self, now: Seconds, owned: Collection[str], seen: PlannerInput) -> None:
+        """Begins a new term with each model that is taken over: its last owner may have begun its
+        life later than this planner. So does an owner whose orders are stale all the same, since
+        another one owned the model for a moment; but not before it must have heard of that one."""
+        if any(model not in owned for model in self._models):
+            self._renew_at = None
+        if self._renew_at is None and any(r.kind == "stale" for r in seen.refusals.values()):
+            self._renew_at = now + _HEAR
+        renew = self._renew_at is not None and now >= self._renew_at
+        if renew or any(model not in self._models for model in owned):
+            self._term = max(self._term + renew, int(seen.wall * 1000))
+            self._renew_at = None
 
     def _drop(self, owned: Collection[str]) -> None:
         """Forgets models that another planner decides for now: it finds all in the lists."""

@@ -976,6 +976,35 @@ def test_orders_carry_term_and_a_number_that_grows():
     assert undo.number > stop.number > 0
 
 
+def test_a_model_that_is_taken_over_begins_a_term():
+    """Its last owner may have begun its life later than this planner."""
+    bench = calm(3, 0.5)
+    other = next(one for one in map(NodeId, "abcdefgh") if not owns_beside(one))
+    bench.seen = replace(bench.seen, planners=(ME, other), wall=100.0)
+    bench.until(60)
+    assert bench.last.plans == ()
+    bench.seen = replace(bench.seen, planners=(ME,), wall=200.0)
+    orders = [order for output in bench.until(125) for order in output.orders]
+    assert {order.term for order in orders} == {200_000}
+
+
+def owns_beside(other: NodeId) -> bool:
+    return owner_of(MODEL, (ME, other), budget=config().budget) == ME
+
+
+def test_an_owner_whose_orders_are_stale_begins_a_term_when_it_must_know_the_other():
+    bench = calm(3, 0.5)
+    bench.seen = replace(bench.seen, wall=100.0)
+    bench.until(65)
+    (stop,) = bench.last.orders
+    assert stop.term == 100_000
+    refusals = {stop.change.id: Refusal("stale", "stale: a later planner has ordered it")}
+    bench.tick(refusals=refusals, wall=165.0)
+    terms = [bench.tick(wall=165.0 + 5 * tick).plans[0].term for tick in range(1, 20)]
+    assert terms[4] == 100_000
+    assert terms[5:] == [195_000] * 14
+
+
 def test_a_planner_that_only_advises_orders_nothing_and_says_the_same():
     bench = Bench(config(mode="advise"))
     bench.see(worker(1))

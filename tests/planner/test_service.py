@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from math import inf
 
 from pdserve.errors import ActuatorDenied
+from pdserve.ids import NodeId
 from pdserve.messages.mode import SetMode
 from pdserve.messages.status import DrainOrder, UndoDrain
 from pdserve.planner.config import PoolConfig
+from pdserve.planner.core import owner_of
 from tests.net.world import virtually
 from tests.planner.driver.site import MODEL, site
 
@@ -98,6 +101,28 @@ async def test_of_two_planners_one_decides_and_the_other_takes_over() -> None:
 
 
 @virtually
+async def test_an_older_planner_that_takes_over_is_obeyed() -> None:
+    names = [NodeId("p"), NodeId("q")]
+    newer = owner_of(MODEL, names, budget=inf)
+    older = next(name for name in names if name != newer)
+    async with site(rate=0.3, workers=3) as made:
+        modes = ("aggregated", "prefill", "decode")
+        pool = PoolConfig(model=MODEL, ttft=1.0, max=6, min=3, modes=modes)
+        survivor = await made.planner(older, pools=(pool,))
+        await asyncio.sleep(10.0)
+        owner = await made.planner(newer, pools=(pool,))
+        await made.until(lambda: owner.report.owner and not survivor.report.owner)
+        await asyncio.sleep(100.0)
+        await owner.asked("pin", model=MODEL, mix={"prefill": 1, "decode": 2}, seconds=3600.0)
+        await made.until(lambda: made.modes() == ["decode", "decode", "prefill"], 400.0)
+        await made.crash(newer)
+        await made.until(lambda: survivor.report.owner, 60.0)
+        await asyncio.sleep(100.0)
+        await survivor.asked("pin", model=MODEL, mix={"aggregated": 3}, seconds=3600.0)
+        await made.until(lambda: made.modes() == ["aggregated"] * 3, 400.0)
+
+
+@virtually
 async def test_an_actuator_that_does_not_answer_is_named_and_nothing_is_started_twice() -> None:
     async with site(rate=0.5) as made:
         made.starts.down = "slurmctld: connection refused"
@@ -162,7 +187,8 @@ async def test_orders_have_the_term_of_the_planners_life() -> None:
         await made.until(lambda: any(one.orders for one in everyone), 300.0)
         order = next(one.orders[0] for one in everyone if one.orders)
         assert isinstance(order, DrainOrder)
-        assert (order.term, order.stay, order.last) == (planner.node.epoch, False, False)
+        assert (order.term, order.stay, order.last) == (planner.term, False, False)
+        assert order.term >= planner.node.epoch
         assert order.number > 0
 
 
@@ -183,7 +209,7 @@ async def test_modes_are_switched_for_a_pin() -> None:
             400.0,
         )
         orders = [one for worker in made.workers.values() for one in worker.orders]
-        assert any(isinstance(one, SetMode) and one.term == planner.node.epoch for one in orders)
+        assert any(isinstance(one, SetMode) and one.term == planner.term for one in orders)
         assert planner.report.pins == {MODEL: {"prefill": 1, "decode": 2}}
 
 

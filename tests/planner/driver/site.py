@@ -254,6 +254,10 @@ class Planner:
         return self.service.report()
 
     @property
+    def term(self) -> int:
+        return self.report.plans[0].term
+
+    @property
     def binding(self) -> str:
         return self.report.plans[0].binding
 
@@ -306,6 +310,9 @@ class Site:
 
     def serving(self) -> int:
         return sum(not worker.card.draining for worker in self.workers.values())
+
+    def modes(self) -> list[str]:
+        return sorted(one.card.mode for one in self.workers.values())
 
     async def until(self, met: Callable[[], bool], timeout: float = 120.0) -> float:
         return await self.nodes.until(met, timeout)
