@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import logging
 import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -263,7 +264,8 @@ class Workers:
         ended.sort(key=lambda one: one.ended or 0.0)
         for record in ended[:-_KEEP_LOGS]:
             for path in self._store.logs(record.change):
-                path.unlink(missing_ok=True)
+                with suppress(OSError):  # it would end every look at the workers
+                    path.unlink()
 
     # ------------------------------------------------------------------ saying
 
@@ -324,5 +326,13 @@ def _how(record: WorkerRecord, status: int | None) -> str:
     if status is None:
         return "ended, with a status that this agent cannot know"
     if status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
+        return f"was ended by {_signal_name(-status)}"
     return f"ended with status {status}"
+
+
+def _signal_name(number: int) -> str:
+    """Its name; most real-time signals have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

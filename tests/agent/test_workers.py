@@ -130,6 +130,29 @@ def test_a_worker_that_ends_by_itself_has_failed_and_says_why(
     assert not [x for x in workers.report(302.0).instances if x.change == "a"]
 
 
+def test_a_signal_without_a_name_is_told_by_its_number(
+    workers: Workers, processes: FakeProcesses
+) -> None:
+    workers.start(order("a"), 0.0)
+    processes.end(100, -35)
+    workers.poll(1.0, {})
+    assert one(workers, "a").reason.startswith("was ended by signal 35")
+
+
+def test_a_log_that_cannot_be_removed_ends_no_look_at_the_workers(
+    tmp_path: Path, workers: Workers, processes: FakeProcesses
+) -> None:
+    for number in range(22):
+        workers.start(order(f"w{number}"), 0.0)
+        processes.end(100 + number)
+        workers.poll(float(number), {})
+        if not number:
+            (tmp_path / "w0.log").unlink()
+            (tmp_path / "w0.log").mkdir()
+    assert not (tmp_path / "w1.log").exists()
+    assert (tmp_path / "w2.log").exists()
+
+
 def test_a_worker_that_an_operator_drained_has_not_failed(
     workers: Workers, processes: FakeProcesses
 ) -> None:
