@@ -221,7 +221,8 @@ class Systemd:
                 return
             until = time.time() + grace
             if unit.until is None:
-                await self._gone("systemctl", "kill", "--kill-whom=main", _service(change))
+                # Before 252 the option had this name; later ones take it as short for --kill-whom.
+                await self._gone("systemctl", "kill", "--kill-who=main", _service(change))
             if unit.until is None or until < unit.until:
                 await self._kill_later(change, until, grace)
             self._asked.add(change)
