@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Final
 
-from pdserve.ids import Seconds
 from pdserve.messages.planner import ScalingPlan
 from pdserve.planner.changes.book import ChangeBook, Underway
 from pdserve.planner.changes.ids import change_id
@@ -35,7 +34,7 @@ from pdserve.runtime.rendezvous import key_of, score
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from pdserve.ids import NodeId
+    from pdserve.ids import NodeId, Seconds
     from pdserve.messages.planner import Change, Kind
     from pdserve.planner.changes.book import Step
     from pdserve.planner.config import PlannerConfig, PoolConfig
@@ -82,7 +81,8 @@ class PlannerCore:
         forecaster: Callable[[], Forecaster] = Forecast,
     ) -> None:
         """Args: `term` is greater for a later life of a planner, for example its start in Unix
-        milliseconds, as which each term that begins later counts; `forecaster` makes one for each model. Errors: `ConfigError`."""
+        milliseconds; terms that begin later are their own. `forecaster` makes one for each model.
+        Errors: `ConfigError`."""
         config.validate()
         self._config = config
         self._me = me

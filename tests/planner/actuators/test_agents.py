@@ -184,7 +184,7 @@ async def test_a_worker_that_ended_long_ago_takes_no_slot(
         await lab.actuator.list()
         await lab.die(change)
         async with asyncio.timeout(lab.patience):
-            while await lab.actuator.list():
+            while await lab.actuator.list():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
     await start(lab, "x4")
 
