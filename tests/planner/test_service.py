@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from math import inf
 
 from pdserve.errors import ActuatorDenied
 from pdserve.ids import NodeId
 from pdserve.messages.mode import SetMode
 from pdserve.messages.status import DrainOrder, UndoDrain
-from pdserve.planner.config import PoolConfig
+from pdserve.planner.config import PoolConfig, WorkerModeName
 from pdserve.planner.core import owner_of
 from tests.net.world import virtually
 from tests.planner.driver.site import MODEL, site
@@ -103,10 +102,9 @@ async def test_of_two_planners_one_decides_and_the_other_takes_over() -> None:
 @virtually
 async def test_an_older_planner_that_takes_over_is_obeyed() -> None:
     names = [NodeId("p"), NodeId("q")]
-    newer = owner_of(MODEL, names, budget=inf)
-    older = next(name for name in names if name != newer)
+    older, newer = sorted(names, key=lambda one: one == owner_of(MODEL, names, budget=0.0))
     async with site(rate=0.3, workers=3) as made:
-        modes = ("aggregated", "prefill", "decode")
+        modes: tuple[WorkerModeName, ...] = ("aggregated", "prefill", "decode")
         pool = PoolConfig(model=MODEL, ttft=1.0, max=6, min=3, modes=modes)
         survivor = await made.planner(older, pools=(pool,))
         await asyncio.sleep(10.0)
