@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from pdserve.planner.demand_series import DemandSeries
 from pdserve.planner.outlook import PoolOutcome
 from pdserve.planner.what_if.evaluate import WhatIf
+from pdserve.planner.what_if.load import MOST_REQUESTS
 from pdserve.planner.what_if.records import (
     MODES,
     CandidatePool,
@@ -34,6 +35,8 @@ _LEAST_SPAN: Final[Seconds] = 5.0
 """Arrivals of a shorter time than this do not tell a rate."""
 _SEQUENCES: Final = 256
 """Sequences of a worker that has not said how many: the default of `--max-sequences`."""
+_MOST_SEQUENCES: Final = 4096
+"""Sequences of one worker that are modelled; more is no engine's, and a replay holds each."""
 
 
 class WhatIfJudge:
@@ -106,15 +109,16 @@ class WhatIfJudge:
 
     def _worker(self, slot: Slot) -> CandidateWorker:
         mode: PoolMode = next((one for one in MODES if one == slot.mode), "aggregated")
+        sequences = min(slot.max_sequences or _SEQUENCES, _MOST_SEQUENCES)
         return CandidateWorker(
             mode=mode,
             speed=slot.speed or 1.0,
             share=slot.share,
             kv_tokens=slot.kv_tokens,
-            max_sequences=slot.max_sequences or _SEQUENCES,
+            max_sequences=sequences,
             max_batch_tokens=self._max_batch_tokens,
             ready=slot.ready_in,
-            streams=slot.streams,
+            streams=min(slot.streams, sequences),
             stream_tokens=slot.stream_tokens,
             backlog=slot.waiting_tokens,
         )
@@ -133,9 +137,10 @@ def _scaled(series: DemandSeries, load: Load) -> tuple[float, Seconds]:
 def _held(
     series: DemandSeries, load: Load, workers: Sequence[CandidateWorker], mean: Seconds
 ) -> int:
-    """Requests that wait at the beginning, besides those that workers have already."""
+    """Requests that wait at the beginning, besides those that workers have already; at most as many
+    as come, because each costs as much of the replay."""
     there = series.times.per_token * sum(worker.backlog for worker in workers)
-    return max(0, round((load.backlog - there) / mean))
+    return round(min(MOST_REQUESTS, max(0.0, (load.backlog - there) / mean)))
 
 
 def _answer(outcome: Outcome) -> PoolOutcome:

@@ -121,7 +121,7 @@ def _repeated(
         one = recent[index]
         before = recent[index - 1].at if index else one.at
         owed += one.weight
-        while owed >= 1:
+        while owed >= 1 and len(found) < most:
             owed -= 1
             back = 0.0 if one.weight <= 1 else random.random() * (one.at - before)
             found.append((one.at - back, one))

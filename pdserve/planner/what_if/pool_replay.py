@@ -48,6 +48,8 @@ _ALWAYS_PATIENCE: Final[Seconds] = 30.0
 """`worker.disagg.policy`: how long a prompt waits for a prefill worker at least."""
 _UNFILLED: Final = 0.3
 """`TransferSpec.unfilled`: the part of a pool that may be reserved for prompts on their way."""
+_ENDLESS: Final = 3600.0
+"""Seconds after the last arrival at which a replay ends: what has not come by then is late."""
 _LOOK: Final = 16
 """Workers among which a request is placed; of more, another window for each request."""
 
@@ -154,11 +156,14 @@ class PoolReplay:
         heappush(self._events, (time, next(self._ids), call, arguments))
 
     def run(self) -> None:
-        """Replay until every request has ended, or nothing more can happen."""
+        """Replay until every request has ended, nothing more can happen, or it takes for ever."""
         events, requests = self._events, self._requests
         index, total = 0, len(requests)
         arrival = requests[0].arrived if requests else inf
+        end = _ENDLESS + (requests[-1].arrived if requests else 0.0)
         while True:
+            if events and events[0][0] > end and index == total:
+                return
             if events and events[0][0] <= arrival:
                 self.now, _, call, arguments = heappop(events)
                 call(*arguments)

@@ -141,3 +141,28 @@ def test_the_rule_of_handoffs_is_the_clusters():
     pool = PoolCandidate((Slot("prefill"), Slot("decode")))
     (never,) = judged(Load(1.0), pool, judge=WhatIfJudge(Handoffs("never")))
     assert never.utilisation["prefill"] == 0
+
+
+@pytest.mark.parametrize(
+    ("load", "slot", "other"),
+    [
+        (Load(1.0, backlog=1e12), {}, {}),
+        (Load(1.0), {"streams": 2**40, "stream_tokens": 2**40}, {}),
+        (Load(1.0), {"streams": 2**40, "max_sequences": 2**60}, {}),
+        (Load(1.0), {"streams": 10, "stream_tokens": 2**62}, {}),
+        (Load(1.0), {}, {"times": LatencyModel(1e17, 1e17, 1e17, 1e17, 1e17, 1e17, True)}),
+        (Load(1.0), {}, {"lengths": (FinishedRequest(2000, 0, 2**60),)}),
+        (Load(1.0), {}, {"arrivals": tuple(RecentArrival(100.0 + n, 2**60) for n in range(9))}),
+        (
+            Load(1.0),
+            {},
+            {"arrivals": (RecentArrival(100.0, 20, work=0.1, weight=1e12),)},
+        ),
+    ],
+)
+def test_absurd_figures_take_no_longer_than_sensible_ones(load, slot, other):
+    """They are peers', and a tick that never ends decides nothing for any model. Replayed one by
+    one these would take hours, or more memory than there is."""
+    judge = WhatIfJudge(seeds=1)
+    (outcome,) = judge.judge(series(**other), LIMITS, load, [slots("aggregated", 2, **slot)])
+    assert 0.0 <= outcome.miss <= 1.0
