@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import astuple
@@ -87,6 +86,13 @@ _SQUARED: Final[Key] = ("work_squared",)
 _FINISHED: Final[Key] = ("finished",)
 _DRIFT: Final = 1e-4
 """Most seconds per second by which two machines' clocks run apart; crystals keep below that."""
+_STOOD: Final[Seconds] = 5.0
+"""A clock that is behind by so much more than before has stood still, as in a machine that was
+suspended."""
+_MOST: Final = 1e18
+"""Figures beyond this make no sense, and sums of them would be no numbers."""
+_MOST_MODELS: Final = 1024
+"""Models in one report that make no sense: a router counts 64."""
 
 
 @dataclass(slots=True)
@@ -200,7 +206,8 @@ class DemandReader:
         known, offset = router.newest is not None, now - report.now
         if last is not None:
             # The report that travelled fastest says best by how much the clocks differ.
-            offset = min(offset, router.offset + _DRIFT * max(0.0, report.now - last.now))
+            most = router.offset + _DRIFT * max(0.0, report.now - last.now)
+            offset = offset if offset > most + _STOOD else min(offset, most)
         router.offset = offset
         for demand in report.models:
             model = self._models.get(demand.model)
@@ -222,6 +229,9 @@ class DemandReader:
                 model.changed = now
                 span = _span(report, last, demand), report.now
                 _add(model, own, demand, grown, span, offset)
+        told = {demand.model for demand in report.models}
+        # What the router has forgotten begins a new count when it returns.
+        router.counts = {name: count for name, count in router.counts.items() if name in told}
 
     def _is_new(self, now: Seconds, began: Seconds) -> bool:
         """True if a count of an unknown process has nothing from before this reader listened, or
@@ -365,19 +375,25 @@ class DemandReader:
 
 def _fault(report: DemandReport) -> str:
     """Why a report makes no sense by itself; empty: it does."""
+    if len(report.models) > _MOST_MODELS:
+        return f"it counts {len(report.models)} models"
     for demand in report.models:
         for name in (*_SUMS, "held", "held_work", "held_oldest", "began"):
-            if not isfinite(getattr(demand, name)):
+            if not _sensible(getattr(demand, name)):
                 return f"{name} of {demand.model} is not a number"
         for one in demand.recent:
-            if not (one.at <= report.now and isfinite(one.at) and isfinite(one.work)):
+            if not (one.at <= report.now and _sensible(one.at) and _sensible(one.work)):
                 return f"an arrival for {demand.model} has no sensible time or work"
         for node, speed in demand.speeds.items():
-            if not isfinite(speed):
+            if not _sensible(speed):
                 return f"the speed of {node} for {demand.model} is not a number"
-        if not all(isfinite(value) for value in astuple(demand.times)):
+        if not all(_sensible(value) for value in astuple(demand.times)):
             return f"the times of {demand.model} are not numbers"
-    return "" if isfinite(report.now) and isfinite(report.since) else "its clock is not a number"
+    return "" if _sensible(report.now) and _sensible(report.since) else "its clock is not a number"
+
+
+def _sensible(value: float) -> bool:
+    return -_MOST < value < _MOST
 
 
 def _backwards(router: _Router, report: DemandReport) -> str:

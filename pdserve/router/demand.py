@@ -42,6 +42,9 @@ _MAX_WORDS: Final = 16
 """Objectives, and causes of one objective, that are counted apart. They are words of frontends,
 perhaps of a later release; beyond, they count as `other`."""
 _OTHER: Final = "other"
+_MOST: Final = 1e9
+"""Tokens, and seconds, beyond which what is told of one request makes no sense. A sum of them would
+never be a number again, and no planner would know the demand."""
 
 
 class HeldDemand(NamedTuple):
@@ -107,6 +110,7 @@ class DemandCounters:
         """A request came for the first time. `cached`: of its `prompt` tokens those that the worker
         with the most has; `work`: predicted prefill seconds of the others at speed 1."""
         count = self._touch(now, model)
+        work = work if work < _MOST else 0.0
         count.arrivals += 1
         count.work += work
         count.work_squared += work * work
@@ -126,6 +130,8 @@ class DemandCounters:
 
     def ended(self, now: Seconds, told: EndedRequest) -> None:
         """A client's request has ended, as its frontend tells."""
+        if not (told.output_tokens < _MOST and told.decode < _MOST):
+            return
         count = self._touch(now, told.model)
         count.output_tokens += told.output_tokens
         count.kv_token_seconds += told.output_tokens * told.decode / 2

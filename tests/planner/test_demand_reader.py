@@ -191,6 +191,64 @@ class TestSums:
         assert series.health.known
 
 
+class TestAbsurdReports:
+    @pytest.mark.parametrize(
+        "report",
+        [
+            DemandReport(now=1e308),
+            DemandReport(now=9.0, models=(ModelDemand(model=M, work=1e300),)),
+            DemandReport(
+                now=9.0,
+                models=(ModelDemand(model=M, arrivals=1, recent=(Arrival(-1e308, 1),)),),
+            ),
+            DemandReport(
+                now=9.0, models=(ModelDemand(model=M, times=ModelTimes(per_token=1e300)),)
+            ),
+            DemandReport(
+                now=9.0, models=tuple(ModelDemand(model=f"m{number}") for number in range(5000))
+            ),
+        ],
+    )
+    def test_they_are_refused_whole(self, report: DemandReport) -> None:
+        reader, router = _reader("r"), Router("r")
+        _tell(reader, 1.0, router)
+        absurd = replace(report, process=1, number=2)
+        reader.reported(10.0, router.life, absurd)
+        assert [*reader.health(10.0).refused] == ["r"]
+        assert reader.models == (M,)
+        router.number = 2
+        router.arrive(10.5, number=3)
+        _tell(reader, 11.0, router)
+        assert reader.health(11.0).known
+        assert _sums(reader.series(11.0, M)) == (3, 1.5)
+
+    def test_what_a_router_has_forgotten_is_forgotten(self) -> None:
+        reader = _reader("r")
+        for number in range(3000):
+            now = 1.0 + number
+            demand = ModelDemand(model=f"m{number}", count=number, began=now, held=1, arrivals=1)
+            report = DemandReport(now=now, process=1, number=1 + number, models=(demand,))
+            reader.watch(now, [NodeId("r")])
+            reader.reported(now, NodeLife(NodeId("r"), 1), report)
+        assert reader.series(3001.0, "m0").held == 0
+        assert len(reader.models) <= 1300  # those of the last 1,200 s
+
+
+class TestClocks:
+    def test_a_router_whose_machine_was_suspended_is_not_behind_for_ever(self) -> None:
+        """Its clock stood still, so its times are 100 s too early from then on."""
+        reader, router = _reader("r"), Router("r")
+        for now in range(1, 60):
+            router.arrive(now - 0.5)
+            _tell(reader, float(now), router)
+        router.clock = 100.0
+        for now in range(160, 181):
+            router.arrive(now - 0.5)
+            _tell(reader, float(now), router)
+        newest = reader.series(180.0, M).buckets[-1]
+        assert (newest.at, newest.arrivals) == (175.0, 5)
+
+
 class TestLives:
     def test_what_was_counted_before_is_left_out(self) -> None:
         reader, router = _reader("r", now=100.0), Router("r")

@@ -57,6 +57,18 @@ class TestCounters:
         assert demand.recent == (Arrival(1.0, 100, 64, 2, 0.5), Arrival(2.0, 50, 0, 1, 0.25))
         assert demand.began == 1.0
 
+    def test_absurd_figures_do_not_spoil_the_sums(self) -> None:
+        """A sum that is no number any more makes every planner blind until the router restarts."""
+        counters = DemandCounters()
+        for decode, tokens in ((float("inf"), 5), (1e308, 10**6), (1.0, 2**62), (1.0, 2**62)):
+            counters.ended(1.0, EndedRequest("m", 1, 0, tokens, decode, True))
+        counters.arrived(1.0, "m", 100, 0, 1, float("inf"))
+        counters.arrived(1.0, "m", 100, 0, 1, 0.5)
+        demand = only(counters)
+        assert (demand.arrivals, demand.work, demand.output_tokens) == (2, 0.5, 0)
+        assert demand.kv_token_seconds == 0.0
+        assert encode(reported(counters))
+
     def test_a_request_that_ended(self) -> None:
         counters = DemandCounters()
         kept = EndedRequest(
