@@ -184,6 +184,7 @@ class PlannerCore:
             self._book.asked(model, prices),
             prices=prices,
             ready_in=lambda change, kind: self._book.ready_in(now, change, kind),
+            given_up=self._book.given_up(now, model),
         )
 
     def _spare(self, pools: Mapping[str, Pool]) -> float:

@@ -24,6 +24,8 @@ _WORDS: Final[Mapping[str, str]] = {
     "at {work:.2f} work/s ({load})",
     "miss": "with {workers} workers {value:.1%} would miss the objective, more than {limit:.1%}, "
     "at {work:.2f} work/s ({load})",
+    "busy": "with {workers} workers one mode would be {value:.0%} busy, more than {limit:.0%}, "
+    "at {work:.2f} work/s ({load})",
     "floor": "at least {floor} workers must serve, and {workers} do",
     "max": "max is {max} workers, and there are {workers}",
     "budget": "the budget of {budget:g} leaves {spare:g}, and a worker costs {price:g}",
@@ -37,6 +39,7 @@ _WORDS: Final[Mapping[str, str]] = {
     "doubt": "nothing is removed: {reason}",
     "panic": "nothing is removed for {seconds:.0f} s: the load was {ratio:.2f} × the forecast",
     "cooldown": "the last removal was {seconds:.0f} s ago, and {limit:.0f} s must pass",
+    "unseen": "the demand has been seen for {seconds:.0f} s, and {limit:.0f} s must be known",
     "regret": "a removal at {before:.2f} work/s had to be undone; the load is {work:.2f} work/s "
     "now, and must be below {limit:.2f}",
     "changing": "waits for {action} of {what}",

@@ -87,7 +87,7 @@ def raise_capacity(scene: Scene, load: Load, stay: PoolOutcome, horizon: float) 
     switched = _switched(scene, load, now)
     if switched is not None and _fits(scene, switched.outcome):
         return Raised(switched.steps, switched.outcome, enough=True)
-    started = _started(scene, load, now)
+    started = _started(scene, load, now, horizon)
     if switched is not None and switched.outcome.miss < started.after.miss:
         return Raised(switched.steps, switched.outcome, enough=False, wanted=started.wanted)
     return started
@@ -158,14 +158,14 @@ def _switched(scene: Scene, load: Load, now: _Try) -> _Try | None:
 # ---------------------------------------------------------------------- starts
 
 
-def _started(scene: Scene, load: Load, now: _Try) -> Raised:
+def _started(scene: Scene, load: Load, now: _Try, horizon: float) -> Raised:
     """The fewest new workers that are enough. Starts that are under way and not counted as
     capacity yet are taken off: waiting for them is no reason to ask for more."""
     observed = scene.demand.missed if scene.demand is not None else {}
     modes: tuple[str, ...] = tuple(mode for mode in STARTED_MODES if mode in scene.modes)
     if sum(observed.values()) >= _BETTER_KNOWN:
         modes = helpful_modes(modes, observed, {})
-    uncounted = _uncounted(scene)
+    uncounted = _uncounted(scene, horizon)
     kinds = scene.startable()
     most = len(kinds) + uncounted
     added, outcome = _fewest(scene, load, now, modes, most)
@@ -176,10 +176,13 @@ def _started(scene: Scene, load: Load, now: _Try) -> Raised:
     return Raised(tuple(steps), outcome, _fits(scene, outcome), len(added))
 
 
-def _uncounted(scene: Scene) -> int:
-    """Starts under way that nobody can say the end of; those of a kind that waits for too long no
-    longer count, so that another kind is tried."""
-    return sum(one.ready_in is None and one.kind not in scene.blocked for one in scene.pool.coming)
+def _uncounted(scene: Scene, horizon: float) -> int:
+    """Starts under way that nobody can say the end of, or that end after the horizon; those of a
+    kind that waits for too long no longer count, so that another kind is tried."""
+    return sum(
+        (one.ready_in is None or one.ready_in > horizon) and one.kind not in scene.blocked
+        for one in scene.pool.coming
+    )
 
 
 def _fewest(

@@ -8,6 +8,7 @@ before them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class DemandView:
     """Whose demand is not known or only estimated, in words; empty: nobody's."""
     poor: bool = False
     """Predictions are wrong, or have not been learnt."""
+    seen: Seconds = inf
+    """For how long the demand has been seen, as far back as peaks are looked for."""
     first_tokens: int = 0
     """First tokens that were seen."""
     work: float = 0.0

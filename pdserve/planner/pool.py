@@ -8,7 +8,7 @@ only from the time at which it is expected.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from pdserve.planner.changes.ids import model_tag, read_change_id
@@ -175,28 +175,38 @@ def gather(
     *,
     prices: Mapping[str, float],
     ready_in: Callable[[str, str], Seconds],
+    given_up: Collection[str] = (),
 ) -> Pool:
     """The pool of a model.
 
     Args: `asked` are starts of this planner that no list shows yet; `ready_in` tells, by change and
-    kind, the seconds until a start whose process runs is expected to serve.
+    kind, the seconds until a start whose process runs is expected to serve; `given_up` are starts
+    of which nothing is expected any more: they only cost.
     """
-    mine = tuple(one for one in workers if one.model == model)
+    mine = tuple(_going(one, given_up) for one in workers if one.model == model)
     joined = {one.change for one in mine if one.change}
     coming = {one.change: one for one in asked if one.change not in joined}
     others = 0.0
     for one in _unjoined(model, instances, joined):
         price = prices.get(one.kind, 1.0)
-        if one.state in _ALIVE:
+        if one.state in _ALIVE and one.change not in given_up:
             coming[one.change] = _coming(one, price, ready_in(one.change, one.kind))
         else:
             coming.pop(one.change, None)
-            others += price if one.state == "ending" else 0.0
+            others += price if one.state in (*_ALIVE, "ending") else 0.0
     for worker in mine:
         if worker.state == "loading" and worker.change:
             price = prices.get(worker.kind, 1.0)
             coming[worker.change] = _loading(worker, price, ready_in(worker.change, worker.kind))
     return Pool(model, mine, tuple(coming.values()), others, prices)
+
+
+def _going(worker: Worker, given_up: Collection[str]) -> Worker:
+    """A worker that loads although it is given up is as good as gone; one that serves after all
+    serves."""
+    if worker.state == "loading" and worker.change in given_up:
+        return replace(worker, state="draining")
+    return worker
 
 
 def _unjoined(

@@ -13,11 +13,13 @@ from pdserve.messages.planner import Kind
 from pdserve.planner.changes.ids import change_id
 from pdserve.planner.config import Floor
 from pdserve.planner.core import owner_of
+from pdserve.planner.outlook import PoolOutcome
 from pdserve.planner.tick import Knob, Refusal
 from tests.planner.support import (
     ME,
     MODEL,
     Bench,
+    LinearJudge,
     actions,
     binding,
     config,
@@ -1059,3 +1061,149 @@ def test_a_life_that_dies_during_its_drain_is_gone():
     assert "stop w1 after" in bench.last.log[0]
     assert bench.last.plans[0].present == {"aggregated": 2}
     assert bench.last.orders == ()
+
+
+# ---------------------------------------------------------------------- starts that do not come
+
+
+def test_starts_that_come_late_are_not_asked_for_again():
+    """A queue may say that a start runs in an hour: that is no reason for one more at each tick."""
+    bench = Bench()
+    bench.see(worker(1))
+    bench.load(1.7)
+    asked: set[str] = set()
+    for _ in range(10):
+        bench.tick()
+        asked |= {*names(bench)}
+        late = tuple(instance(one, "pending", expected=3600.0) for one in asked)
+        bench.see(worker(1), instances=late)
+    assert len(asked) == 1
+
+
+def test_starts_of_a_kind_that_is_slower_than_the_preferred_one_are_not_asked_for_again():
+    """The preferred kind is full, and its start-up is the horizon."""
+    kinds = (Kind(name="fast", actuator="fake", slots=1), Kind(name="slow", actuator="fake"))
+    bench = Bench(config(pool(kinds=("fast", "slow"), max=12)))
+    bench.see(mine(1), kinds=kinds)
+    asked: dict[str, str] = {}
+    for work in (1.7, *[3.5] * 10):
+        bench.load(work)
+        for order in bench.tick().orders:
+            asked[order.change.id] = order.change.kind
+        fast = [mine(1)]
+        came = [one for one, kind in asked.items() if kind == "fast"]
+        fast += [replace(worker(2, kind="fast"), change=one) for one in came]
+        if came and bench.now < 1020:
+            continue
+        slow = [instance(one, "booting", "slow") for one, kind in asked.items() if kind == "slow"]
+        slow += [instance(one, "running", "fast") for one in came]
+        bench.see(*fast, kinds=kinds, instances=tuple(slow))
+    assert sorted(asked.values()) == ["fast", "slow", "slow"]
+
+
+def test_a_start_that_is_being_ended_is_no_capacity():
+    """Its actuator cannot end it, and lists it as running for ever."""
+    bench = Bench()
+    bench.see(worker(1))
+    bench.load(1.7)
+    bench.tick()
+    (stuck,) = names(bench)
+    bench.see(worker(1), instances=(instance(stuck, "running"),))
+    bench.until(365 + 70)
+    assert sorted(actions(bench.last)) == [START, "end start aggregated"]
+
+
+@pytest.mark.parametrize("work", [0.5, 1.7])
+def test_a_worker_whose_engine_does_not_come_back_is_replaced(work):
+    bench = Bench()
+    bench.see(*crowd(2) if work > 1 else crowd(1))
+    bench.load(work)
+    bench.tick()
+    broken = mine(1, state="loading")
+    others = crowd(1, first=2) if work > 1 else []
+    bench.see(broken, *others, instances=(instance(broken.change, "running"),))
+    bench.until(300)
+    assert actions(bench.last) == []
+    bench.until(70)
+    assert actions(bench.last) == [START]
+    bench.see(*crowd(2))
+    bench.tick()
+    assert bench.last.plans[0].present == {"aggregated": 2}
+
+
+def test_running_instances_are_not_ended_while_nothing_of_the_cluster_is_seen():
+    """A planner that begins without a way to the workers, but with one to their actuator, finds
+    processes that never become members. They may serve all the same."""
+    bench = Bench()
+    there = crowd(3)
+    listed = tuple(instance(one.change, "running") for one in there)
+    bench.see(instances=listed)
+    assert not any(output.orders for output in bench.until(1800))
+    bench.see(there[0], instances=listed)
+    bench.load(0.5)
+    assert not any(output.orders for output in bench.until(30))
+    bench.see(*there, instances=listed)
+    assert not any(output.orders for output in bench.until(30))
+
+
+def test_a_worker_of_the_wrong_mode_is_not_drained_if_it_is_the_last():
+    bench = Bench()
+    bench.see(worker(1))
+    bench.load(1.7)
+    bench.tick()
+    came = worker(2, "decode", kind="gpu", change=names(bench)[0])
+    bench.see(came)
+    bench.load(0.1)
+    assert not any("stop" in act for output in bench.until(60) for act in actions(output))
+    bench.see(came, *crowd(1, first=3))
+    bench.tick()
+    assert actions(bench.last) == ["begin stop w2"]
+
+
+def test_a_worker_of_the_wrong_mode_that_the_load_needs_is_not_drained_again():
+    bench = Bench()
+    bench.see(*crowd(1))
+    bench.load(1.7)
+    bench.tick()
+    came = worker(2, "decode", kind="gpu", change=names(bench)[0])
+    bench.see(*crowd(1), came)
+    bench.tick()
+    assert actions(bench.last) == ["begin stop w2"]
+    seen = []
+    drains = replace(came, state="draining")
+    for now in (drains, drains, *[came] * 10):
+        bench.see(*crowd(1), now)
+        seen += [act for act in actions(bench.tick()) if "w2" in act]
+    assert seen[-1] == "begin undo_drain w2"
+    assert "begin stop w2" not in seen[seen.index("begin undo_drain w2") :]
+
+
+# ---------------------------------------------------------------------- removals
+
+
+def test_nothing_is_removed_before_the_load_has_been_seen_for_long_enough():
+    """A planner that begins in a lull knows nothing of the load before."""
+    bench = calm(3, 0.5)
+    for seen in range(5, 300, 5):
+        bench.load(0.5, seen=float(seen))
+        assert actions(bench.tick()) == []
+    assert "the demand has been seen for 2" in binding(bench.last)
+    bench.load(0.5, seen=300.0)
+    assert ["begin stop w1"] in [actions(output) for output in bench.until(65)]
+
+
+def test_a_busy_pool_does_not_shrink_because_its_objective_cannot_be_kept():
+    class Hopeless(LinearJudge):
+        """All prompts are too long for the objective, so that none is judged."""
+
+        def _outcome(self, objectives, load, candidate):
+            real = super()._outcome(objectives, load, candidate)
+            return PoolOutcome(miss=0.0, unreachable=1.0, utilisation=real.utilisation)
+
+    bench = Bench(judge=Hopeless())
+    bench.see(*crowd(4))
+    bench.load(3.5)
+    assert not any(output.orders for output in bench.until(600))
+    assert "100.0% of the requests have prompts that take longer" in binding(bench.last)
+    bench.load(1.5)
+    assert ["begin stop w1"] in [actions(output) for output in bench.until(65)]

@@ -8,6 +8,7 @@ stops. An operator's drain is no change of the planner's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 from pdserve.messages.planner import Change
@@ -70,6 +71,8 @@ class Underway:
     entered: Seconds
     """When it came into its state."""
     booted: Seconds | None = None
+    alone: Seconds = -inf
+    """Until when nothing of the cluster was seen: its worker may have served meanwhile."""
     adopted: bool = False
     """Found after a restart: when it began is not known."""
     instance: str = ""
@@ -145,6 +148,9 @@ class ChangeBook:
         self._changes: dict[str, Underway] = {}
         self._served: set[str] = set()
         """Starts that are over because their worker has served, as long as they are listed."""
+        self._broken: dict[str, tuple[str, Seconds]] = {}
+        """Kind of the workers that served and load again, and since when, by the change that
+        started them."""
         self._refused_until: dict[NodeLife, Seconds] = {}
 
     def of(self, model: str) -> tuple[Underway, ...]:
@@ -185,6 +191,19 @@ class ChangeBook:
                     price=price.get(kind, 1.0),
                 )
 
+    def given_up(self, now: Seconds, model: str) -> frozenset[str]:
+        """Starts of the model of which nothing is expected any more: those that are being ended,
+        and workers that served and whose engine has not come back for as long as a start may
+        take."""
+        ending = {one.id for one in self.of(model) if one.state is S.ENDING}
+        most = self._config.ready_factor
+        broken = {
+            change
+            for change, (kind, since) in self._broken.items()
+            if now - since >= most * self._times.p90("boot", kind)
+        }
+        return frozenset(ending | broken)
+
     def ready_in(self, now: Seconds, change: str, kind: str) -> Seconds:
         """Seconds until a start whose process runs is expected to serve."""
         one = self._changes.get(change)
@@ -199,7 +218,7 @@ class ChangeBook:
 
     def adopt(self, now: Seconds, model: str, seen: PlannerInput) -> None:
         """Enters what is under way in the lists and not in the book."""
-        self._note_served(seen)
+        self._note_served(now, seen)
         for step, state, name in _found(model, seen):
             if name in self._changes or name in self._served or self._about(step.life):
                 continue
@@ -216,13 +235,18 @@ class ChangeBook:
                 left=state is S.LEAVING,
             )
 
-    def _note_served(self, seen: PlannerInput) -> None:
+    def _note_served(self, now: Seconds, seen: PlannerInput) -> None:
         """A worker that has left is not a start that begins anew, although its instance is listed
         for a moment longer."""
         self._served |= {one.change for one in seen.workers if one.state != "loading"}
         self._served &= {
             *(one.change for one in seen.workers),
             *(one.change for one in seen.instances),
+        }
+        self._broken = {
+            one.change: self._broken.get(one.change, (one.kind, now))
+            for one in seen.workers
+            if one.state == "loading" and one.change in self._served
         }
 
     def advance(self, now: Seconds, model: str, seen: PlannerInput) -> list[Ended]:
@@ -269,6 +293,8 @@ class ChangeBook:
             one.failure = instance.reason if event is E.FAILED else one.failure
         else:
             event = E.GONE if one.unseen >= _UNSEEN else None
+        if _isolated(seen):
+            one.alone = now
         if event in (None, E.PENDING, E.BOOTING, E.LOADING) and (late := self._late(now, one)):
             one.failure = late
             return E.LATE
@@ -291,7 +317,7 @@ class ChangeBook:
             self._health.away(kind, now + config.pending_timeout, "a start was pending for ever")
             return f"nobody ran it within {config.pending_timeout:.0f} s"
         limit = config.ready_factor * self._times.p90("boot", kind)
-        since = one.booted if one.booted is not None else now
+        since = max(one.booted if one.booted is not None else now, one.alone)
         if one.state in (S.BOOTING, S.JOINED) and now - since >= limit:
             reason = f"it was not ready {limit:.0f} s after its process began"
             self._health.failed(kind, now, reason)
@@ -353,6 +379,11 @@ class ChangeBook:
             self._health.disable(kind, f"asked for {one.step.mode}, {wrong.node} came otherwise")
         elif one.state is S.FAILED and not one.blamed:
             self._health.failed(kind, now, one.failure)
+
+
+def _isolated(seen: PlannerInput) -> bool:
+    """True if nothing of the cluster is seen, neither a worker nor a router's demand."""
+    return not seen.workers and not any(one.known for one in seen.demand.values())
 
 
 def _is_down(kind: str, seen: PlannerInput) -> bool:

@@ -7,10 +7,12 @@ made here; the service feeds it and asks for workers' reports. Owned by the serv
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import ceil
 from typing import TYPE_CHECKING
 
 from pdserve.ids import NodeLife
-from pdserve.planner.demand_reader import DemandReader
+from pdserve.planner.demand_reader import DemandReader, DemandReaderConfig
 from pdserve.planner.driver.demand_view import demand_view
 from pdserve.planner.driver.worker_view import Sighting, model_of, worker_view
 from pdserve.planner.tick import PlannerInput
@@ -43,7 +45,7 @@ class ClusterSight:
         self._config = config
         self._node = node
         self._watches = tuple(watches)
-        self._reader = DemandReader(node.now())
+        self._reader = DemandReader(node.now(), _reader_config(config))
         self._loads: dict[NodeLife, WorkerLoad] = {}
         self._models: dict[NodeLife, str] = {}
         """What each worker served when it last said so."""
@@ -168,6 +170,12 @@ class ClusterSight:
             if alive and self._planners.get(_life(member)) == self._config.mode:
                 found.add(member.node)
         return tuple(sorted(found))
+
+
+def _reader_config(config: PlannerConfig) -> DemandReaderConfig:
+    """As many buckets as peaks are looked for in."""
+    known = DemandReaderConfig()
+    return replace(known, buckets=max(known.buckets, ceil(2 * config.stable / known.bucket)))
 
 
 def _life(member: Member) -> NodeLife:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import TYPE_CHECKING, Final
 
 from pdserve.planner.outlook import DemandView
@@ -27,11 +28,12 @@ def demand_view(
     buckets = series.buckets
     width = buckets[-1].seconds if buckets else _MEAN
     mean = max(1, round(min(_MEAN, stable) / width))
-    recent = buckets[-max(1, round(stable / width)) :]
+    recent = buckets[-max(1, ceil(stable / width)) :]
     return DemandView(
         known=bool(buckets) and _complete(series.health),
         faults=series.health.words or ("" if buckets else "no full 5 s have been reported yet"),
         poor=series.prediction_poor or not series.times.fitted,
+        seen=sum(one.seconds for one in recent),
         first_tokens=series.first_tokens,
         work=buckets[-1].work_rate if buckets else 0.0,
         work_30=_rate(buckets[-mean:]),

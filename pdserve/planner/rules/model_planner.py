@@ -302,7 +302,10 @@ class ModelPlanner:
         return None
 
     def _cooling(self, now: Seconds, demand: DemandView) -> Binding | None:
-        """What forbids a removal so soon after the last one."""
+        """What forbids a removal so soon after the last one, or after the planner's beginning: the
+        highest load of the last minutes is not known before they have been seen."""
+        if demand.seen < self._config.stable:
+            return Binding("unseen", {"seconds": demand.seen, "limit": self._config.stable})
         since = None if self._removed is None else now - self._removed
         if since is not None and since < self._config.remove_interval:
             figures = {"seconds": since, "limit": self._config.remove_interval}
@@ -336,6 +339,8 @@ class ModelPlanner:
         now = scene.now
         work = 0.0 if scene.demand is None else scene.demand.work_30
         for step in decision.steps:
+            if step.action is Action.UNDO and step.life is not None:
+                self.wrong.discard(step.life)  # the load needs it as it is: no drain and back
             if step.action is Action.STOP:
                 self._removed = now
             elif step.action is Action.SWITCH and step.life is not None:

@@ -85,8 +85,9 @@ def start_steps(
 
 
 def wrong_stops(scene: Scene, wrong: Iterable[NodeLife]) -> list[Step]:
-    """The drain of a worker that came in a mode that was not asked for, one at a time."""
-    if scene.removing is not None:
+    """The drain of a worker that came in a mode that was not asked for, one at a time. Where fewer
+    than the floor would be left, it serves until there are others."""
+    if scene.removing is not None or len(scene.pool.serving) - 1 < scene.floor:
         return []
     for life in wrong:
         worker = scene.pool.worker(life)

@@ -187,6 +187,10 @@ def _breaks(scene: Scene, outcome: PoolOutcome, load: Load, name: str, size: int
     if target.itl is not None and outcome.itl_p95 > config.remove_itl * target.itl:
         limit = config.remove_itl * target.itl
         return Binding("itl", {**figures, "value": outcome.itl_p95, "limit": limit})
+    busy, room = max(outcome.utilisation.values(), default=0.0), 1 - config.donor_headroom
+    if outcome.unreachable > target.allowed_miss and busy > room:
+        # Requests whose prompts are too long for the objective are in no other figure.
+        return Binding("busy", {**figures, "value": busy, "limit": room})
     if outcome.miss > target.allowed_miss:
         return Binding("miss", {**figures, "value": outcome.miss, "limit": target.allowed_miss})
     return None

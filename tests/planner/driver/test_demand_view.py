@@ -33,6 +33,12 @@ def test_rates_are_of_the_last_bucket_of_30_s_and_of_the_highest_30_s() -> None:
     assert later.peak_600 == pytest.approx(9.0)
 
 
+def test_it_says_how_long_the_demand_has_been_seen() -> None:
+    assert demand_view(series(*[1.0] * 12)).seen == 60.0
+    assert demand_view(series(*[1.0] * 100)).seen == 300.0
+    assert demand_view(series(*[1.0] * 100), stable=448.0).seen == 450.0
+
+
 def test_zero_is_known_and_nothing_heard_is_not() -> None:
     zero = demand_view(series(0.0, 0.0))
     assert (zero.known, zero.work, zero.faults) == (True, 0.0, "")
