@@ -372,8 +372,8 @@ def _steps_cost_requests(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begins_anew(original: property) -> property:
-    """`DispatchedRequest.remaining`, of the whole deadline."""
-    return property(lambda dispatched: dispatched.request.deadline)
+    """`DispatchedRequest._spent`, of nothing."""
+    return property(lambda dispatched: 0.0)
 
 
 BUGS: Final[dict[str, PlantedBug]] = {
@@ -680,7 +680,7 @@ MIGRATION_BUGS: Final[dict[str, PlantedBug]] = {
     ),
     "a deadline begins anew": PlantedBug(
         "pdserve.frontend.dispatch.dispatched_request",
-        "DispatchedRequest.remaining",
+        "DispatchedRequest._spent",
         _begins_anew,
         "nothing ends in time",
     ),
