@@ -522,6 +522,21 @@ def test_a_removal_that_had_to_be_undone_is_not_repeated():
     assert any(output.orders for output in bench.until(65))
 
 
+def test_a_removal_that_was_undone_for_a_load_that_had_just_begun_is_tried_again():
+    """The mean of 30 s is nearly nothing then: no load is ever below four fifths of it."""
+    bench = calm(3, 0.5)
+    bench.until(65)
+    bench.see(*crowd(3)[1:])
+    bench.forecast.frozen, bench.forecast.value = True, 1.95
+    bench.load(0.0, held_work=5.0)
+    bench.until(10)
+    assert actions(bench.last) == [START]
+    bench.see(*crowd(2, first=2), worker(5, change=names(bench)[0]), instances=())
+    bench.forecast.value = 0.0
+    bench.load(0.0)
+    assert any("stop" in act for output in bench.until(600) for act in actions(output))
+
+
 def test_a_start_that_nobody_runs_is_withdrawn_when_it_is_no_longer_needed():
     bench = Bench()
     bench.see(worker(1))

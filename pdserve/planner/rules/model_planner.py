@@ -104,7 +104,7 @@ class ModelPlanner:
         if paused:
             return Decision((), Binding("paused", {"reason": paused}), forecast=forecast)
         decision = self._by_rule(scene, sight, forecast, pin)
-        self._note(scene, decision)
+        self._note(scene, decision, forecast)
         return replace(decision, blind=sight.blind, alarm=sight.alarm, forecast=forecast)
 
     def _by_rule(
@@ -313,7 +313,7 @@ class ModelPlanner:
         if self._regret is not None:
             until, before = self._regret
             work = max(demand.peak_300, demand.work_30)
-            if now < until and work >= _FALLEN * before:
+            if now < until and work > _FALLEN * before:
                 figures = {"before": before, "work": work, "limit": _FALLEN * before}
                 return Binding("regret", figures)
             self._regret = None
@@ -332,12 +332,14 @@ class ModelPlanner:
 
     # ------------------------------------------------------------------ what was begun
 
-    def _note(self, scene: Scene, decision: Decision) -> None:
+    def _note(self, scene: Scene, decision: Decision, forecast: Horizon | None) -> None:
         """Remembers what cool-downs need. With `advise` nothing happens, so nothing is kept."""
         if self._config.mode != "act":
             return
         now = scene.now
         work = 0.0 if scene.demand is None else scene.demand.work_30
+        # What was judged: a load that has just begun is little in the mean of 30 s.
+        work = work if forecast is None else max(work, forecast.p90)
         for step in decision.steps:
             if step.action is Action.UNDO and step.life is not None:
                 self.wrong.discard(step.life)  # the load needs it as it is: no drain and back
