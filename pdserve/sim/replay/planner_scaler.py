@@ -73,7 +73,7 @@ class PlannerScaler:
             cluster, random, self._start_up, slots=self._slots, price=self._price
         )
         self._loop = asyncio.get_running_loop()
-        self._begin = self._loop.time()
+        self.begun = self._loop.time()
         node, metrics = cluster.add_node("planner-0", "planner"), Metrics()
         self.planner = PlannerNode(
             node,
@@ -105,5 +105,5 @@ class PlannerScaler:
 
     def summary(self) -> dict[str, Any]:
         """What the workers cost, and what was decided."""
-        bill = worker_bill(self.actuator.stays.values(), self._begin, self._end)
+        bill = worker_bill(self.actuator.stays.values(), self.begun, self._end)
         return bill | {"log": self._lines[:_LINES]}
