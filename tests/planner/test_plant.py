@@ -17,6 +17,7 @@ from tests.planner.support import ME, LinearJudge, config, pool
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pdserve.messages.planner import Change
     from pdserve.planner.config import PlannerConfig
     from pdserve.planner.tick import PlannerOutput
 
@@ -49,6 +50,11 @@ class World:
         self.core = PlannerCore(
             self.settings, me=ME, term=self.term, judge=self.judge, forecaster=Forecast
         )
+
+    def is_useless(self, change: Change) -> bool:
+        """Whether it switches a worker of a mode that the pool does not have: one that came so."""
+        modes = {one.life.node: one.mode for one in self.plant.workers.values()}
+        return change.action == "mode" and modes[change.node] not in self.settings.pools[0].modes
 
     def run(self, seconds: float) -> None:
         for _ in range(int(seconds / TICK)):
@@ -83,7 +89,7 @@ class World:
             if change.id not in self.begun:
                 self.begun.add(change.id)
                 left = sum(plant.serving.values()) - 1
-                wrong = "was not asked for" in change.reason
+                wrong = "was not asked for" in change.reason or self.is_useless(change)
                 assert left >= target.min or wrong, "below the minimum by its own act"
 
 

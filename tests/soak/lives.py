@@ -139,6 +139,7 @@ def counted(
         patch("pdserve.worker.transfer_rpc._REMEMBERED", 4),
         patch("pdserve.frontend.dispatch.cluster_members._REMEMBERED", 4),
         patch("pdserve.net.timers._FEW", 4),
+        patch("pdserve.router.demand.RECENT_LIMIT", 4),
     ):
         if traced:
             tracemalloc.start()
