@@ -53,8 +53,9 @@ class World:
 
     def is_useless(self, change: Change) -> bool:
         """Whether it switches a worker of a mode that the pool does not have: one that came so."""
-        modes = {one.life.node: one.mode for one in self.plant.workers.values()}
-        return change.action == "mode" and modes[change.node] not in self.settings.pools[0].modes
+        useful: set[str] = {*self.settings.pools[0].modes}
+        useless = {life.node for life, one in self.plant.workers.items() if one.mode not in useful}
+        return change.action == "mode" and change.node in useless
 
     def run(self, seconds: float) -> None:
         for _ in range(int(seconds / TICK)):
