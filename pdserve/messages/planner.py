@@ -49,7 +49,7 @@ class Instance(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     ref: str = ""
     """The actuator's own name for it: a process id, a job id, a unit."""
     state: str = "pending"
-    """`pending` (nobody runs it yet), `booting` (its process runs), `running` (its worker has
+    """`pending` (no host runs it yet), `booting` (its process runs), `running` (its worker has
     joined), `ending`, `ended` or `failed`; `unknown`: its host does not answer, and it may run."""
     reason: str = ""
     """Why it waits or has failed, in the actuator's own words."""

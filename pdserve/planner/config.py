@@ -208,7 +208,7 @@ class PlannerConfig:
     drain_prior: Seconds = 5.0
     """Assumed time of a drain; streams move with their KV."""
     pending_timeout: Seconds = 600.0
-    """A start that nobody runs for so long is given up, and its kind left alone for as long."""
+    """A start that is pending for so long is withdrawn, and its kind is not started for as long."""
     ready_factor: float = 3.0
     """A worker that runs for this many times the p90 of start-ups and is not ready is ended."""
     start_backoff: Seconds = 60.0

@@ -77,7 +77,7 @@ class _Peer:
     until: Seconds = 0.0
     """Time before which another try is not worth it."""
     wanted: bool = False
-    """Whether a transfer has waited for a path, so that none is made in advance."""
+    """True once a transfer has waited for a path; then no path is made in advance."""
 
 
 class PeerPaths:

@@ -91,7 +91,7 @@ class WorkerUnit(NamedTuple):
     since: Seconds
     """When its state changed, on the monotonic clock."""
     until: float | None = None
-    """It is killed by this Unix second; None: nobody has asked for that."""
+    """Unix second at which it is killed; None: no stop was ordered."""
 
     @property
     def live(self) -> bool:

@@ -48,7 +48,7 @@ class ChangeState(Enum):
     ASKED = "asked"
     """Its actuator is asked to start it; no list shows it yet."""
     PENDING = "pending"
-    """The actuator has it, and nobody runs it."""
+    """The actuator has the order, and no process runs yet."""
     BOOTING = "booting"
     """Its process runs."""
     JOINED = "joined"

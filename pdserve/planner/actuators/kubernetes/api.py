@@ -40,7 +40,7 @@ class ApiServer:
         return await self._ask("GET", self._path("apps/v1", "deployments", name))
 
     async def annotate(self, name: str, version: str, annotations: Mapping[str, str]) -> Any:
-        """Changes annotations of a Deployment if nobody has changed it since `version`.
+        """Changes annotations of a Deployment if it is still at `version`.
 
         Errors: `ActuatorTransient` if somebody has.
         """

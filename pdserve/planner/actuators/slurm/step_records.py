@@ -34,7 +34,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     ref: str = ""
     """Id of its step, once it was seen."""
     until: float | None = None
-    """It is to end by this Unix second; None: nobody has asked for that."""
+    """Unix second by which it must end; None: no stop was ordered."""
     told: bool = False
     """True: it got SIGTERM."""
 

@@ -78,7 +78,7 @@ class Job(NamedTuple):
     change: str
     kind: str
     until: float | None = None
-    """It is to end by this Unix second; None: nobody has asked for that."""
+    """Unix second by which it must end; None: no stop was ordered."""
 
 
 def comment(cluster: str, change: str, kind: str, until: float | None = None) -> str:
