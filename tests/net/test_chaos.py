@@ -353,13 +353,16 @@ def test_nothing_is_lost_doubled_or_left_behind(seed) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_random_courses_come_upon_everything_by_themselves(seed) -> None:
+def test_random_courses_come_upon_everything_by_themselves(seed, long) -> None:
+    """All 400 courses together have every outcome and fault; a slice of 40 keeps every rule."""
     outcomes: Counter[str] = Counter()
     faults: Counter[str] = Counter()
-    for number in range(400):
+    for number in range(400 if long else 40):
         world = course(seed + number)
         outcomes += world.outcomes
         faults += world.net.faults
+    if not long:
+        return
     assert outcomes.keys() >= OUTCOMES
     assert faults.keys() >= {fault for fault, _ in FAULTS.values()} - {""}
 
