@@ -41,6 +41,7 @@ class RealLab:
     """A real agent with two slots, and a planner's node in this process."""
 
     kind = "cpu"
+    up = "running"
     deadline = 10.0
     patience = 60.0
     pause = 0.2

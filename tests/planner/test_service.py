@@ -35,6 +35,18 @@ async def test_it_starts_workers_for_a_load_and_drains_them_when_it_has_gone() -
 
 
 @virtually
+async def test_workers_that_are_not_told_their_change_are_known_by_their_names() -> None:
+    async with site(rate=2.5) as made:
+        made.starts.pods = True
+        planner = await made.planner()
+        await made.until(lambda: made.serving() == 3)
+        await asyncio.sleep(600.0)
+        assert made.starts.stopped == []
+        assert planner.report.plans[0].changes == ()
+        assert len(made.starts.started) == 2
+
+
+@virtually
 async def test_with_advise_it_says_what_it_would_do_and_does_nothing() -> None:
     async with site(rate=2.5) as made:
         planner = await made.planner(mode="advise")

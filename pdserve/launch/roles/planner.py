@@ -45,7 +45,8 @@ class PlannerRole:
                 param="planner_file",
             )
         given = read_planner_file(process.planner_file, process.planner)
-        home = Home(node.config.cluster, tuple(_flags(context.config.cluster)), node)
+        acts = given.config.mode == "act"
+        home = Home(node.config.cluster, tuple(_flags(context.config.cluster)), node, acts)
         self.node = node
         self.planner = PlannerNode(
             node,

@@ -70,6 +70,8 @@ class Home(NamedTuple):
     """Flags that lead a worker into it: `--join`, `--cluster`, `--cluster-key-file`."""
     node: Node | None = None
     """The planner's node, for actuators that ask other nodes."""
+    acts: bool = True
+    """False: the planner only advises, so reading changes nothing."""
 
 
 def read_kinds(table: Mapping[str, Any], record: type[K], place: str) -> dict[str, K]:

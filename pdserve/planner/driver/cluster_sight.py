@@ -11,6 +11,8 @@ from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pdserve.ids import NodeLife
 from pdserve.planner.demand_reader import DemandReader, DemandReaderConfig
 from pdserve.planner.driver.demand_view import demand_view
@@ -132,8 +134,9 @@ class ClusterSight:
     def _workers(
         self, models: Sequence[str], series: Mapping[str, DemandSeries]
     ) -> Iterator[Worker]:
-        instances = self._instances()
+        instances, pods = self._instances(), self._named_nodes()
         for member in self._members():
+            member = _with_change(member, pods.get(member.node))
             card, life = member.card, _life(member)
             if card is None:
                 continue
@@ -156,6 +159,11 @@ class ClusterSight:
     def _instances(self) -> dict[str, Instance]:
         return {one.change: one for watch in self._watches for one in watch.instances}
 
+    def _named_nodes(self) -> dict[NodeId, Instance]:
+        """Instances whose node's name is known beforehand."""
+        found = (one for watch in self._watches for one in watch.instances)
+        return {one.node: one for one in found if one.node is not None}
+
     def _queued_tokens(self, model: str, workers: Sequence[Worker]) -> int:
         lives = [one.life for one in workers if one.model == model]
         return sum(self._loads[life].uncomputed_tokens for life in lives if life in self._loads)
@@ -170,6 +178,15 @@ class ClusterSight:
             if alive and self._planners.get(_life(member)) == self._config.mode:
                 found.add(member.node)
         return tuple(sorted(found))
+
+
+def _with_change(member: Member, instance: Instance | None) -> Member:
+    """A worker that was not told its change has that of the instance with its name: all pods of a
+    Deployment have the same command line."""
+    card = member.card
+    if card is None or card.change or instance is None:
+        return member
+    return replace(member, card=msgspec.structs.replace(card, change=instance.change))
 
 
 def _reader_config(config: PlannerConfig) -> DemandReaderConfig:

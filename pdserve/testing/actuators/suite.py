@@ -42,6 +42,9 @@ class ActuatorLab(Protocol):
     actuator: Actuator
     kind: str
     """A kind with two slots."""
+    up: str
+    """What it says of a worker that runs: `running`, or `booting` if it does not know when a worker
+    has joined."""
     deadline: Seconds
     """What the actuator was given."""
     patience: Seconds
@@ -119,7 +122,7 @@ class ActuatorSuite:
         asked = await lab.actuator.start(lab.kind, "aggregated", "a1")
         assert (asked.change, asked.kind, asked.actuator) == ("a1", lab.kind, lab.actuator.name)
         assert asked.state in LIVE
-        running = await self.until(lab, "a1", ("running",))
+        running = await self.until(lab, "a1", (lab.up,))
         assert running.ref, "an operator has to find it"
         assert await lab.processes("a1") == 1
         await lab.actuator.stop("a1", lab.patience)
@@ -130,7 +133,7 @@ class ActuatorSuite:
         for _ in range(3):
             await lab.actuator.start(lab.kind, "aggregated", "a1")
         assert len(await lab.actuator.list()) == 1
-        await self.until(lab, "a1", ("running",))
+        await self.until(lab, "a1", (lab.up,))
         assert await lab.processes("a1") == 1
 
     async def test_a_change_that_is_asked_for_twice_at_once_starts_one(
@@ -145,8 +148,8 @@ class ActuatorSuite:
     async def test_a_later_planner_finds_it_and_starts_no_second(self, lab: ActuatorLab) -> None:
         await lab.actuator.start(lab.kind, "aggregated", "a1")
         lab.actuator = await lab.reopen()
-        assert (await self.until(lab, "a1", ("running",))).kind == lab.kind
-        assert (await lab.actuator.start(lab.kind, "aggregated", "a1")).state == "running"
+        assert (await self.until(lab, "a1", (lab.up,))).kind == lab.kind
+        assert (await lab.actuator.start(lab.kind, "aggregated", "a1")).state == lab.up
         assert await lab.processes("a1") == 1
 
     async def test_an_ended_change_is_not_started_again(self, lab: ActuatorLab) -> None:
@@ -189,7 +192,7 @@ class ActuatorSuite:
     async def test_a_silent_environment_is_given_up_in_time(self, lab: ActuatorLab) -> None:
         self.need(lab, "silence")
         await lab.actuator.start(lab.kind, "aggregated", "a1")
-        await self.until(lab, "a1", ("booting", "running"))
+        await self.until(lab, "a1", (lab.up,))
         await lab.silence()
         async with asyncio.timeout(lab.deadline + 5.0):
             with pytest.raises(ActuatorTransient):
@@ -216,7 +219,7 @@ class ActuatorSuite:
 
     async def test_it_may_be_ended_twice(self, lab: ActuatorLab) -> None:
         await lab.actuator.start(lab.kind, "aggregated", "a1")
-        await self.until(lab, "a1", ("running",))
+        await self.until(lab, "a1", (lab.up,))
         await lab.actuator.stop("a1", lab.patience)
         await lab.actuator.stop("a1", lab.patience)
         await self.until(lab, "a1", ENDED)
@@ -257,7 +260,7 @@ class ActuatorSuite:
     async def test_a_worker_that_dies_has_failed_with_a_reason(self, lab: ActuatorLab) -> None:
         self.need(lab, "die")
         await lab.actuator.start(lab.kind, "aggregated", "a1")
-        await self.until(lab, "a1", ("running",))
+        await self.until(lab, "a1", (lab.up,))
         await lab.die("a1")
         failed = await self.until(lab, "a1", ("failed",))
         assert failed.reason

@@ -65,6 +65,7 @@ class AgentLab:
     """One planner and one agent with two slots; more agents may be added."""
 
     kind = "gpu"
+    up = "running"
     deadline = 0.5
     patience = 20.0
     pause = 0.02

@@ -175,6 +175,8 @@ class FakeStarts:
     def __init__(self, site: Site) -> None:
         self.site = site
         self.boot = 10.0
+        self.pods = False
+        """True: workers are not told their change; their nodes' names are known beforehand."""
         self.listed: dict[str, Instance] = {}
         self.started: list[str] = []
         self.stopped: list[str] = []
@@ -190,7 +192,11 @@ class FakeStarts:
         if change not in self.listed:
             self.started.append(change)
             self.listed[change] = Instance(
-                change=change, kind=kind, actuator=self.name, state="booting"
+                change=change,
+                kind=kind,
+                actuator=self.name,
+                state="booting",
+                node=self._name(change) if self.pods else None,
             )
             self.site.tasks.append(asyncio.ensure_future(self._boot(change, mode)))
         return self.listed[change]
@@ -198,9 +204,12 @@ class FakeStarts:
     async def _boot(self, change: str, mode: str) -> None:
         await asyncio.sleep(self.boot)
         if self.listed[change].state == "booting":
-            name = f"g{self.started.index(change)}"
-            await self.site.worker(name, mode, change=change)
-            self._move(change, "running", NodeId(name))
+            name = self._name(change)
+            await self.site.worker(name, mode, change="" if self.pods else change)
+            self._move(change, "running", name)
+
+    def _name(self, change: str) -> NodeId:
+        return NodeId(f"g{self.started.index(change)}")
 
     def _move(self, change: str, state: str, node: NodeId | None = None) -> None:
         self.listed[change] = replace(self.listed[change], state=state, node=node)

@@ -22,6 +22,7 @@ class FakeLab:
     """The fake on the loop's clock, with short times."""
 
     kind = "gpu"
+    up = "running"
     deadline = 0.1
     patience = 5.0
     pause = 0.01

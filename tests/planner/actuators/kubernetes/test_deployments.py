@@ -4,184 +4,63 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from aiohttp import web
 
 from pdserve.errors import ActuatorDenied, ActuatorExhausted, ActuatorTransient, ConfigError
 from pdserve.planner.actuators import read_actuator
-from pdserve.planner.actuators.kubernetes import Deployments
 from pdserve.planner.actuators.settings import Home
+from pdserve.testing.actuators.suite import ActuatorSuite
+from tests.planner.actuators.kubernetes.place import Place, kubernetes_place
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
-SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text("utf-8"))["schemas"]
-PLAIN: dict[str, Any] = {"string": str, "integer": int, "boolean": bool, "number": (int, float)}
+    from pdserve.planner.actuators.kubernetes import Deployments
 
-
-def check(value: Any, schema: Any, *, partial: bool = False) -> None:
-    """Asserts that a value fits; `partial`: a merge patch has only some fields."""
-    if isinstance(schema, list):
-        assert isinstance(value, list)
-        for one in value:
-            check(one, schema[0])
-    elif isinstance(schema, dict):
-        for one in value.values():
-            check(one, schema["*"])
-    elif schema in PLAIN:
-        assert isinstance(value, PLAIN[schema]), (value, schema)
-    elif schema in SCHEMAS:
-        fields = SCHEMAS[schema]["properties"]
-        assert set(value) <= set(fields), f"{schema} has no {set(value) - set(fields)}"
-        assert partial or set(SCHEMAS[schema]["required"]) <= set(value)
-        for name, one in value.items():
-            check(one, fields[name], partial=partial)
-
-
-class FakeServer:
-    """One Deployment with its ReplicaSet, as the documentation says that they behave."""
-
-    def __init__(self) -> None:
-        self.version, self.replicas, self.count = 1, 0, 0
-        self.notes: dict[str, str] = {}
-        self.pods: dict[str, dict[str, Any]] = {}
-        self.conflict = False
-        self.refuse: tuple[int, str] | None = None
-        self.seen: list[str] = []
-
-    def app(self) -> web.Application:
-        app = web.Application()
-        root = "/apis/apps/v1/namespaces/ns/deployments/web"
-        app.router.add_get(root, self.read)
-        app.router.add_patch(root, self.annotate)
-        app.router.add_patch(f"{root}/scale", self.scale)
-        app.router.add_get("/api/v1/namespaces/ns/pods", self.list_pods)
-        app.router.add_patch("/api/v1/namespaces/ns/pods/{pod}", self.price)
-        return app
-
-    def answer(self, body: dict[str, Any], schema: str) -> web.Response:
-        check(body, schema)
-        return web.json_response(body)
-
-    def status(self, code: int, message: str) -> web.Response:
-        body = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code}
-        check(body | {"message": message}, "V1Status")
-        return web.json_response(body | {"message": message}, status=code)
-
-    def meta(self) -> dict[str, Any]:
-        notes = {"annotations": self.notes} if self.notes else {}
-        return {"name": "web", "resourceVersion": str(self.version)} | notes
-
-    async def read(self, request: web.Request) -> web.Response:
-        assert request.headers["Authorization"] == "Bearer secret"
-        if self.refuse:
-            return self.status(*self.refuse)
-        return self.answer(self.deployment(), "V1Deployment")
-
-    def deployment(self) -> dict[str, Any]:
-        spec = {"replicas": self.replicas, "selector": {"matchLabels": {"app": "web"}}}
-        return {"metadata": self.meta(), "spec": spec | {"template": {}}}
-
-    async def patch(self, request: web.Request, schema: str) -> Any:
-        assert request.content_type == "application/merge-patch+json"
-        body = await request.json()
-        check(body, schema, partial=True)
-        self.seen.append(f"{schema} {json.dumps(body)}")
-        if self.conflict:
-            self.conflict, self.version = False, self.version + 1
-        wants = body["metadata"].get("resourceVersion")
-        return None if wants not in (None, str(self.version)) else body
-
-    async def annotate(self, request: web.Request) -> web.Response:
-        if (body := await self.patch(request, "V1Deployment")) is None:
-            return self.status(409, "the object has been modified")
-        self.notes |= body["metadata"]["annotations"]
-        self.version += 1
-        return self.answer(self.deployment(), "V1Deployment")
-
-    async def scale(self, request: web.Request) -> web.Response:
-        if (body := await self.patch(request, "V1Scale")) is None:
-            return self.status(409, "the object has been modified")
-        self.replicas, self.version = body["spec"]["replicas"], self.version + 1
-        self.settle()
-        spec, status = {"replicas": self.replicas}, {"replicas": len(self.pods)}
-        return self.answer({"metadata": self.meta(), "spec": spec, "status": status}, "V1Scale")
-
-    def settle(self) -> None:
-        """What a ReplicaSet does."""
-        while len(self.pods) < self.replicas:
-            self.count += 1
-            self.pods[f"web-{self.count}"] = {
-                "metadata": {"name": f"web-{self.count}", "annotations": {}},
-                "status": {"phase": "Pending", "conditions": []},
-            }
-        while len(self.pods) > self.replicas:
-            del self.pods[min(self.pods, key=self.rank)]
-
-    def rank(self, name: str) -> tuple[bool, bool, int]:
-        pod = self.pods[name]
-        cost = pod["metadata"]["annotations"].get("controller.kubernetes.io/pod-deletion-cost", 0)
-        status = pod["status"]
-        return (status["phase"] == "Running", bool(status["conditions"]), int(cost))
-
-    def run(self, name: str) -> None:
-        ready = {"type": "Ready", "status": "True"}
-        self.pods[name]["status"] = {"phase": "Running", "conditions": [ready]}
-
-    async def list_pods(self, request: web.Request) -> web.Response:
-        assert request.query["labelSelector"] == "app=web"
-        return self.answer({"items": list(self.pods.values()), "metadata": {}}, "V1PodList")
-
-    async def price(self, request: web.Request) -> web.Response:
-        body = await self.patch(request, "V1Pod")
-        pod = self.pods[request.match_info["pod"]]
-        pod["metadata"]["annotations"] |= body["metadata"]["annotations"]
-        return self.answer(pod, "V1Pod")
-
-
-class Place:
-    """The server, and actuators for it."""
-
-    def __init__(self, server: FakeServer, table: dict[str, Any]) -> None:
-        self.server, self._table = server, table
-        self.made: list[Deployments] = []
-
-    def make(self) -> Deployments:
-        kind, config = read_actuator(self._table, "f")
-        actuator = kind.make(config, Home("prod"))
-        assert isinstance(actuator, Deployments)
-        self.made.append(actuator)
-        return actuator
+NOTE = "pdserve.io/prod-changes"
 
 
 @pytest.fixture
 async def place(tmp_path: Path) -> AsyncIterator[Place]:
-    server = FakeServer()
-    runner = web.AppRunner(server.app())
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    (tmp_path / "token").write_text("secret\n")
-    table = {
-        "type": "kubernetes",
-        "namespace": "ns",
-        "api": f"http://127.0.0.1:{runner.addresses[0][1]}",
-        "token_file": str(tmp_path / "token"),
-        "ca_file": "",
-        "kinds": {"gpu": {"deployment": "web", "slots": 3}},
-    }
-    place = Place(server, table)
-    yield place
-    for one in place.made:
-        await one.close()
-    await runner.cleanup()
+    async with kubernetes_place(tmp_path, slots=3) as place:
+        yield place
+
+
+class TestKubernetes(ActuatorSuite):
+    @pytest.fixture
+    async def lab(self, tmp_path: Path) -> AsyncIterator[Place]:
+        async with kubernetes_place(tmp_path, slots=2) as place:
+            place.server.runs = True
+            yield place
 
 
 async def states(actuator: Deployments) -> dict[str, str]:
     return {one.change: one.state for one in await actuator.list()}
+
+
+async def until_gone(actuator: Deployments, change: str) -> dict[str, str]:
+    """The states once a change has ended: costs first, then the number, then the pod."""
+    for _ in range(4):
+        found = await states(actuator)
+        if found[change] in ("ended", "failed"):
+            break
+    return found
+
+
+async def three(place: Place) -> Deployments:
+    """Changes a, b and c with running pods web-1 to web-3."""
+    pods = place.make()
+    for change in ("a", "b", "c"):
+        await pods.start("gpu", "aggregated", change)
+        await pods.list()
+        place.server.run(f"web-{place.server.count}")
+    return pods
+
+
+# ---------------------------------------------------------------------- starting
 
 
 async def test_a_pod_per_change_and_every_planner_finds_it(place: Place) -> None:
@@ -196,36 +75,187 @@ async def test_a_pod_per_change_and_every_planner_finds_it(place: Place) -> None
     assert server.replicas == 1
 
 
-async def test_the_stopped_pod_is_the_one_that_goes(place: Place) -> None:
-    pods, server = place.make(), place.server
-    for change in ("a", "b", "c"):
-        await pods.start("gpu", "aggregated", change)
-        await pods.list()
-        server.run(f"web-{server.count}")
-    with pytest.raises(ActuatorExhausted, match="3 pods of kind gpu are wanted already"):
-        await pods.start("gpu", "aggregated", "d")
-    await pods.stop("b", 30.0)
-    await pods.stop("b", 30.0)
-    await pods.stop("never", 30.0)
-    assert sorted(server.pods) == ["web-1", "web-3"]
-    assert await states(pods) == {"a": "booting", "b": "ended", "c": "booting"}
-    assert (await pods.start("gpu", "aggregated", "b")).state == "ended"
-
-
 async def test_of_two_writers_one_reads_again(place: Place) -> None:
     pods, server = place.make(), place.server
-    server.conflict = True
-    with pytest.raises(ActuatorTransient, match="409: the object has been modified"):
-        await pods.start("gpu", "aggregated", "a")
-    assert server.replicas == 0
+    server.conflicts = 3
     await pods.start("gpu", "aggregated", "a")
-    assert server.replicas == 1
+    assert (server.replicas, await states(pods)) == (1, {"a": "pending"})
+    server.conflicts = 99
+    with pytest.raises(ActuatorTransient, match="409: the object has been modified"):
+        await pods.start("gpu", "aggregated", "b")
+    server.conflicts = 0
+    assert await states(pods) == {"a": "pending"}
+
+
+async def test_two_planners_that_start_at_once_start_what_they_asked_for(place: Place) -> None:
+    one, other, server = place.make(), place.make(), place.server
+    await asyncio.gather(
+        *(pods.start("gpu", "aggregated", change) for pods in (one, other) for change in "abc")
+    )
+    assert (server.replicas, sorted(await states(one))) == (3, ["a", "b", "c"])
 
 
 async def test_a_planner_that_died_between_both_writes(place: Place) -> None:
-    place.server.notes["pdserve.io/prod-changes"] = '{"a": {}}'
+    place.server.notes[NOTE] = '{"changes": {"a": {}}, "size": 1}'
     assert await states(place.make()) == {"a": "pending"}
     assert place.server.replicas == 1
+
+
+async def test_a_start_whose_answer_was_lost_is_done_once(place: Place) -> None:
+    pods, server = place.make(), place.server
+    server.lose = "patch_namespaced_deployment_scale"
+    with pytest.raises(ActuatorTransient):
+        await pods.start("gpu", "aggregated", "a")
+    server.lose = "patch_namespaced_deployment"
+    with pytest.raises(ActuatorTransient):
+        await pods.start("gpu", "aggregated", "b")
+    server.lose = ""
+    for change in ("a", "b"):
+        await place.make().start("gpu", "aggregated", change)
+    assert (server.replicas, len(server.pods)) == (2, 2)
+
+
+# ---------------------------------------------------------------------- stopping
+
+
+async def test_the_stopped_pod_is_the_one_that_goes(place: Place) -> None:
+    pods, server = await three(place), place.server
+    with pytest.raises(ActuatorExhausted, match="3 pods of kind gpu are wanted already"):
+        await pods.start("gpu", "aggregated", "d")
+    await pods.stop("b", 30.0)
+    assert server.replicas == 3, "its ReplicaSet may not know its cost yet"
+    await pods.stop("b", 30.0)
+    await pods.stop("never", 30.0)
+    assert await until_gone(pods, "b") == {"a": "booting", "b": "ended", "c": "booting"}
+    assert sorted(server.pods) == ["web-1", "web-3"]
+    assert (await pods.start("gpu", "aggregated", "b")).state == "ended"
+
+
+async def test_a_drained_worker_does_not_come_back_for_good(place: Place) -> None:
+    """A worker ends once it is drained, and its node starts it again in the same pod."""
+    pods, server = await three(place), place.server
+    server.end("web-2", 0)
+    assert (await states(pods))["b"] == "ending"
+    assert (await until_gone(pods, "b"))["b"] == "ended"
+    assert sorted(server.pods) == ["web-1", "web-3"]
+
+
+async def test_a_worker_that_crashes_is_started_again_in_its_pod(place: Place) -> None:
+    pods, server = await three(place), place.server
+    server.end("web-2", 139)
+    assert (await states(pods))["b"] == "booting"
+    assert len(server.pods) == 3
+
+
+async def one_of_each(place: Place) -> Deployments:
+    """Change a runs in web-1 and is to end; b is to start."""
+    pods = place.make()
+    await pods.start("gpu", "aggregated", "a")
+    place.server.run("web-1")
+    await pods.list()
+    await pods.stop("a", 30.0)
+    await pods.start("gpu", "aggregated", "b")
+    return pods
+
+
+async def test_a_stop_and_a_start_at_once_do_not_wait_for_each_other(place: Place) -> None:
+    """On a full cluster the new pod gets a node once the old one has gone."""
+    pods, server = await one_of_each(place), place.server
+    assert await until_gone(pods, "a") == {"a": "ended", "b": "pending"}
+    (name,) = server.pods
+    assert "nodeName" not in server.pods[name]["spec"]
+
+
+async def test_a_pod_that_starts_is_not_taken_for_a_drained_one(place: Place) -> None:
+    pods, server = place.make(), place.server
+    await pods.start("gpu", "aggregated", "a")
+    server.run("web-1")
+    await pods.list()
+    await pods.start("gpu", "aggregated", "b")
+    server.place("web-2")
+    await pods.stop("a", 30.0)
+    for _ in range(3):
+        assert await states(pods) == {"a": "ending", "b": "pending"}
+    assert sorted(server.pods) == ["web-1", "web-2"]
+    server.run("web-2")
+    assert await until_gone(pods, "a") == {"a": "ended", "b": "booting"}
+    assert list(server.pods) == ["web-2"]
+
+
+async def test_a_deleted_pod_has_no_successor(place: Place) -> None:
+    pods, server = await three(place), place.server
+    server.delete("web-2")
+    assert (await until_gone(pods, "b"))["b"] == "failed"
+    assert (server.replicas, sorted(server.pods)) == (2, ["web-1", "web-3"])
+
+
+async def test_an_evicted_pod_is_not_given_to_a_later_change(place: Place) -> None:
+    pods, server = await three(place), place.server
+    server.evict("web-2")
+    assert (await until_gone(pods, "b"))["b"] == "failed"
+    await pods.start("gpu", "aggregated", "d")
+    await pods.list()
+    server.place("web-5")
+    (found,) = [one for one in await pods.list() if one.change == "d"]
+    assert (found.state, found.ref, server.replicas) == ("pending", "web-5", 3)
+
+
+# ---------------------------------------------------------------------- others' hands
+
+
+async def test_pods_that_were_there_before_serve_on_under_their_own_names(place: Place) -> None:
+    server = place.server
+    server.runs = True
+    server.resize(2)
+    pods = place.make()
+    assert await states(pods) == {"web-1": "booting", "web-2": "booting"}
+    await pods.start("gpu", "aggregated", "a")
+    assert await states(pods) == {"web-1": "booting", "web-2": "booting", "a": "booting"}
+    assert (server.replicas, sorted(server.pods)) == (3, ["web-1", "web-2", "web-3"])
+    await pods.stop("web-1", 30.0)
+    assert (await until_gone(pods, "web-1"))["web-1"] == "ended"
+    assert sorted(server.pods) == ["web-2", "web-3"]
+
+
+async def test_without_its_annotation_no_worker_ends(place: Place) -> None:
+    pods, server = await three(place), place.server
+    server.notes.clear()
+    assert set(await states(pods)) == {"web-1", "web-2", "web-3"}
+    assert server.replicas == 3
+
+
+async def test_what_somebody_adds_is_kept(place: Place) -> None:
+    pods, server = await three(place), place.server
+    await pods.list()
+    server.resize(5)
+    assert set(await states(pods)) == {"a", "b", "c"}
+    server.run("web-5")
+    server.run("web-4")
+    assert set(await states(pods)) == {"a", "b", "c", "web-4", "web-5"}
+    assert server.replicas == 5
+
+
+async def test_the_end_of_a_worker_before_it_was_taken_in_does_not_count(place: Place) -> None:
+    pods, server = place.make(), place.server
+    server.runs = True
+    server.resize(1)
+    server.end("web-1", 0)
+    for _ in range(3):
+        assert await states(pods) == {"web-1": "booting"}
+    server.end("web-1", 0, "2026-01-03T00:00:00Z")
+    assert (await until_gone(pods, "web-1"))["web-1"] == "ended"
+
+
+async def test_a_planner_that_advises_writes_nothing(place: Place) -> None:
+    server = place.server
+    server.notes[NOTE] = '{"changes": {"a": {"pod": "gone"}}, "size": 1}'
+    server.resize(3)
+    found = await states(place.make(acts=False))
+    assert found["a"] == "failed"
+    assert server.seen == []
+
+
+# ---------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -246,10 +276,43 @@ async def test_refusals_are_in_the_servers_words(
         await place.make().list()
 
 
+async def test_a_wrong_namespace_is_named(place: Place) -> None:
+    pods = place.make(namespace="other")
+    with pytest.raises(ActuatorDenied, match=r'namespaces/other/.*404: .*"web" not found'):
+        await pods.list()
+
+
+async def test_a_missing_deployment_does_not_keep_others_from_a_stop(place: Place) -> None:
+    kinds = {"cpu": {"deployment": "missing"}, "gpu": {"deployment": "web"}}
+    pods, server = place.make(kinds=kinds), place.server
+    await pods.start("gpu", "aggregated", "a")
+    await pods.stop("a", 1.0)
+    with pytest.raises(ActuatorDenied, match='"missing" not found'):
+        await pods.stop("never", 1.0)
+    with pytest.raises(ActuatorDenied, match='"missing" not found'):
+        await pods.list()
+    assert json.loads(server.notes[NOTE])["changes"]["a"]["stop"]
+
+
+async def test_a_selector_with_conditions_is_asked_for_in_full(place: Place) -> None:
+    place.server.selector = {
+        "matchLabels": {"app": "web"},
+        "matchExpressions": [
+            {"key": "tier", "operator": "In", "values": ["a", "b"]},
+            {"key": "canary", "operator": "DoesNotExist"},
+        ],
+    }
+    place.server.query = "!canary,app=web,tier in (a,b)"
+    await place.make().start("gpu", "aggregated", "a")
+    place.server.selector = {"matchExpressions": [{"key": "tier", "operator": "Gt"}]}
+    with pytest.raises(ActuatorDenied, match="unknown operator 'Gt'"):
+        await place.make().list()
+
+
 async def test_modes_and_notes_that_do_not_fit(place: Place) -> None:
     with pytest.raises(ActuatorDenied, match="start in mode aggregated, not decode: add a kind"):
         await place.make().start("gpu", "decode", "a")
-    place.server.notes["pdserve.io/prod-changes"] = "{"
+    place.server.notes[NOTE] = "{"
     with pytest.raises(ActuatorDenied, match="cannot be read"):
         await place.make().list()
 
