@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tests.worlds.batch import read, run_blocks, total
+from tests.worlds.batch import draw_mixed, read, run_blocks, total
 from tests.worlds.handoff_scenarios import draw_handoffs
 from tests.worlds.migration_scenarios import draw_migrations
+from tests.worlds.planner.scenarios import draw_planners
 from tests.worlds.run import WorldFailure, draw_plan, run_plan
 from tests.worlds.tier_scenarios import draw_tiers
 
@@ -34,7 +35,8 @@ def main() -> int:
         return _sum_up(total(read(options.totals)))
     if options.seeds is not None:
         first, end = map(int, options.seeds.split(":"))
-        return _sum_up(total(run_blocks(first, end, options.json)))
+        draw = draw_planners if options.planner else draw_mixed
+        return _sum_up(total(run_blocks(first, end, options.json, draw)))
     return _one(options)
 
 
@@ -45,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--handoffs", action="store_true", help="a world of handoffs")
     parser.add_argument("--migrations", action="store_true", help="a world of migrations")
     parser.add_argument("--tiers", action="store_true", help="a world of workers with tiers")
+    parser.add_argument("--planner", action="store_true", help="a world with planners")
     parser.add_argument("--quiet", action="store_true", help="only how it went")
     parser.add_argument("--log", action="store_true", help="what the nodes log besides")
     parser.add_argument("--seeds", metavar="A:B", help="all worlds from A, before B")
@@ -75,6 +78,8 @@ def _plan(options: argparse.Namespace) -> WorldPlan:
         return draw_handoffs(options.seed)
     if options.tiers:
         return draw_tiers(options.seed)
+    if options.planner:
+        return draw_planners(options.seed)
     if options.migrations:
         return draw_migrations(options.seed)
     return draw_plan(options.seed, options.nodes)

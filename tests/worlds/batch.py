@@ -25,7 +25,7 @@ from tests.worlds.run import WorldFailure, draw_plan, run_plan
 from tests.worlds.tier_scenarios import draw_tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from tests.worlds.oracle.coverage import Cells
@@ -93,7 +93,7 @@ def draw_mixed(seed: int) -> WorldPlan:
     return draw_plan(seed, nodes=_LARGE if seed % 50 == 1 else None)
 
 
-def run_block(first: int, count: int) -> BatchResult:
+def run_block(first: int, count: int, draw: Callable[[int], WorldPlan] = draw_mixed) -> BatchResult:
     """Runs some worlds; notes failures and raises none."""
     began = time.process_time()
     cells: Cells = Counter()
@@ -105,7 +105,7 @@ def run_block(first: int, count: int) -> BatchResult:
     with count_visits(cells):
         for seed in range(first, first + count):
             try:
-                report = run_plan(draw_mixed(seed))
+                report = run_plan(draw(seed))
             except WorldFailure as failure:
                 block.failures.append(str(failure))
                 continue
@@ -121,7 +121,9 @@ def run_block(first: int, count: int) -> BatchResult:
     return block
 
 
-def run_blocks(first: int, end: int, file: Path | None) -> list[BatchResult]:
+def run_blocks(
+    first: int, end: int, file: Path | None, draw: Callable[[int], WorldPlan] = draw_mixed
+) -> list[BatchResult]:
     """All seeds from `first`, before `end`; each block is printed and written when it is done."""
     blocks = read([file]) if file is not None and file.exists() else []
     done = {(block.first, block.count) for block in blocks}
@@ -129,7 +131,7 @@ def run_blocks(first: int, end: int, file: Path | None) -> list[BatchResult]:
         count = min(_BLOCK, end - start)
         if (start, count) in done:
             continue
-        block = run_block(start, count)
+        block = run_block(start, count, draw)
         print(block, flush=True)
         for failure in block.failures:
             print(failure, flush=True)

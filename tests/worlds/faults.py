@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, cast
 from pdserve.messages.routing import BOOKINGS, SEQUENCES
 from pdserve.runtime.topics.replicated_set import Delta
 from pdserve.runtime.topics.subscription import LogFollower
+from tests.worlds.planner.faults import PLANNER_FAULTS, SILENT
 from tests.worlds.roles import Router, Worker
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GENTLE",
     "KINDS",
+    "PLANNER_KINDS",
     "TIER_KINDS",
     "Fault",
     "draw_fault",
@@ -447,7 +449,12 @@ TIER_KINDS: Final = {
 }
 """Faults of workers with tiers; only worlds that have such draw them."""
 
-_EVERY: Final = KINDS | TIER_KINDS
+PLANNER_KINDS: Final = {
+    name: FaultKind(do, (0.0,), roles=()) for name, do in PLANNER_FAULTS.items()
+}
+"""Faults of worlds with planners; `planner.scenarios` draws them."""
+
+_EVERY: Final = KINDS | TIER_KINDS | PLANNER_KINDS
 
 
 GENTLE: Final = frozenset(
@@ -465,6 +472,7 @@ HARMLESS: Final = frozenset(
         *("crash", "leave", "drain", "reset", "reset-inside", "amnesia"),
         *("engine", "engine-going", "kill", "stall", "step", "slow-worker", "crowd"),
         *("kv-late", "kv-lost", "kv-slow", "kv-wrong", *TIER_KINDS),
+        *(PLANNER_KINDS.keys() - SILENT),
     )
 )
 """Faults under which messages arrive at once, or the link ends, which both sides notice."""

@@ -53,10 +53,21 @@ if TYPE_CHECKING:
     from pdserve.testing.fake_rdma import FakeFabric
     from pdserve.tracing.phases import PromptPhases
 
-__all__ = ["Frontend", "NodeSettings", "Router", "VirtualRole", "Worker"]
+__all__ = [
+    "MAX_BATCH_TOKENS",
+    "Frontend",
+    "NodeSettings",
+    "Router",
+    "VirtualRole",
+    "Worker",
+    "make_secrets",
+    "plain_card",
+]
 
 MAX_RUNNING, MAX_WAITING = 8, 32
 """Sequences that run in an engine at a time, and requests that may wait there."""
+MAX_BATCH_TOKENS: Final = 64
+"""Tokens of a step."""
 _BLOCKS: Final = 64
 _BLOCK_SIZE: Final = 8
 _BLOCK_BYTES: Final = _BLOCK_SIZE * 16
@@ -97,6 +108,8 @@ class NodeSettings:
     """When it fetches from other workers, if it has tiers."""
     moves_kv: bool = True
     """An aggregated worker hands over and fetches the KV of requests that move."""
+    change: str = ""
+    """Id of the planner's change that starts a worker; empty: none."""
 
     @property
     def hold_limit(self) -> int:
@@ -122,7 +135,9 @@ class Router(RouterNode):
 
     def __init__(self, node: Node, settings: NodeSettings) -> None:
         config = settings.router or RouterConfig(policy=settings.policy)
-        super().__init__(node, config, _card(node), _secrets(node), Degradations(Metrics()))
+        super().__init__(
+            node, config, plain_card(node), make_secrets(node), Degradations(Metrics())
+        )
 
     async def start(self) -> None:
         await self.join()
@@ -136,6 +151,7 @@ class Worker(WorkerNode):
     """A worker whose engine runs inline and can break, and whose model is no directory."""
 
     engine: FaultyEngine
+    engine_type: type[FaultyEngine] = FaultyEngine
 
     def __init__(
         self,
@@ -147,7 +163,7 @@ class Worker(WorkerNode):
         config = _worker_config(settings)
 
         def make_engine(spec: EngineSpec) -> FaultyEngine:
-            self.engine = FaultyEngine(
+            self.engine = self.engine_type(
                 spec,
                 pace=settings.pace,
                 load_time=settings.load_time,
@@ -164,8 +180,8 @@ class Worker(WorkerNode):
             node,
             config,
             make_engine,
-            _card(node),
-            _secrets(node, HASH_SECRET_TEST),
+            replace(plain_card(node), change=settings.change),
+            make_secrets(node, HASH_SECRET_TEST),
             Metrics(),
             source=VirtualModel(settings.model, tokenizer),
         )
@@ -212,12 +228,12 @@ class Frontend:
             on_limited=lambda limit: self.limited.update((limit,)),
         )
         config = FrontendConfig(router_wait=settings.router_wait)
-        self._frontend = FrontendNode(node, config, _secrets(node), Degradations(Metrics()))
+        self._frontend = FrontendNode(node, config, make_secrets(node), Degradations(Metrics()))
         self.backend = self._frontend.backend
 
     async def start(self) -> None:
         await self._frontend.join()
-        self.node.publish_card(_card(self.node), {})
+        self.node.publish_card(plain_card(self.node), {})
 
     async def open(
         self,
@@ -253,7 +269,7 @@ def _worker_config(settings: NodeSettings) -> WorkerConfig:
         engine_options={"blocks": str(_BLOCKS), "max_len": "200"},
         block_size=_BLOCK_SIZE,
         max_sequences=MAX_RUNNING,
-        max_batch_tokens=64,
+        max_batch_tokens=MAX_BATCH_TOKENS,
         max_waiting=MAX_WAITING,
         mode=settings.mode,
         disagg=settings.disagg,
@@ -282,7 +298,7 @@ def _transfer(settings: NodeSettings) -> TransferSpec | None:
     return TransferSpec(verify="all")
 
 
-def _secrets(node: Node, given: bytes | None = None) -> HashSecrets:
+def make_secrets(node: Node, given: bytes | None = None) -> HashSecrets:
     """Workers have the constant secret of all simulations, the others learn it from them."""
     return HashSecrets(
         node,
@@ -293,5 +309,5 @@ def _secrets(node: Node, given: bytes | None = None) -> HashSecrets:
     )
 
 
-def _card(node: Node) -> NodeCard:
+def plain_card(node: Node) -> NodeCard:
     return NodeCard(version="0", role=node.config.role, started=1_700_000_000, host=node.id)

@@ -23,6 +23,8 @@ from tests.worlds.load_clients import DEFAULT_PROFILE, ClientProfile
 from tests.worlds.loop import Livelock
 from tests.worlds.oracle.checks import at_rest, membership, ready, undisturbed_handoffs, unfinished
 from tests.worlds.oracle.outcomes import too_few
+from tests.worlds.planner.phases import judge_in_calm
+from tests.worlds.planner.stage import Stage
 from tests.worlds.roles import NodeSettings, Router, Worker
 from tests.worlds.world import World
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.messages.tiers import KvFetchMode
     from tests.worlds.load_clients import TrackedRequest
+    from tests.worlds.planner.stage import PlannerSetup
     from tests.worlds.world import VirtualHost
 
 __all__ = ["WorldFailure", "WorldPlan", "WorldReport", "draw_plan", "run", "run_plan"]
@@ -83,6 +86,8 @@ class WorldPlan:
     least: float = 0.05
     """Least share of requests that must complete, without those that clients cancel. It is small,
     because in some worlds no worker could serve most of the time; the oracle judges each end."""
+    setup: PlannerSetup | None = None
+    """What planners have; None: there are none."""
     left_dead: tuple[str, ...] = ()
     """Hosts that stay off once the faults are over."""
 
@@ -266,13 +271,16 @@ class _Run:
         world.options = plan.options
         for name, role in plan.roles.items():
             world.add(name, role, plan.settings[name])
+        self.stage = None if plan.setup is None else Stage(world, plan.setup)
         world.seeds = tuple(host.address for host in list(world.hosts.values())[:2])
 
     async def whole(self) -> WorldReport:
         world, plan = self.world, self.plan
         world.judge.watch()
-        for host in world.hosts.values():
-            world.call_later(plan.starts[host.name], partial(world.start, host))
+        if self.stage is not None:
+            self.stage.watch()
+        for name in plan.roles:
+            world.call_later(plan.starts[name], partial(world.start, world.hosts[name]))
         await self._faults()
         quiet = world.loop.time()
         if GENTLE.issuperset(fault.kind for fault in plan.faults) and world.trace.counts["died"]:
@@ -280,6 +288,8 @@ class _Run:
         await self._calm()
         await self._until("the nodes agree", self._disagreements, _CONVERGES)
         converged = world.loop.time() - quiet
+        if self.stage is not None:
+            await judge_in_calm(self.stage, self._until)
         await self._serve()
         await self._rest()
         await self._end()

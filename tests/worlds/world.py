@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pdserve.runtime.registry import MemberEvent
     from tests.worlds.faults import Fault
     from tests.worlds.load_clients import TrackedRequest
+    from tests.worlds.planner.stage import Stage
 
 __all__ = ["VirtualHost", "World"]
 
@@ -68,6 +69,10 @@ class VirtualHost:
         self.ready = False
         """Its role has started."""
         self.lives = 0
+        self.status = 0
+        """Exit status of its last process, negative for a signal."""
+        self.usual: NodeSettings | None = None
+        """Settings before a start by an actuator has changed some; None: none has."""
         self.wanted = True
         """True if it is started again when it ends."""
         self.busy = False
@@ -120,11 +125,16 @@ class World:
         """Clients that turned away, by where their requests were."""
         self.tiers: Counter[str] = Counter()
         """What the tiers of all workers have done: hits in tokens, the rest in blocks."""
+        self.makers: dict[str, Callable[[VirtualHost, Node], VirtualRole]] = {}
+        """By role, what makes its part of a process, where it is not the usual one."""
+        self.stage: Stage | None = None
+        """What a world with planners has besides."""
         self.judge = OutcomeOracle(self)
         self.lost_with_frontend = 0
         self._cuts: dict[tuple[str, str], Counter[int]] = {}
         self._cut_number = 0
         self._killed: list[VirtualProcess] = []
+        self._ending: set[asyncio.Task[None]] = set()
 
     def complain(self, what: str) -> None:
         """A rule is broken."""
@@ -174,11 +184,18 @@ class World:
 
     def _part(self, host: VirtualHost) -> VirtualRole:
         node, settings = self._node(host), host.settings
+        if host.role in self.makers:
+            return self.makers[host.role](host, node)
         if host.role == "router":
             return Router(node, settings)
         if host.role == "worker":
-            return Worker(node, settings, self.fabric, partial(self._engine_died, host))
+            return Worker(node, settings, self.fabric, partial(self.engine_died, host))
         return Frontend(node, settings)
+
+    def engine_died(self, host: VirtualHost, why: str) -> None:
+        """The engine of a worker has ended."""
+        self.judge.died(host.name)
+        self.happened(host.name, "engine", why)
 
     def _call(self, host: VirtualHost, part: Frontend) -> None:
         random = self.dice.fork("callers", host.name, host.lives)
@@ -195,6 +212,10 @@ class World:
         )
         host.callers.start()
 
+    def wall(self, host: VirtualHost) -> float:
+        """The clock of a host, in Unix seconds."""
+        return _EPOCH + host.ahead + self.loop.time()
+
     def _node(self, host: VirtualHost) -> Node:
         name, life = host.name, host.lives
         config = NodeConfig(
@@ -210,13 +231,14 @@ class World:
             keys=lambda: (_KEY,),
             entropy=self.dice.fork("entropy", name, life).randbytes,
             random=self.dice.fork("node", name, life),
-            wall=lambda: _EPOCH + host.ahead + self.loop.time(),
+            wall=partial(self.wall, host),
         )
 
     def _exits(self, host: VirtualHost, process: VirtualProcess, reason: str) -> None:
         """The process ends by itself, and is started again."""
         if host.process is not process:
             return
+        host.status = 1
         self.happened(host.name, "exit", reason)
         self.call_later(0.0, lambda: self._vanish(host, process))
         self.call_later(_AGAIN, lambda: self._restart(host))
@@ -237,7 +259,10 @@ class World:
     def kill(self, host: VirtualHost) -> int:
         """kill -9; returns how many connections that reset."""
         process = host.process
-        return 0 if process is None else self._crash(host, process)
+        if process is None:
+            return 0
+        host.status = -9
+        return self._crash(host, process)
 
     def _crash(self, host: VirtualHost, process: VirtualProcess) -> int:
         if host.process is not process:
@@ -289,8 +314,21 @@ class World:
                 self.complain(f"{host.name} cannot end: {ending.exception()!r}")
             else:
                 await self._left_behind(host, process)
+            host.status = 0
             self._crash(host, process)
         host.busy = False
+
+    def terminate(self, host: VirtualHost, within: Seconds = 6.0) -> None:
+        """SIGTERM by another process of the host: it ends in order, whoever asks meanwhile."""
+
+        def stop() -> None:
+            if host.process is not None and not host.busy:
+                self._ending.add(
+                    ending := self.loop.create_task(self.stop(host, leave=True, within=within))
+                )
+                ending.add_done_callback(self._ending.discard)
+
+        self.call_later(0.0, stop)
 
     async def _stop(
         self, host: VirtualHost, part: VirtualRole, *, leave: bool, within: Seconds
@@ -362,10 +400,6 @@ class World:
         return due
 
     # ------------------------------------------------------------------ what is heard
-
-    def _engine_died(self, host: VirtualHost, why: str) -> None:
-        self.judge.died(host.name)
-        self.happened(host.name, "engine", why)
 
     def _member(self, host: VirtualHost, event: MemberEvent) -> None:
         member = event.member

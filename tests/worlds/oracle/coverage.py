@@ -18,6 +18,7 @@ from pdserve.worker.disagg.state_table import DECODE_TABLE, PREFILL_TABLE, State
 from tests.worlds.oracle.migration_coverage import PROBES, REQUEST_CELLS
 from tests.worlds.oracle.tier_coverage import PROBES as TIER_PROBES
 from tests.worlds.oracle.tier_coverage import TIER_CELLS
+from tests.worlds.planner.coverage import PROBES as CHANGE_PROBES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -171,7 +172,7 @@ def count_visits(cells: Cells) -> Iterator[Cells]:
         look(Bookings, "_end", _ended)
         look(Bookings, "peer_ended", _peer_ended)
         look(Bookings, "peer_gone", _peer_gone)
-        for owner, name, looker in (*PROBES, *TIER_PROBES):
+        for owner, name, looker in (*PROBES, *TIER_PROBES, *CHANGE_PROBES):
             look(owner, name, looker)
         yield cells
 

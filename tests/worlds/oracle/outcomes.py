@@ -370,7 +370,7 @@ def _serves(host: VirtualHost) -> bool:
     return (
         _runs(host)
         and isinstance(part, Worker)
-        and part.service.config.mode != "prefill"
+        and part.service.mode != "prefill"
         and part.service.unready_reason() is None
         and not _is_full(part)
     )
