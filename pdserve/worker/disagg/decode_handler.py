@@ -43,6 +43,7 @@ from pdserve.runtime.rpc_methods import (
 )
 from pdserve.worker.disagg.first_guess import FirstGuess
 from pdserve.worker.disagg.kv_fetch import KvFetcher
+from pdserve.worker.disagg.local_prompts import LocalPrompts
 from pdserve.worker.disagg.overlap import cached_tokens, fits_message, tokens_of
 from pdserve.worker.disagg.policy import DisaggDecision, DisaggInputs
 from pdserve.worker.disagg.remote_prefill import RemotePrefillRequest
@@ -107,6 +108,7 @@ class DecodeHandler:
         self.tally = DisaggCounters(metrics)
         self._overlap = overlap
         self._remote: dict[Handle, RemotePrefillRequest] = {}
+        self.local = LocalPrompts()
         node.host(self)
         self._guess = FirstGuess(
             node.id, node.timers, worker.engine, chooser, self._prefill_workers
@@ -185,6 +187,7 @@ class DecodeHandler:
         Idempotent; `handle`'s sink gets no further calls."""
         remote = self._remote.get(handle)
         if remote is None:
+            self.local.done(handle)
             self.engine.abort(handle)
         else:
             remote.feed(DecodeEvent.CANCEL)
@@ -209,7 +212,10 @@ class DecodeHandler:
             self.queue.close()
 
     def _submit_here(self, request: GenerateRequest, sink: TokenSink, reason: str) -> Handle:
-        handle = self.engine.submit(request, _Here(self, request, sink, reason))
+        here = _Here(self, request, sink, reason)
+        handle = here.handle = self.engine.submit(request, here)
+        if not here.started:
+            self.local.add(handle, tokens_of(request) - self._cached(request))
         self.tally.decided(remote=False, reason=reason)
         return handle
 
@@ -227,13 +233,20 @@ class DecodeHandler:
             tokens=tokens_of(request),
             cached=cached,
             obstacle=self._obstacle(request),
-            streams=stats.running,
-            backlog=stats.uncomputed_tokens,
+            # Within a long step, more streams begin here than the engine has told of.
+            streams=max(stats.running, self._active),
+            backlog=self.local.backlog(stats.uncomputed_tokens),
             queue=None if card is None or self.queue is None else self.queue.state(card.name),
             coming=self.coming(),
             late=self._late(),
         )
         return self.chooser.decide(prospect)
+
+    @property
+    def _active(self) -> int:
+        """Sequences whose prompt was prefilled elsewhere, and which run here."""
+        active = (r for r in self._remote.values() if r.state is DecodeState.ACTIVE)
+        return sum(len(one.request.live) for one in active)
 
     def coming(self) -> int:
         """Number of prompt tokens that prefill workers have still to deliver."""
@@ -508,7 +521,7 @@ def _source(request: GenerateRequest) -> NodeLife:
 class _Here:
     """The sink of a request that is prefilled here from the beginning."""
 
-    __slots__ = ("_line", "_owner", "_request", "_sink", "_started")
+    __slots__ = ("_line", "_owner", "_request", "_sink", "handle", "started")
 
     def __init__(
         self, owner: DecodeHandler, request: GenerateRequest, sink: TokenSink, reason: str
@@ -517,19 +530,29 @@ class _Here:
         self._request = request
         self._sink = sink
         self._line = f"local; node={owner.node.id}; reason={reason}"
-        self._started = False
+        self.handle: Handle | None = None
+        """None: it is being submitted."""
+        self.started = False
+        """True once its first token has come, or it has ended."""
 
     def on_delta(self, delta: TokenDelta) -> None:
         """Passes the delta on; the first one with statistics also trains the prediction and names
         this node."""
         started = delta.started
         if started is not None:
-            if not self._started:
-                self._started = True
+            if not self.started:
                 self._owner.learn_local(self._request, started)
+                self._begun()
             delta = replace(delta, started=replace(started, prefill=self._line))
         self._sink.on_delta(delta)
 
     def on_error(self, error: PdserveError) -> None:
         """Passes the error on."""
+        self._begun()
         self._sink.on_error(error)
+
+    def _begun(self) -> None:
+        """Nothing of the prompt is left to compute."""
+        self.started = True
+        if self.handle is not None:
+            self._owner.local.done(self.handle)

@@ -58,8 +58,12 @@ class LinearFit:
         self.base, self.slope = base, slope
         self.observed = 0
         self._n = self._x = self._y = self._xx = self._xy = 0.0
-        for x in (0.5 * typical, 1.5 * typical):
-            self._add(x, base + slope * x, _PRIOR_WEIGHT / 2)
+        self._prior = base, slope
+        self._points = 0.5 * typical, 1.5 * typical
+        self._weight = _PRIOR_WEIGHT / 2
+        """What each of the prior's points weighs now."""
+        for x in self._points:
+            self._add(x, base + slope * x, self._weight)
 
     def __call__(self, x: float) -> Seconds:
         return self.base + self.slope * x
@@ -71,7 +75,17 @@ class LinearFit:
         self.observed += 1
         for name in ("_n", "_x", "_y", "_xx", "_xy"):
             setattr(self, name, getattr(self, name) * _FORGET)
+        self._weight *= _FORGET
         self._add(x, seconds, 1.0)
+        self._fit()
+
+    def suppose(self, base: Seconds, slope: Seconds) -> None:
+        """Takes another prior; it has the weight that the former one had left."""
+        for x in self._points:
+            more = base - self._prior[0] + (slope - self._prior[1]) * x
+            self._y += self._weight * more
+            self._xy += self._weight * x * more
+        self._prior = base, slope
         self._fit()
 
     def _add(self, x: float, y: Seconds, weight: float) -> None:
@@ -117,8 +131,10 @@ class PrefillCosts:
             self.transfer = LinearFit(self.transfer.base, token, 2000)
 
     def local(self, uncached: int, seconds: Seconds) -> None:
-        """Records a local prefill."""
+        """Records a local prefill. Prefill workers serve the same model, so until they have shown
+        what they take, they are taken for as fast as this one."""
         self.here.learn(uncached, seconds)
+        self.there.suppose(self.here.base, self.here.slope)
 
     def remote(
         self, tokens: int, cached_there: int, sent: int, prefill: Seconds, whole: Seconds

@@ -20,7 +20,7 @@ from pdserve.net.link_call import LinkCall
 from pdserve.runtime.rpc_methods import NOTIFY
 from pdserve.worker.disagg import decode_handler
 from pdserve.worker.disagg.decode_handler import DecodeHandler
-from pdserve.worker.disagg.policy import DisaggPolicy
+from pdserve.worker.disagg.policy import DisaggDecision, DisaggInputs, DisaggPolicy
 from pdserve.worker.disagg.remote_prefill import MAX_PREFILL_ATTEMPTS
 from tests.worker.disagg.cluster import (
     CAPABILITIES,
@@ -149,6 +149,30 @@ def test_what_is_decided_for_here_says_why(prepare, reason):
         await site.quiet()
 
     play(test)
+
+
+@on_site()
+async def test_prompts_of_one_step_count_for_those_that_come_after_them(
+    site: DisaggCluster,
+) -> None:
+    """The engine tells of them only after the step."""
+    seen: list[int] = []
+
+    class Noting(DisaggPolicy):
+        def decide(self, prospect: DisaggInputs) -> DisaggDecision:
+            seen.append(prospect.backlog)
+            return super().decide(prospect)
+
+    site.d.decode.chooser = Noting("never")
+    clients = [site.ask(request(prompt=100)) for _ in range(4)]
+    await site.until(lambda: len(seen) == 4)
+    assert seen == [0, 0, 100, 200]
+    site.cancel(clients[1])
+    await site.until(lambda: all(client.over or client.cancelled for client in clients))
+    last = site.ask(request(prompt=100))
+    await site.until(lambda: last.over)
+    assert seen[-1] == 0
+    await site.quiet()
 
 
 @on_site()

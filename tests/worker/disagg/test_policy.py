@@ -184,3 +184,25 @@ def test_a_measured_path_is_believed_until_a_transfer_tells_more():
     chooser.learnt.guess_transfer(1.0)
     assert chooser.learnt.transfer.slope == learnt
     assert chooser.decide(prospect(tokens=8000)).there < before
+
+
+def test_prefill_workers_are_as_fast_as_this_one_until_they_have_shown_more():
+    costs = PrefillCosts()
+    for tokens in (300, 2000, 9000):
+        costs.local(tokens, 3e-5 * tokens)
+    assert costs.there(10_000) == pytest.approx(costs.here(10_000))
+    assert costs.there(10_000) < 0.6, "the guess was twice as long"
+    for tokens in (300, 400, 5000) * 20:
+        costs.remote(tokens, 0, tokens, prefill=2e-4 * tokens, whole=2e-4 * tokens + 0.01)
+    costs.local(5000, 0.15)
+    assert costs.there(10_000) == pytest.approx(2.0, rel=0.1)
+
+
+def test_another_prior_has_the_weight_that_the_former_one_had_left():
+    one, other = LinearFit(0.01, 1e-4, 2000), LinearFit(0.02, 3e-5, 2000)
+    for _ in range(10):
+        one.learn(500, 0.04)
+        other.learn(500, 0.04)
+    one.suppose(0.02, 3e-5)
+    assert one.base == pytest.approx(other.base)
+    assert one.slope == pytest.approx(other.slope)
