@@ -47,7 +47,8 @@ __all__ = ["DEGRADED", "ModeParts", "ModeSwitch"]
 _log = logging.getLogger(__name__)
 
 DEGRADED: Final = "mode_switch"
-"""Name of the degradation after a change that failed, until one succeeds."""
+"""Name of the degradation after a change that failed, until one succeeds. Two workers of a process
+have names that begin with the mode that each was started in."""
 _LOOK: Final[Seconds] = 0.05
 """Seconds between two looks at what is left, and whether the change is still allowed."""
 _SEEN: Final = 2.0
@@ -97,6 +98,7 @@ class ModeSwitch:
         self._service = service
         self._parts = parts
         self._degradations = degradations
+        self._degraded = DEGRADED if service.mode == "aggregated" else f"{service.mode}_{DEGRADED}"
         self._state = ModeState.SERVING
         self._target: LiveMode = service.mode
         self._wanted_share = 0.0
@@ -346,10 +348,10 @@ class ModeSwitch:
         seconds = self._node.now() - self._began
         self._failed = f"{self._target}: {failed}" if failed else ""
         if self._degradations is not None:
-            self._degradations.clear(DEGRADED)
+            self._degradations.clear(self._degraded)
             if failed:
                 detail = f"{self._node.id} is {self._service.mode} still, not {self._target}"
-                self._degradations.add(DEGRADED, f"{detail}: {failed}; order it again")
+                self._degradations.add(self._degraded, f"{detail}: {failed}; order it again")
         if outcome == "done":
             self._service.metrics.mode_switch_seconds.labels().observe(seconds)
         _log.info(

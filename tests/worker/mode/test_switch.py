@@ -16,6 +16,8 @@ from pdserve.errors import Draining, NotReady
 from pdserve.messages.handoff import ItemClaimed, OpenAttempt, PrefillItem
 from pdserve.messages.mode import ModeReport, SetMode
 from pdserve.messages.request import SamplingParams
+from pdserve.observe.degraded import Degradations
+from pdserve.observe.metrics import Metrics
 from pdserve.runtime.rpc_methods import MODE, OPEN_ATTEMPT
 from pdserve.token_ids import token_ids
 from pdserve.worker.disagg.queue.claims import QueueClaimSource
@@ -314,6 +316,26 @@ async def test_what_cannot_leave_in_time_keeps_its_mode_and_its_streams() -> Non
         assert right(sink, wanted)
         assert made.count("d", "timed_out") == 1
         assert (await made.answers("d", asked("r", prompt(2)))).where[0].startswith("remote")
+
+
+@virtually
+async def test_failures_of_two_workers_in_one_process_do_not_hide_each_other() -> None:
+    async with site("p") as made:
+        shared = Degradations(Metrics())
+        for name in ("d", "p"):
+            agent = made.workers[name].agent
+            agent.left_for = lambda mode: 1  # type: ignore[method-assign]
+            agent.mode._degradations = shared
+        await made.change("d", "prefill", last=True, timeout=1.0)
+        await made.change("p", "decode", last=True, timeout=1.0)
+        told = dict(shared.reasons())
+        assert told.keys() == {"decode_mode_switch", "prefill_mode_switch"}
+        assert told["decode_mode_switch"].startswith("d is decode still, not prefill: 1 requests")
+        del made.workers["p"].agent.left_for
+        await made.change("p", "decode", last=True)
+        await made.change("p", "prefill", last=True)
+        assert list(shared.reasons()) == ["decode_mode_switch"]
+        del made.d.agent.left_for
 
 
 @virtually
