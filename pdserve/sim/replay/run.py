@@ -19,6 +19,7 @@ from pdserve.sim.replay.cold_ttft import cold_ttft_by_length
 from pdserve.sim.replay.loop import ReplayLoop
 from pdserve.sim.replay.metrics import summary
 from pdserve.sim.replay.trace_clients import TraceClients
+from pdserve.sim.verdicts import ReplayJudge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from pdserve.sim.replay.config import ReplayConfig
     from pdserve.sim.replay.record import ReplayRecord
     from pdserve.sim.replay.scaling import Scaler
+    from pdserve.sim.verdicts import Verdicts
     from pdserve.sim.workloads.trace_request import TraceRequest
 
 __all__ = ["ReplayFailed", "ReplayResult", "ReplayStopped", "ReplayWatch", "replay"]
@@ -183,6 +185,7 @@ async def _run(
         on_end=ended,
         on_asked=watch.asked,
         patience=config.patience,
+        judge=_no_verdicts if scaler is None else _judge(cluster, config),
     )
     watch.begin(cluster.workers, callers.now)
     sampler = _Sampler(cluster, callers, config.sample_every)
@@ -213,6 +216,17 @@ async def _run(
     if scaler is not None:
         numbers["scaling"] = scaler.summary()
     return ReplayResult(callers.records, numbers, [end.counters for end in ends], sampler.seen)
+
+
+def _no_verdicts(record: ReplayRecord) -> Verdicts:
+    """Nobody reads verdicts where no planner is."""
+    return ()
+
+
+def _judge(cluster: ReplayCluster, config: ReplayConfig) -> ReplayJudge:
+    """Judges requests while the cluster serves. Times of the longest prompts are extrapolated."""
+    longest = min(config.kv_tokens, config.max_model_len) // 2
+    return ReplayJudge(config.slo, cold_ttft_by_length(cluster.quiet_spec, max(2, longest)))
 
 
 async def _settled(cluster: ReplayCluster) -> list[str]:

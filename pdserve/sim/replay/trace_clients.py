@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.placement import Placement
     from pdserve.ids import Seconds
     from pdserve.messages.request import TokenDelta
+    from pdserve.sim.verdicts import Verdicts
     from pdserve.sim.workloads.trace_request import TraceRequest
 
 __all__ = ["TraceClients"]
@@ -47,7 +48,10 @@ class TraceClients:
         on_end: Callable[[ReplayRecord], None] = lambda record: None,
         on_asked: Callable[[int, int, bytes], None] = lambda number, tokens, names: None,
         patience: Seconds = 0.0,
+        judge: Callable[[ReplayRecord], Verdicts] = lambda record: (),
     ) -> None:
+        """`judge` gives the verdicts on a request that has ended, which its router is told."""
+        self.judge = judge
         self.records: list[ReplayRecord] = []
         """The records in the order of the trace."""
         self._backends = backends
@@ -148,6 +152,8 @@ class TraceClients:
             await backend.open(asked, caller, _hints(request), caller.on_placed, ended=caller.told)
         except PdserveError as error:
             caller.on_error(error)
+            if (ended := caller.told()) is not None and ended.verdicts:
+                backend.note_ended(ended)
 
     def _request(self, caller: _Caller, backend: ClusterClient) -> GenerateRequest:
         wanted = caller.record.wanted_tokens
@@ -225,8 +231,7 @@ class _Caller:
         self._told = False
 
     def told(self) -> EndedRequest | None:
-        """The lengths of the request for its router, once; None: it goes on. A replay judges its
-        requests only at its end, so there are no verdicts."""
+        """How the request ended, for its router, once; None: it goes on, or it was said."""
         record = self.record
         if self._told or not record.outcome:
             return None
@@ -238,6 +243,7 @@ class _Caller:
             record.output_tokens,
             max(0.0, record.last - record.first),
             complete=record.completed,
+            verdicts=self._owner.judge(record),
         )
 
     def on_placed(self, placement: Placement) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from pdserve.sim.replay.cluster import MODEL
-from pdserve.sim.replay.config import ReplayConfig
+from pdserve.sim.replay.config import ReplayConfig, ReplaySlo
 from pdserve.sim.replay.run import replay
 from pdserve.sim.workloads.generate import Unique
 
@@ -41,3 +42,19 @@ def test_routers_hear_of_each_request_once_and_of_its_lengths() -> None:
     assert demand.arrivals == demand.finished == demand.first_tokens == len(records) == 40
     assert demand.output_tokens == sum(record.output_tokens for record in records)
     assert demand.kv_token_seconds > 0
+
+
+def test_routers_hear_what_kept_its_objective_and_what_missed_it_why() -> None:
+    """As many as the summary says, those included that found no worker."""
+    load, counters = Unique(requests=120, rate=40.0, input=4000, output=20), Counters()
+    slo = ReplaySlo(ttft=0.5, cold=2.0)
+    config = ReplayConfig(
+        workers=1, seed=1, slo=slo, max_waiting=4, router_options={"hold_limit": "8"}
+    )
+    result = replay(config, iter(load), scaler=counters)
+    outcomes = Counter(record.outcome for record in result.records)
+    assert outcomes["rejected"] > 10 < outcomes["completed"]
+    kept, missed = counters.demand.kept["both"], counters.demand.missed["both"]
+    assert kept + sum(missed.values()) == 120
+    assert kept == round(result.summary["good"] * 120) > 0
+    assert missed["held"] >= outcomes["rejected"]
