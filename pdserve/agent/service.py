@@ -66,6 +66,7 @@ class AgentService:
     @answers(START_WORKER)
     def _start(self, order: StartWorker, call: IncomingCall) -> Instance:
         if self.draining and not self.workers.knows(order.change):
+            self.workers.refuse(order.kind)
             raise ActuatorExhausted("this agent drains and starts nothing more")
         return self.workers.start(order, self._node.now())
 

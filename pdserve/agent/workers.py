@@ -23,16 +23,19 @@ from msgspec.structs import replace
 
 from pdserve.agent.config import group_of
 from pdserve.agent.logs import last_line, rotate
+from pdserve.agent.measures import OTHER_KIND, AgentMeasures
 from pdserve.agent.processes import Started
 from pdserve.agent.records import WorkerRecord
 from pdserve.errors import ActuatorDenied, ActuatorExhausted, ActuatorTransient
 from pdserve.ids import NodeId
 from pdserve.messages.agent import AgentReport
 from pdserve.messages.planner import START_MODES, Instance, Kind
+from pdserve.observe.metrics import Metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from pdserve.agent.measures import ExitKind
     from pdserve.agent.processes import Processes
     from pdserve.agent.records import RecordStore
     from pdserve.ids import Seconds
@@ -79,9 +82,11 @@ class Workers:
         processes: Processes,
         command: Callable[[WorkerRecord, str], WorkerCommand],
         name: str,
+        measures: AgentMeasures | None = None,
     ) -> None:
         """`slots` by group, as `AgentConfig.slots`; `command` says what to run for a record on the
         devices of its slot; `name` begins the workers' node names."""
+        self._measures = measures or AgentMeasures(Metrics())
         self._slots = slots
         self._kinds = tuple(kinds)
         self._store = store
@@ -108,16 +113,23 @@ class Workers:
 
     def _adopt(self, record: WorkerRecord, now: Seconds) -> None:
         if record.boot != self._boot:
-            self._end(replace(record, boot=self._boot), now, "the machine was restarted")
+            self._lost(replace(record, boot=self._boot), now, "the machine was restarted")
         elif not record.pid:
             found = self._processes.find(f"--change={record.change}")
             if found is None:
-                self._end(record, now, "the agent ended before it had started this worker")
+                self._lost(record, now, "the agent ended before it had started this worker")
             else:
                 self._put(replace(record, pid=found.pid, begun=found.begun))
+                self._measures.adopted(record.kind)
                 _log.info("found worker %s: process %d", record.change, found.pid)
         elif self._processes.runs(_process(record)):
+            self._measures.adopted(record.kind)
             _log.info("worker %s still runs: process %d", record.change, record.pid)
+
+    def _lost(self, record: WorkerRecord, now: Seconds, reason: str) -> None:
+        """A worker has ended, or never was, while no agent ran."""
+        self._measures.exited(record.kind, "lost")
+        self._end(record, now, reason)
 
     def start(self, order: StartWorker, now: Seconds) -> Instance:
         """Starts a worker, unless its change is known. Errors: `ActuatorDenied`,
@@ -125,8 +137,7 @@ class Workers:
         known = self._records.get(order.change)
         if known is not None:
             return self._instance(known)
-        self._check(order)
-        slot = self._free_slot(group_of(order.kind))
+        slot = self._slot_for(order)
         record = WorkerRecord(
             change=order.change,
             kind=order.kind,
@@ -138,6 +149,7 @@ class Workers:
         try:
             self._store.save(record)
         except OSError as error:
+            self._measures.asked(order.kind, "failed")
             raise ActuatorTransient(
                 f"{self._store.directory} cannot be written: {error.strerror}"
             ) from None
@@ -148,6 +160,18 @@ class Workers:
     def knows(self, change: str) -> bool:
         """True if the change was carried out here, whatever became of it."""
         return change in self._records
+
+    def refuse(self, kind: str) -> None:
+        """Counts an order to start a worker that is not obeyed."""
+        self._measures.asked(kind if kind in self._kinds else OTHER_KIND, "refused")
+
+    def _slot_for(self, order: StartWorker) -> int:
+        try:
+            self._check(order)
+            return self._free_slot(group_of(order.kind))
+        except (ActuatorDenied, ActuatorExhausted):
+            self.refuse(order.kind)
+            raise
 
     def _check(self, order: StartWorker) -> None:
         if order.kind not in self._kinds:
@@ -181,8 +205,10 @@ class Workers:
         try:
             started = self._processes.launch(command.words, command.environ, log)
         except OSError as error:
+            self._measures.asked(record.kind, "failed")
             self._end(record, now, f"it cannot be started: {error}")
             return
+        self._measures.asked(record.kind, "started")
         self._put(replace(record, pid=started.pid, begun=started.begun))
         _log.info(
             "started worker %s, a %s %s, as process %d; its log is %s",
@@ -211,6 +237,14 @@ class Workers:
         for record in [one for one in self._records.values() if one.ended is None]:
             self._watch(self._note(record, seen.get(record.change)), now)
         self._forget_old(now)
+        self._note_present()
+
+    def _note_present(self) -> None:
+        """Tells metrics what there is now."""
+        slots = {group: len(devices) for group, devices in self._slots.items()}
+        free = {group: self._free(group) for group in self._slots}
+        alive = [self._instance(one) for one in self._records.values() if one.ended is None]
+        self._measures.note(slots, free, self._kinds, alive)
 
     def _note(self, record: WorkerRecord, card: SeenWorker | None) -> WorkerRecord:
         if card is None:
@@ -236,6 +270,7 @@ class Workers:
             self._processes.kill(process)
         self._gone.pop(record.change, None)
         self._end(record, now, "")
+        self._measures.exited(record.kind, _exit_kind(self._records[record.change]))
 
     def _end(self, record: WorkerRecord, now: Seconds, reason: str) -> None:
         status = self._processes.status(_process(record)) if record.pid and not reason else None
@@ -317,6 +352,12 @@ def _state(record: WorkerRecord) -> str:
     if record.draining:
         return "ending"
     return "running" if record.joined else "booting"
+
+
+def _exit_kind(record: WorkerRecord) -> ExitKind:
+    if record.killed:
+        return "killed"
+    return "failed" if record.failed else "ended"
 
 
 def _how(record: WorkerRecord, status: int | None) -> str:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pdserve.messages.planner_orders import PlannerAnswer, PlannerOrder
     from pdserve.messages.status import ClusterStatus, MemberStatus
 
-__all__ = ["explained", "overview_of", "plan_rows"]
+__all__ = ["PLANNER_MODES", "explained", "mix_words", "overview_of", "plan_rows"]
 
 _NONE: Final = (
     "there is no planner in the cluster: workers stay as they were started; pdserve --role=planner "
@@ -19,6 +19,7 @@ _NONE: Final = (
 )
 _LINES: Final = 5
 """Lines of the decision log in the overview."""
+_MOST_NAMES: Final = 4
 
 
 def overview_of(status: ClusterStatus, planners: Sequence[MemberStatus]) -> str:
@@ -41,7 +42,7 @@ def _planner(member: MemberStatus) -> str:
     if report is None:
         return f"{member.node}: {member.silence or 'it reports no plans'}"
     owned = "" if report.owner or report.mode == "off" else ", decides for no model now"
-    lines = [f"{member.node}: {_MODES.get(report.mode, report.mode)}{owned}"]
+    lines = [f"{member.node}: {PLANNER_MODES.get(report.mode, report.mode)}{owned}"]
     for plan in report.plans:
         lines += ["", *_plan(plan, report)]
     lines += [f"  {line}" for line in _instances(report.instances)]
@@ -50,17 +51,18 @@ def _planner(member: MemberStatus) -> str:
     return "\n".join(lines)
 
 
-_MODES: Final = {
+PLANNER_MODES: Final = {
     "off": "off: it decides nothing",
     "advise": "advises: plans are shown, and nothing is changed",
     "act": "acts",
 }
+"""What a planner does, by its mode."""
 
 
 def _plan(plan: ScalingPlan, report: PlannerReport) -> Iterator[str]:
     """One model: what there is, what is asked of it, what is done, and what binds."""
     yield f"  {plan.model}, plan {plan.number}"
-    yield f"    workers   {_mix(plan.present)} ready; wanted {_mix(plan.target)}"
+    yield f"    workers   {mix_words(plan.present)} ready; wanted {mix_words(plan.target)}"
     yield f"    load      {_load(plan)}"
     if not plan.blind:
         yield f"    misses    {plan.miss_before:.1%} as it is, {plan.miss_after:.1%} by the plan"
@@ -70,8 +72,16 @@ def _plan(plan: ScalingPlan, report: PlannerReport) -> Iterator[str]:
     if (paused := report.paused.get(plan.model) or report.paused.get("")) is not None:
         yield f"    paused    by {paused}"
     if (pin := report.pins.get(plan.model)) is not None:
-        yield f"    pinned    to {_mix(pin)}"
+        yield f"    pinned    to {mix_words(pin)}"
+    if fixed := report.fixed.get(plan.model, ()):
+        yield f"    fixed     {_names(fixed)}: no mode switch, since the engine moves no KV"
     yield f"    cost      {plan.cost:g} an hour"
+
+
+def _names(nodes: Sequence[str]) -> str:
+    shown = ", ".join(nodes[:_MOST_NAMES])
+    rest = len(nodes) - _MOST_NAMES
+    return f"{shown} and {rest} more" if rest > 0 else shown
 
 
 def _load(plan: ScalingPlan) -> str:
@@ -108,7 +118,8 @@ def _instances(instances: Sequence[Instance]) -> Iterator[str]:
         yield f"{one.actuator}{ref}: {one.kind} {one.state}{reason}"
 
 
-def _mix(mix: Mapping[str, int]) -> str:
+def mix_words(mix: Mapping[str, int]) -> str:
+    """Workers by mode, as in `2 decode + 1 prefill`."""
     return " + ".join(f"{n} {mode}" for mode, n in sorted(mix.items()) if n) or "none"
 
 
@@ -118,8 +129,8 @@ def explained(answer: PlannerAnswer) -> str:
     for plan in answer.plans:
         lines = [
             f"{plan.model}, plan {plan.number} of term {plan.term}",
-            f"  ready now        {_mix(plan.present)}",
-            f"  wanted           {_mix(plan.target)}, for {plan.cost:g} an hour",
+            f"  ready now        {mix_words(plan.present)}",
+            f"  wanted           {mix_words(plan.target)}, for {plan.cost:g} an hour",
             f"  load             {_load(plan)}",
             f"  misses           {plan.miss_before:.2%} as it is, {plan.miss_after:.2%} after it",
         ]
@@ -138,6 +149,6 @@ def plan_rows(order: PlannerOrder, answer: PlannerAnswer) -> str:
         return f"kind {order.kind} may be started again"
     lines = []
     for wish in answer.wishes:
-        what = "paused" if wish.sort == "pause" else f"pinned to {_mix(wish.mix)}"
+        what = "paused" if wish.sort == "pause" else f"pinned to {mix_words(wish.mix)}"
         lines.append(f"{wish.model or 'all models'}: {what}, says {wish.by}")
     return "\n".join(lines) or "nothing is paused, and nothing is pinned"

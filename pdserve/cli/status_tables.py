@@ -14,6 +14,7 @@ from pdserve.cli.console.agent_rows import agent_table
 from pdserve.cli.console.head import head_lines, milliseconds, percent, rate
 from pdserve.cli.console.layout import Table, lines_of
 from pdserve.cli.console.overview import Overview, Traffic, alone, latency, overview
+from pdserve.cli.console.planner_rows import planner_table
 from pdserve.cli.console.tier_rows import tier_table
 from pdserve.cli.outputs import printable
 from pdserve.launch.config.units import approximate_size
@@ -73,6 +74,7 @@ def tables(
             ("INDEXED", "BOOKINGS", "POLICY", "REFUSED", "CACHED", "TTFT/PREDICTED"),
         ),
         Table(*_split(_frontends(status, minute=minute)), ("GROUP", "REROUTED", "CONNECTIONS")),
+        planner_table(status),
         agent_table(status),
     )
     return [table for table in found if table.rows]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from pdserve.dashboards.planner_alerts import planner_alerts
 from pdserve.dashboards.table import Alert, Recording
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def alerts(promise: Promise) -> tuple[Alert, ...]:
         *_burn_alerts(promise),
         *_worker_alerts(promise),
         *_tier_alerts(),
+        *planner_alerts(),
         *_cluster_alerts(),
         *_own_alerts(),
     )
@@ -282,6 +284,7 @@ def _degraded(name: str, matcher: str, hold: str, summary: str, description: str
 OWN_ALERTS: Final = (
     *("prediction_poor", "kv_transfer", "model_conflict"),
     *("hash_secrets_differ", "hash_secret_missing", "kv_tier_trouble"),
+    *("planner_blind", "planner_unreachable"),
 )
 """Reasons of degradation that have an alert of their own."""
 _OF_PAIR: Final = "((prefill|decode)_)?"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from pdserve.dashboards.disaggregation_board import DISAGGREGATION
+from pdserve.dashboards.planner_board import PLANNER
 from pdserve.dashboards.routers_board import ROUTERS
 from pdserve.dashboards.service_board import SERVICE
 from pdserve.dashboards.workers_board import WORKERS
@@ -14,4 +15,4 @@ if TYPE_CHECKING:
 
 __all__ = ["BOARDS"]
 
-BOARDS: Final[tuple[Board, ...]] = (SERVICE, WORKERS, DISAGGREGATION, ROUTERS)
+BOARDS: Final[tuple[Board, ...]] = (SERVICE, WORKERS, DISAGGREGATION, ROUTERS, PLANNER)

@@ -132,3 +132,5 @@ class PlannerReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """By model: the workers by mode that an operator has fixed."""
     log: tuple[str, ...] = ()
     """The newest lines of the decision log."""
+    fixed: dict[str, tuple[NodeId, ...]] = {}
+    """By model: workers whose mode cannot change, because their engines move no KV."""

@@ -583,6 +583,84 @@ class Instruments:
         LATENCY_BUCKETS,
         (),
     )
+    planner_owner: Family[Gauge] = _gauges(
+        "planner_owner",
+        "1 for each model of the planner's file that it decides for, 0 for those that another "
+        "planner decides for.",
+        "planner",
+        ("model",),
+    )
+    planner_binding: Family[Gauge] = _gauges(
+        "planner_binding",
+        "1 for what keeps the plan from being cheaper or better, such as ttft, itl, floor, max, "
+        "budget, slots, kind, panic, cooldown, changing, paused; `pdserve planner` says it in "
+        "words.",
+        "planner",
+        ("model", "binding"),
+    )
+    planner_least_workers: Family[Gauge] = _gauges(
+        "planner_least_workers",
+        "Fewest workers that must serve now, by min and floors; with --planner=act only.",
+        "planner",
+        ("model",),
+        "max",
+    )
+    planner_oldest_change_seconds: Family[Gauge] = _gauges(
+        "planner_oldest_change_seconds",
+        "For how long the oldest change of an action (start, stop, mode, undo_drain) has been "
+        "under way; 0: none is.",
+        "planner",
+        ("model", "action"),
+        "max",
+    )
+    planner_changes_ended: Family[Counter] = _counters(
+        "planner_changes_ended_total",
+        "Changes that are over, by action (start, stop, mode, undo_drain) and result: done, failed "
+        "(a start that became no worker), given_up (refused, timed out, or no longer wanted).",
+        "planner",
+        ("model", "action", "result"),
+        bound=_PER_MODEL,
+    )
+
+    # Metrics of agents about the workers of their hosts.
+    agent_slots: Family[Gauge] = _gauges(
+        "agent_slots",
+        "Slots for workers.",
+        "agent",
+        ("group",),
+    )
+    agent_free_slots: Family[Gauge] = _gauges(
+        "agent_free_slots",
+        "Slots that no worker has.",
+        "agent",
+        ("group",),
+    )
+    agent_workers: Family[Gauge] = _gauges(
+        "agent_workers",
+        "Workers that have not ended, by state: booting, running, ending.",
+        "agent",
+        ("kind", "state"),
+    )
+    agent_starts: Family[Counter] = _counters(
+        "agent_starts_total",
+        "Orders to start a worker, by outcome: started, failed (its process or its record could "
+        "not be made), refused (no slot is free, or the agent has no such kind or mode).",
+        "agent",
+        ("kind", "outcome"),
+    )
+    agent_exits: Family[Counter] = _counters(
+        "agent_exits_total",
+        "Workers that have ended, by how: ended (as ordered, or with status 0), failed (by itself),"
+        " killed (after its grace), lost (the machine or the agent had ended).",
+        "agent",
+        ("kind", "how"),
+    )
+    agent_adopted: Family[Counter] = _counters(
+        "agent_adopted_total",
+        "Workers of an earlier agent that were found running.",
+        "agent",
+        ("kind",),
+    )
 
     # Metrics of workers about prompts that are prefilled elsewhere or for others.
     prefill_decisions: Family[Counter] = _counters(

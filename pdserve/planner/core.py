@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import NodeId, Seconds
     from pdserve.messages.planner import Change, Kind
-    from pdserve.planner.changes.book import Step
+    from pdserve.planner.changes.book import Ended, Step
     from pdserve.planner.config import PlannerConfig, PoolConfig
     from pdserve.planner.explain import Binding
     from pdserve.planner.outlook import Forecaster, Judge, Load, PoolCandidate, PoolOutcome
@@ -98,6 +98,8 @@ class PlannerCore:
         self._bindings: dict[str, Binding] = {}
         self._said: dict[str, object] = {}
         self._number = 0
+        self._ended: list[Ended] = []
+        """Changes that this tick has found to be over."""
         self._renew_at: Seconds | None = None
         """When a new term begins, because a worker has obeyed a later planner; None: none has."""
 
@@ -108,6 +110,7 @@ class PlannerCore:
     def tick(self, now: Seconds, seen: PlannerInput) -> PlannerOutput:
         """One round of decisions. `now`: monotonic seconds."""
         log: list[str] = []
+        self._ended = []
         ours = {one.step.life for one in self._book if one.action is Action.SWITCH}
         self._tenure.see(now, seen.workers, (life for life in ours if life is not None))
         owned = [one for one in self._config.pools if self._owns(one.model, seen)]
@@ -133,6 +136,7 @@ class PlannerCore:
             degraded,
             self._config.tick,
             {one.model: self._bindings[one.model] for one in owned},
+            tuple(self._ended),
         )
 
     # ------------------------------------------------------------------ whose model it is
@@ -170,6 +174,7 @@ class PlannerCore:
         if model not in self._models:
             self._models[model] = ModelPlanner(self._config, self._forecaster())
         ended = self._book.advance(now, model, seen)
+        self._ended += ended
         self._book.adopt(now, model, seen)
         self._models[model].wrong |= {one.wrong for one in ended if one.wrong is not None}
         return [ended_line(one) for one in ended]

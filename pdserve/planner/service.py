@@ -30,6 +30,7 @@ from pdserve.planner.driver.cluster_sight import ClusterSight
 from pdserve.planner.driver.measures import Measures
 from pdserve.planner.driver.operators import Operators
 from pdserve.planner.driver.orders import Orders
+from pdserve.planner.driver.worker_view import fixed_workers
 from pdserve.runtime.peers.peer_ref import ask_all
 from pdserve.runtime.rpc_methods import REPORT
 from pdserve.wire.codec import decoder, encode
@@ -99,10 +100,11 @@ class PlannerService:
         self._core: PlannerCore | None = None
         self._core_epoch = 0
         self._output: PlannerOutput | None = None
+        self._fixed: dict[str, tuple[NodeId, ...]] = {}
         self._degraded: dict[str, str] = {}
         self._draining = False
         self._tasks: list[asyncio.Task[None]] = []
-        self.measures = Measures(metrics)
+        self.measures = Measures(metrics, config)
         self.sight = ClusterSight(config, node, self.watches)
         self.operators = Operators(node, self, wall)
         self.orders = Orders(node, self.watches, self.measures.ordered)
@@ -133,6 +135,7 @@ class PlannerService:
         """Decides no more; other planners take over its models. Changes that are under way go
         on."""
         self._draining = True
+        self.measures.stopped()
         if self._node.card is not None:
             self._node.publish_card(replace(self._node.card, draining=True), {})
 
@@ -191,12 +194,13 @@ class PlannerService:
         if self._draining or core is not self._core:
             return  # another planner decides by now
         self._output = output
+        self._fixed = fixed_workers(self.config.pools, seen.workers)
         self.operators.note(output.plans)
         self.orders.carry_out(output.orders)
         for line in output.log:
             self._log.add(line)
         self._note(self._all_degraded(output))
-        self.measures.note(now, seen, output.plans)
+        self.measures.note(now, seen, output)
 
     def _core_of_this_life(self) -> PlannerCore:
         """A core whose term is the present life of the node: one that was declared dead begins
@@ -253,6 +257,7 @@ class PlannerService:
             paused=self.operators.wishes.paused(wall),
             pins=self.operators.wishes.pins(wall),
             log=tuple(self._log.lines)[-_LINES:],
+            fixed=self._fixed,
         )
 
     @property

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import NodeId, Seconds
     from pdserve.messages.planner import Change, Instance, Kind, ScalingPlan
+    from pdserve.planner.changes.book import Ended
     from pdserve.planner.explain import Binding
     from pdserve.planner.outlook import DemandView
     from pdserve.planner.pool import Mix, Worker
@@ -114,3 +115,5 @@ class PlannerOutput:
     bindings: Mapping[str, Binding] = field(default_factory=dict)
     """By model: what keeps its plan from being cheaper or better, with the figures; the name is for
     metrics."""
+    ended: tuple[Ended, ...] = ()
+    """Changes that are over since the last tick."""

@@ -8,6 +8,7 @@ from pdserve.cli.main import main
 from pdserve.cli.planner import mix_of
 from pdserve.cli.planner_tables import explained, overview_of, plan_rows
 from pdserve.errors import ConfigError
+from pdserve.ids import NodeId
 from pdserve.launch import exit_codes
 from pdserve.messages.planner import Change, Instance, PlannerReport, ScalingPlan
 from pdserve.messages.planner_orders import PlannerAnswer, PlannerOrder, PlannerWish
@@ -52,6 +53,14 @@ def test_a_plan_shows_what_there_is_what_is_done_and_what_binds():
         "m #3: more",
     ):
         assert words in text
+
+
+def test_workers_that_cannot_switch_are_named() -> None:
+    nodes = tuple(NodeId(f"w{number}") for number in range(6))
+    text = shown(PlannerReport(mode="act", plans=(PLAN,), fixed={"m": nodes}))
+    assert "fixed     w0, w1, w2, w3 and 2 more: no mode switch" in text
+    text = shown(PlannerReport(mode="act", plans=(PLAN,), fixed={"m": nodes[:2]}))
+    assert "fixed     w0, w1: no mode switch" in text
 
 
 def test_a_blind_planner_a_pause_a_pin_and_an_instance_that_waits():

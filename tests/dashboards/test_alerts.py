@@ -120,6 +120,23 @@ def members(*counts: str) -> dict[str, str]:
     return series
 
 
+def planned(name: str, values: str, **labels: str) -> dict[str, str]:
+    return gauge(f"planner_{name}", values, **{"instance": "p", "model": "m", **labels})
+
+
+def least(ready: str, wanted: str = "2x30") -> dict[str, str]:
+    serving = planned("workers", ready, mode="decode", state="ready")
+    return serving | planned("least_workers", wanted)
+
+
+def ended(values: str, action: str, result: str) -> dict[str, str]:
+    return planned("changes_ended_total", values, action=action, result=result)
+
+
+def exits(values: str, how: str) -> dict[str, str]:
+    return gauge("agent_exits_total", values, instance="a", kind="gpu", how=how)
+
+
 YESTERDAY = 1440
 CASES = (
     Case("PdserveSloBurnFast", "a quarter is bad", True, 70, slo("0+15x90", "0+5x90")),
@@ -271,6 +288,80 @@ CASES = (
     Case("PdserveKvTierTooSmall", "half a minute", True, 32, tier("retention_seconds", "30x60")),
     Case("PdserveKvTierTooSmall", "an hour", False, 40, tier("retention_seconds", "3600x60")),
     Case("PdserveKvTierTooSmall", "no evictions", False, 40, tier("retention_seconds", "0x60")),
+    Case("PdservePlannerBelowLeast", "one of two", True, 25, least("2x5 1x30")),
+    Case("PdservePlannerBelowLeast", "none is ready", True, 25, planned("least_workers", "2x30")),
+    Case("PdservePlannerBelowLeast", "as many as must be", False, 25, least("2x30")),
+    Case("PdservePlannerBelowLeast", "one restarts", False, 25, least("2x5 1x5 2x30")),
+    Case("PdservePlannerBelowLeast", "nobody plans", False, 25, planned("workers", "0x30")),
+    Case("PdservePlannerNoOwner", "it is gone", True, 25, planned("owner", "1x10 _x30")),
+    Case("PdservePlannerNoOwner", "it lets go", True, 20, planned("owner", "1x10 0x30")),
+    Case(
+        "PdservePlannerNoOwner",
+        "another one has taken over",
+        False,
+        25,
+        planned("owner", "1x10 _x30") | planned("owner", "0x11 1x30", instance="q"),
+    ),
+    Case("PdservePlannerNoOwner", "it was never owned", False, 25, planned("owner", "0x30")),
+    Case("PdservePlannerBlind", "blind", True, 7, planned("blind", "1x30")),
+    Case("PdservePlannerBlind", "for a minute", False, 9, planned("blind", "0x2 1 0x30")),
+    Case("PdservePlannerChangesFail", "starts", True, 20, ended("0x5 1 2 3x30", "start", "failed")),
+    Case(
+        "PdservePlannerChangesFail", "switches", True, 20, ended("0x5 1 2 3x30", "mode", "given_up")
+    ),
+    Case("PdservePlannerChangesFail", "one start", False, 20, ended("0x5 1x30", "start", "failed")),
+    Case(
+        "PdservePlannerChangesFail",
+        "starts that were withdrawn",
+        False,
+        20,
+        ended("0x5 1 2 3 4x30", "start", "given_up"),
+    ),
+    Case(
+        "PdservePlannerStartStuck",
+        "never ready",
+        True,
+        45,
+        planned("oldest_change_seconds", "0+60x60", action="start"),
+    ),
+    Case(
+        "PdservePlannerStartStuck",
+        "a long load",
+        False,
+        45,
+        planned("oldest_change_seconds", "0+60x20 _x40", action="start"),
+    ),
+    Case(
+        "PdservePlannerStartStuck",
+        "a drain",
+        False,
+        45,
+        planned("oldest_change_seconds", "0+60x60", action="stop"),
+    ),
+    Case(
+        "PdservePlannerUnreachable",
+        "a tenth",
+        True,
+        32,
+        planned("miss_share", "0.1x60", when="unreachable"),
+    ),
+    Case(
+        "PdservePlannerUnreachable",
+        "one of a thousand",
+        False,
+        50,
+        planned("miss_share", "0.001x60", when="unreachable"),
+    ),
+    Case(
+        "PdservePlannerUnreachable",
+        "workers would help",
+        False,
+        50,
+        planned("miss_share", "0.5x60", when="before"),
+    ),
+    Case("PdserveAgentWorkersFail", "three fail", True, 20, exits("0x5 1 2 3x30", "failed")),
+    Case("PdserveAgentWorkersFail", "one fails", False, 20, exits("0x5 1x30", "failed")),
+    Case("PdserveAgentWorkersFail", "as ordered", False, 20, exits("0x5 1 2 3 4x30", "ended")),
     Case("PdserveSplitView", "one sees fewer", True, 6, members("3x30", "3x30", "1x30")),
     Case("PdserveSplitView", "all see the same", False, 9, members("3x30", "3x30", "3x30")),
     Case("PdserveSplitView", "one comes", False, 9, members("3x6 4x20", "3x7 4x20")),

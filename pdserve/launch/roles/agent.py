@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from pdserve.agent.measures import AgentMeasures
 from pdserve.agent.processes import SystemProcesses
 from pdserve.agent.records import RecordStore
 from pdserve.agent.service import AgentService
@@ -96,6 +97,7 @@ class AgentRole:
             SystemProcesses(),
             self._command,
             self.node.id,
+            AgentMeasures(self._context.metrics, self._kinds),
         )
         self.service.begin(workers)
         self._ready = True

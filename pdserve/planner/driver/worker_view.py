@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from pdserve.messages.planner import Instance
     from pdserve.messages.routing import WorkerLoad
     from pdserve.messages.status import NodeReport
+    from pdserve.planner.config import PoolConfig
     from pdserve.planner.pool import WorkerState
     from pdserve.runtime.registry import Member
 
-__all__ = ["Sighting", "live_mode", "model_of", "worker_view"]
+__all__ = ["Sighting", "fixed_workers", "live_mode", "model_of", "worker_view"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,21 @@ def worker_view(seen: Sighting, model: str, speeds: Mapping[NodeId, float]) -> W
         ordered=drain is not None and drain.term > 0,
         failed="" if mode is None else mode.failed,
     )
+
+
+def fixed_workers(
+    pools: Iterable[PoolConfig], workers: Iterable[Worker]
+) -> dict[str, tuple[NodeId, ...]]:
+    """By model: the ready workers whose mode cannot change, where there are modes to choose
+    from."""
+    ready = [one for one in workers if one.state == "ready"]
+    found: dict[str, tuple[NodeId, ...]] = {}
+    for pool in pools:
+        own = [one for one in ready if one.model == pool.model]
+        names = tuple(sorted(one.node for one in own if not one.can_switch))
+        if names and len(set(pool.modes) or {one.mode for one in own}) > 1:
+            found[pool.model] = names
+    return found
 
 
 def live_mode(card: NodeCard) -> str:

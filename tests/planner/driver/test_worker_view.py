@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace as with_fields
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -11,9 +12,11 @@ from pdserve.messages.planner import Instance
 from pdserve.messages.routing import WorkerLoad
 from pdserve.messages.status import DrainState, NodeReport
 from pdserve.planner.changes.ids import change_id
-from pdserve.planner.driver.worker_view import Sighting, model_of, worker_view
+from pdserve.planner.config import PoolConfig
+from pdserve.planner.driver.worker_view import Sighting, fixed_workers, model_of, worker_view
 from pdserve.runtime.registry import Member
 from tests.planner.driver.site import SUMMARY
+from tests.planner.support import worker
 
 if TYPE_CHECKING:
     from pdserve.planner.pool import Worker
@@ -90,3 +93,15 @@ def test_a_worker_that_loads_has_the_model_that_it_was_started_for() -> None:
 
 def test_one_without_a_card_is_not_seen() -> None:
     assert worker_view(Sighting(Member(NodeId("w"), 1, "", "worker")), "m", {}) is None
+
+
+def test_workers_whose_mode_is_fixed_are_named_where_there_is_a_choice() -> None:
+    fixed = with_fields(worker(1), can_switch=False)
+    second, third, last = (with_fields(worker(n), can_switch=n == 2) for n in (2, 3, 4))
+    workers = (fixed, with_fields(second, mode="decode"), third, with_fields(last, state="loading"))
+    modes: Any = ("aggregated", "decode", "prefill")
+    pools = (PoolConfig(model="m", modes=modes), PoolConfig(model="other", modes=modes))
+    names = (fixed.node, third.node)
+    assert fixed_workers(pools, workers) == {"m": names}
+    assert fixed_workers((PoolConfig(model="m"),), workers) == {"m": names}
+    assert fixed_workers((PoolConfig(model="m"),), (fixed,)) == {}
