@@ -1,6 +1,7 @@
 """When do prefill and decode on different workers pay? Production code, simulated engines.
 
     python bench/disagg.py [--quick] [--processes 2] [--data FILE] [--write PAGE]
+    python bench/disagg.py --planner [--cells N] ...    another page: bench/disagg_grid/planned.py
 
 Eight workers serve chats of 300 tokens whose answers stream, and among them a fifth of prompts of
 12,000 tokens: on one worker each of those makes every stream stutter. Aggregated workers against
@@ -30,9 +31,11 @@ from typing import TYPE_CHECKING, Final
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.disagg_grid.cells import KINDS, Arm, Scale, World, ablations, grid
+from bench.disagg_grid.planned import LONG, cells, jobs_of, planned_page
 from bench.disagg_grid.report import Findings, page
 from bench.disagg_grid.runner import Runner
 from bench.machine import facts
+from bench.planner_what_if import KNEES
 
 if TYPE_CHECKING:
     from bench.disagg_grid.cells import Kind
@@ -65,7 +68,11 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--data", type=Path, default=Path("build/disagg.jsonl"))
     parser.add_argument("--write", type=Path)
+    parser.add_argument("--planner", action="store_true", help="only: a planner switches modes")
+    parser.add_argument("--cells", type=int, help="with --planner: run the first ones; all else")
     options = parser.parse_args()
+    if options.planner:
+        return planner_main(options)
     scale = QUICK if options.quick else Scale()
     scale = replace(scale, seeds=options.seeds or scale.seeds)
     runner = Runner(scale, options.data, options.processes)
@@ -74,6 +81,24 @@ def main() -> int:
     finally:
         runner.close()
     text = page(findings, [*facts(), *_world(findings)], _how(options))
+    print(text)
+    if options.write:
+        options.write.write_text(text, encoding="utf-8")
+    return 0
+
+
+def planner_main(options: argparse.Namespace) -> int:
+    """Runs cells in which a planner switches modes, and writes their page."""
+    every = cells(LONG)
+    runner = Runner(LONG, options.data, options.processes)
+    try:
+        found = {}
+        for cell in every[: options.cells]:
+            found[cell] = runner.run(jobs_of(cell, KNEES))
+    finally:
+        runner.close()
+    minutes = runner.seconds / 60
+    text = planned_page(found, len(every), [*facts(), f"{minutes:.0f} minutes of CPU"])
     print(text)
     if options.write:
         options.write.write_text(text, encoding="utf-8")

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from pdserve.messages.handoff import Disagg
     from pdserve.planner.what_if.records import Outcome, PoolMode
 
-_KNEES: Final = {"h100-8b": 33.64, "h100-70b-tp4": 16.0}
+KNEES: Final = {"h100-8b": 33.64, "h100-70b-tp4": 16.0}
 """Requests per second of load 1 on eight workers (bench/results/disagg.md)."""
 _EIGHT: Final = 8
 _STEP: Final = 2048
@@ -77,7 +77,7 @@ class Cell:
     @property
     def rate(self) -> float:
         """Requests per second."""
-        return self.load * _KNEES[self.kind.preset] * self.workers / _EIGHT
+        return self.load * KNEES[self.kind.preset] * self.workers / _EIGHT
 
     @property
     def words(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import count, product
 from random import Random
 from typing import TYPE_CHECKING, Final
 
@@ -55,12 +55,14 @@ class Arm:
     disagg: Disagg = "never"
     options: Mapping[str, str] = field(default_factory=dict)
     """Options of the policy."""
+    planned: bool = False
+    """True if a planner switches the workers' modes."""
 
     @property
     def name(self) -> str:
         if self.workers:
             return "aggregated"
-        return f"{self.prefill}:{self.decode} {self.disagg}"
+        return f"{self.prefill}:{self.decode} {self.disagg}{' planned' if self.planned else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,10 @@ class Scale:
     output: int = 200
     noise: float = 0.1
     kv_tokens: int = 400_000
+    seconds: Seconds = 0.0
+    """More than 0: requests of so many seconds, instead of `requests`."""
+    warm_up: Seconds = 0.0
+    """Requests of the first seconds do not count."""
 
 
 ABLATIONS: Final[dict[str, dict[str, str]]] = {
@@ -104,8 +110,10 @@ ABLATIONS: Final[dict[str, dict[str, str]]] = {
 def mix(scale: Scale, rate: float, seed: int) -> Iterator[TraceRequest]:
     """Chats whose answers stream, and long prompts among them. Lengths are gamma of shape 4."""
     random, at = Random(f"mix {seed}"), 0.0
-    for number in range(scale.requests):
+    for number in count() if scale.seconds else range(scale.requests):
         at += random.expovariate(rate)
+        if scale.seconds and at >= scale.seconds:
+            return
         long = random.random() < scale.share
         prompt = _about(random, scale.long if long else scale.chat, least=16)
         output = _about(random, scale.output // 2 if long else scale.output, least=2)

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from bench.disagg_grid.cells import Arm, Scale, World, mix
+from bench.disagg_grid.switching import switching
 from bench.policy_grid.runner import sources
 from pdserve.sim.replay.config import ReplayConfig, ReplaySlo
 from pdserve.sim.replay.run import replay
@@ -113,8 +114,11 @@ def run_one(scale: Scale, job: Job) -> Result:
         noise=scale.noise,
         block_size=256,
         kv_tokens=scale.kv_tokens,
+        warm_up=scale.warm_up,
+        scaling=arm.planned,
         slo=ReplaySlo(ttft=world.kind.ttft, cold=2.0, itl=world.kind.itl),
     )
-    result = replay(config, mix(scale, rate * world.load, seed))
+    planner = switching(world, arm, scale) if arm.planned else None
+    result = replay(config, mix(scale, rate * world.load, seed), scaler=planner)
     numbers: Result = result.plain(requests=False)["summary"]
     return numbers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +19,7 @@ from bench.disagg_grid.cells import (
     grid,
     mix,
 )
+from bench.disagg_grid.planned import LONG, cells, jobs_of, planned_page
 from bench.disagg_grid.report import Findings, page
 from bench.disagg_grid.runner import run_one
 from pdserve.router.policies.ttft import Ttft
@@ -108,3 +110,38 @@ def test_one_replay_of_each_side() -> None:
         assert result["outcomes"]["completed"] == SMALL.requests
         assert 0 <= result["good"] <= 1
     assert [arm.name for arm in arms(SMALL)][-1] == "4:4 rule"
+
+
+def planned(good: float, ratios: list[tuple[float, str]] | None = None) -> Result:
+    scaling = {"ratios": ratios or [], "switches": [1.0, 2.0]}
+    return {"good": good, "scaling": scaling}
+
+
+def test_the_page_of_the_planner_has_both_sides_and_when_it_settled() -> None:
+    every = cells(LONG)
+    assert len(every) == len(set(every)) == 48
+    found = {
+        every[0]: [
+            *map(planned, (0.9, 0.5, 0.6)),
+            planned(0.89, [(0.0, "2:6"), (90.0, "8+0:0")]),
+        ],
+        every[1]: [*map(planned, (0.4, 0.8, 0.78)), planned(0.7, [(0.0, "4:4"), (30.0, "5:3")])],
+    }
+    text = planned_page(found, len(every), ["a fact"])
+    assert "- 2 of 48 cells ran." in text
+    assert "planner 1 of 2 cells are within 5% of the better side (aim 95%; not reached)" in text
+    assert "at the fixed ratio 1 are" in text
+    assert "came after 60 s (p50), at most 90 s" in text
+    assert "- Lost: h100-70b-tp4, 25 GB/s, load 0.3, 4:4: 87% of the better side." in text
+    assert "| 89.0% | 99% | 8+0:0 | 90 | 2 |" in text
+
+
+def test_a_sliver_of_a_cell_with_a_planner() -> None:
+    cell = cells(LONG)[0]
+    scale = replace(LONG, seconds=8.0, warm_up=4.0)
+    world, arm, seed, rate = jobs_of(cell, {"h100-70b-tp4": 16.0})[-1]
+    assert arm.name == "2:6 predict planned"
+    result = run_one(scale, (world, arm, seed, rate))
+    assert 5 < result["requests"] < 35
+    assert result["scaling"]["ratios"][0] == [0.0, "2:6"]
+    assert result["scaling"]["mean_workers"] == pytest.approx(8)

@@ -92,6 +92,9 @@ class ReplayConfig:
     """Interval of samples of the workers' load, for plots."""
     patience: Seconds = 0.0
     """A request's deadline after its arrival; 0: none."""
+    warm_up: Seconds = 0.0
+    """Requests that arrive before this time are served, and left out of the summary's figures of
+    requests."""
     slo: ReplaySlo = field(default_factory=ReplaySlo)
     scaling: bool = False
     """True if workers come, go and change their modes during the replay."""
@@ -111,9 +114,9 @@ class ReplayConfig:
                 f"slow {self.slow_share:g}:{self.slow_factor:g} is not possible: give the share "
                 "of the workers (0 to 1) and how many times as long they take"
             )
-        for name in ("noise", "delay", "patience"):
+        for name in ("noise", "delay", "patience", "warm_up"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative")
+                raise ConfigError(f"{name.replace('_', '-')} must not be negative")
         if self.engine == "torch":
             raise ConfigError(
                 "the torch engine computes a model, in real time: simulate needs one that models "

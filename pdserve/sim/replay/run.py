@@ -211,7 +211,8 @@ async def _run(
     longest = max((r.prompt_tokens for r in callers.records if r.completed), default=1)
     cold = cold_ttft_by_length(cluster.quiet_spec, longest)
     modes: dict[str, WorkerMode] = {end.counters["worker"]: end.mode for end in ends}
-    numbers = summary(callers.records, config.slo, cold, modes)
+    counted = [record for record in callers.records if record.arrival >= config.warm_up]
+    numbers = summary(counted, config.slo, cold, modes)
     numbers["transfers"] = _moved(ends, token_bytes)
     if scaler is not None:
         numbers["scaling"] = scaler.summary()

@@ -149,12 +149,21 @@ def test_predictions_are_made_and_judged() -> None:
     assert all(one["ratio_p10"] <= one["ratio_p50"] <= one["ratio_p90"] for one in buckets.values())
 
 
+def test_requests_of_the_warm_up_are_served_and_not_counted() -> None:
+    trace = Unique(requests=80, rate=5.0, input=2000, output=20)
+    whole, late = run(SMALL, trace), run(replace(SMALL, warm_up=8.0), trace)
+    assert late.records == whole.records
+    counted = [record for record in whole.records if record.arrival >= 8.0]
+    assert 0 < late.summary["requests"] == len(counted) < 80
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"workers": 0}, "workers must be at least 1"),
         ({"slow_share": 2.0}, "slow 2:1"),
         ({"noise": -1.0}, "noise"),
+        ({"warm_up": -1.0}, "warm-up must not be negative"),
         ({"kv_tokens": 3}, "less than one block"),
         ({"policy": "tfft"}, "did you mean"),
         ({"router_options": {"hold": "1"}}, "routers have no option 'hold'"),

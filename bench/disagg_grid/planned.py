@@ -1,0 +1,156 @@
+"""Does a planner that switches modes find the better side? `python bench/disagg.py --planner`.
+
+Each cell begins at its ratio and is replayed for twenty minutes of virtual time, of which the first
+ten do not count: there the planner may settle. Beside it the cell's ratio without a planner, with
+the decode workers' choice (`predict`) as in the page of bench/disagg.py, and both sides: aggregated
+workers, and `always` at the cell's ratio. All with the same requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+from bench.disagg_grid.cells import KINDS, Arm, Scale, World
+from bench.disagg_grid.report import dig, rate_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from bench.disagg_grid.runner import Result
+
+__all__ = ["LONG", "PlannedCell", "cells", "jobs_of", "planned_page"]
+
+LONG: Final = Scale(seeds=1, seconds=1200.0, warm_up=600.0)
+_NEAR: Final = 0.95
+_AIM: Final = 0.95
+_SIDES: Final = ("aggregated", "always", "predict", "planned")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCell:
+    """One world, and the ratio at which it begins."""
+
+    world: World
+    prefill: int
+    workers: int
+
+    def arm(self, side: str) -> Arm:
+        """The cluster of one side."""
+        if side == "aggregated":
+            return Arm(workers=self.workers)
+        split = Arm(0, self.prefill, self.workers - self.prefill, "predict")
+        if side == "always":
+            return replace(split, disagg="always")
+        return replace(split, planned=side == "planned")
+
+    @property
+    def words(self) -> str:
+        """The cell in a line of text."""
+        ratio = f"{self.prefill}:{self.workers - self.prefill}"
+        world = self.world
+        return f"{world.kind.preset}, {rate_of(world)}, load {world.load:g}, {ratio}"
+
+
+def cells(scale: Scale) -> list[PlannedCell]:
+    """The cells of the page of bench/disagg.py; the slower model first, it has fewer requests."""
+    grid = product(reversed(KINDS), scale.loads, scale.bandwidths, scale.prefills)
+    return [
+        PlannedCell(World(kind, load, bandwidth), prefill, scale.workers)
+        for kind, load, bandwidth, prefill in grid
+    ]
+
+
+def jobs_of(cell: PlannedCell, knees: Mapping[str, float]) -> list[tuple[World, Arm, int, float]]:
+    """What is to be replayed, in the order of `planned_page`'s results."""
+    knee = knees[cell.world.kind.preset]
+    return [(cell.world, cell.arm(side), 1, knee) for side in _SIDES]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    cell: PlannedCell
+    results: Sequence[Result]
+
+    def good(self, side: str) -> float:
+        return dig(self.results[_SIDES.index(side)], ["good"])
+
+    def share(self, side: str) -> float:
+        """Of the better of both sides."""
+        better = max(self.good("aggregated"), self.good("always"))
+        return self.good(side) / better if better else 1.0
+
+    @property
+    def scaling(self) -> Result:
+        """The planner's account."""
+        found: Result = self.results[_SIDES.index("planned")]["scaling"]
+        return found
+
+    @property
+    def settled(self) -> float:
+        """Seconds until the ratio that it kept."""
+        return float(self.scaling["ratios"][-1][0])
+
+    @property
+    def ratio(self) -> str:
+        """The ratio that it kept."""
+        return str(self.scaling["ratios"][-1][1])
+
+
+def planned_page(
+    found: Mapping[PlannedCell, Sequence[Result]], every: int, facts: Sequence[str]
+) -> str:
+    """The page of the cells that have run, of `every`."""
+    rows = [_Row(cell, results) for cell, results in found.items()]
+    head = ["# A planner that switches modes, in simulation", "", *_how(), ""]
+    lines = [*head, *(f"- {fact}" for fact in facts), "", *_verdict(rows, every), "", *_table(rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _how() -> list[str]:
+    parts = (__doc__ or "").split("\n\n", 1)
+    return ["Repeat with `python bench/disagg.py --planner`.", "", *parts[1].strip().split("\n")]
+
+
+def _verdict(rows: Sequence[_Row], every: int) -> Iterator[str]:
+    near = {side: sum(row.share(side) >= _NEAR for row in rows) for side in _SIDES[2:]}
+    yield "## What it says"
+    yield ""
+    yield f"- {len(rows)} of {every} cells ran."
+    if not rows:
+        return
+    reached = "reached" if near["planned"] >= _AIM * len(rows) else "not reached"
+    yield (
+        f"- With the planner {near['planned']} of {len(rows)} cells are within {1 - _NEAR:.0%} of "
+        f"the better side (aim {_AIM:.0%}; {reached}); at the fixed ratio {near['predict']} are."
+    )
+    yield (
+        f"- The ratio that it kept came after {median(row.settled for row in rows):.0f} s (p50), "
+        f"at most {max(row.settled for row in rows):.0f} s."
+    )
+    for row in rows:
+        if row.share("planned") < _NEAR:
+            yield f"- Lost: {row.cell.words}: {row.share('planned'):.0%} of the better side."
+
+
+def _table(rows: Sequence[_Row]) -> Iterator[str]:
+    names = ("cell", "aggregated", "always", "predict", "of the better side", "planner")
+    yield _line(*names, "of the better side", "ratio that it kept", "after s", "switches")
+    yield _line("---", *["---:"] * 9)
+    for row in rows:
+        yield _line(
+            row.cell.words,
+            *(f"{row.good(side):.1%}" for side in _SIDES[:3]),
+            f"{row.share('predict'):.0%}",
+            f"{row.good('planned'):.1%}",
+            f"{row.share('planned'):.0%}",
+            row.ratio,
+            f"{row.settled:.0f}",
+            f"{len(row.scaling['switches'])}",
+        )
+
+
+def _line(*values: str) -> str:
+    return f"| {' | '.join(values)} |"
