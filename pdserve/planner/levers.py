@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from pdserve.planner.changes.book import Step
 from pdserve.planner.changes.table import Action, ChangeState
 from pdserve.planner.outlook import PoolCandidate, Slot
-from pdserve.planner.rules.scene import STARTED_MODES, slot_of
-from pdserve.planner.rules.switches import keeps_room, switches
+from pdserve.planner.pool import valid_mix
+from pdserve.planner.rules.scene import STARTED_MODES, mix_of, slot_of
+from pdserve.planner.rules.switches import Switch, keeps_room, switched, switches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ __all__ = ["Raised", "helpful_modes", "raise_capacity", "undo_steps"]
 
 _TRIES: Final = 24
 """Most candidates with new workers that are judged at one tick; each is a replay."""
+_ROW: Final = 4
+"""Most switches that are judged as one."""
 _BETTER: Final = 0.01
 """A lever that is not enough is used if it saves at least this share of the requests."""
 _DECODE: Final = frozenset(("decode", "decode_admission", "handoff"))
@@ -142,17 +145,52 @@ def _eased(scene: Scene, load: Load, now: _Try) -> _Try:
 
 
 def _switched(scene: Scene, load: Load, now: _Try) -> _Try | None:
-    """The best switch of one worker; None: none may be done, or none helps."""
-    if scene.removing is not None:
+    """The first switch of the best row of switches in one direction, with what the whole row makes
+    of the load; None: none may be done, or none helps.
+
+    One worker is switched at a time. But where a mode lacks several, one more may help nothing that
+    shows, because its queue still grows; so rows are judged, and each tick decides anew. While one
+    switches, a row that is enough is waited for: nothing is bought in its place."""
+    busy = scene.removing
+    if busy is not None and busy.action is not Action.SWITCH:
         return None
-    found = switches(scene, now.candidate)
-    outcomes = scene.predict(load, [one.candidate for one in found])
-    roomy = [at for at, one in enumerate(found) if keeps_room(scene, one, outcomes[at])]
-    best = min(roomy, key=lambda at: outcomes[at].miss, default=None)
-    if best is None or outcomes[best].miss > now.outcome.miss - _BETTER:
+    rows = [row for first in switches(scene, now.candidate) for row in _rows(scene, first)]
+    outcomes = scene.predict(load, [row[-1].candidate for row in rows])
+    best = _best_row(scene, now, rows, outcomes)
+    if best is None or (busy is not None and not _fits(scene, outcomes[best])):
         return None
-    step = found[best].step(now.outcome, outcomes[best])
-    return now.and_then(step, found[best].candidate, outcomes[best])
+    row, outcome = rows[best], outcomes[best]
+    if busy is not None:
+        return _Try(now.steps, row[-1].candidate, outcome)
+    return now.and_then(row[0].step(now.outcome, outcome), row[-1].candidate, outcome)
+
+
+def _best_row(
+    scene: Scene,
+    now: _Try,
+    rows: Sequence[tuple[Switch, ...]],
+    outcomes: Sequence[PoolOutcome],
+) -> int | None:
+    """Of those that are enough the shortest; of others each further switch must help for itself."""
+    ranks = {
+        at: max(outcome.miss, scene.target.allowed_miss) + _BETTER * len(row)
+        for at, (row, outcome) in enumerate(zip(rows, outcomes, strict=True))
+        if keeps_room(scene, row[-1], outcome)
+        and outcome.miss <= now.outcome.miss - _BETTER * len(row)
+    }
+    return min(ranks, key=lambda at: ranks[at], default=None)
+
+
+def _rows(scene: Scene, first: Switch) -> Iterator[tuple[Switch, ...]]:
+    """The switch, and with up to `_ROW` - 1 more of the same from and to."""
+    row: tuple[Switch, ...] = (first,)
+    yield row
+    for worker in scene.switchable(first.worker.mode)[1:_ROW]:
+        following = switched(row[-1].candidate, worker, first.mode)
+        if following is None or not valid_mix(mix_of(following.slots)):
+            return
+        row = (*row, Switch(worker, first.mode, following))
+        yield row
 
 
 # ---------------------------------------------------------------------- starts

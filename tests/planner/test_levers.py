@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.planner.levers import helpful_modes
+from pdserve.planner.rules.scene import mix_of
 from tests.planner.support import Bench, actions, config, pool, worker
 
 ALL = ("aggregated", "decode", "prefill")
@@ -81,3 +82,42 @@ def test_a_tick_asks_for_few_replays():
     bench.load(0.0)
     bench.until(300)
     assert bench.judge.asked == []
+
+
+class Plateau:
+    """All miss until there are `enough` prefill workers, and again with fewer than two others."""
+
+    def __init__(self, enough: int) -> None:
+        self.enough = enough
+
+    def judge(self, traffic, objectives, load, candidates):
+        from pdserve.planner.outlook import PoolOutcome
+
+        mixes = [mix_of(one.slots) for one in candidates]
+        kept = [mix["prefill"] >= self.enough and mix["decode"] >= 2 for mix in mixes]
+        return [PoolOutcome(miss=0.0 if one else 0.9, causes={"queue": 0.9}) for one in kept]
+
+
+def switched(enough: int, **limits: int) -> list[str]:
+    """What is ordered for a pool of 1:5 in which nothing helps before there are `enough`. No worker
+    obeys."""
+    bench = Bench(config(pool(modes=("prefill", "decode"), **limits)), judge=Plateau(enough))  # type: ignore[arg-type]
+    bench.see(worker(1, "prefill"), *(worker(n, "decode") for n in range(2, 7)))
+    bench.load(0.0)
+    bench.until(90)
+    bench.load(3.0)
+    return [line for output in bench.until(20) for line in actions(output)]
+
+
+@pytest.mark.parametrize("enough", [2, 3, 4])
+def test_a_switch_is_done_if_only_further_ones_will_help(enough):
+    """A queue that still grows shows nothing of one more worker, until there are enough. Meanwhile
+    none is bought."""
+    first, *others = switched(enough, max=6)
+    assert first == "begin mode w2>prefill"
+    assert {line.split()[1] for line in others} == {"mode"}
+    assert switched(enough, max=12) == [first, *others]
+
+
+def test_without_an_end_of_the_row_nothing_is_switched():
+    assert switched(5, max=6) == []

@@ -21,7 +21,15 @@ if TYPE_CHECKING:
     from pdserve.planner.pool import Worker
     from pdserve.planner.rules.scene import Scene
 
-__all__ = ["BetterRatio", "LastSwitch", "Switch", "keeps_room", "rebalance", "switches"]
+__all__ = [
+    "BetterRatio",
+    "LastSwitch",
+    "Switch",
+    "keeps_room",
+    "rebalance",
+    "switched",
+    "switches",
+]
 
 
 class Switch(NamedTuple):
@@ -46,13 +54,13 @@ def switches(scene: Scene, base: PoolCandidate, *, back: bool = False) -> list[S
         for target in scene.modes if worker is not None else ():
             if worker is None or target == mode or (not back and (mode, target) == scene.reversal):
                 continue
-            candidate = _switched(base, worker, target)
+            candidate = switched(base, worker, target)
             if candidate is not None and valid_mix(mix_of(candidate.slots)):
                 found.append(Switch(worker, target, candidate))
     return found
 
 
-def _switched(base: PoolCandidate, worker: Worker, target: str) -> PoolCandidate | None:
+def switched(base: PoolCandidate, worker: Worker, target: str) -> PoolCandidate | None:
     """The candidate with the worker in another mode; None: the worker is not part of it."""
     slots, slot = list(base.slots), slot_of(worker)
     if slot not in slots:

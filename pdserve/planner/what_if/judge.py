@@ -1,8 +1,8 @@
 """Judges the candidates of the planner's core by what-if; implements `outlook.Judge`.
 
 It translates: the demand series becomes recent requests and a latency model, the forecast work a
-factor on their rate, slots become workers, and softened thresholds rules of handoff. It decides
-nothing.
+factor on the rate of those that came since lengths last shifted, slots become workers, and softened
+thresholds rules of handoff. It decides nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pdserve.planner.demand_series import DemandSeries
 from pdserve.planner.outlook import PoolOutcome
 from pdserve.planner.what_if.evaluate import WhatIf
 from pdserve.planner.what_if.load import MOST_REQUESTS
+from pdserve.planner.what_if.newest_mix import newest_mix
 from pdserve.planner.what_if.records import (
     MODES,
     CandidatePool,
@@ -72,6 +73,7 @@ class WhatIfJudge:
         """
         if not isinstance(traffic, DemandSeries):
             raise TypeError(f"a what-if replays a DemandSeries, not a {type(traffic).__name__}")
+        traffic = replace(traffic, arrivals=tuple(newest_mix(traffic.arrivals)))
         factor, mean = _scaled(traffic, load)
         if factor <= 0:
             return [PoolOutcome(miss=0.0) for _ in candidates]
