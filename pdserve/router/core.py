@@ -395,7 +395,7 @@ class RouterCore:
         a worker. Errors: `Overloaded` if there are none, or if other requests wait for them."""
         state = self._state(now, request)
         work = self._config.hold_work if self._holding(state) else inf
-        workers = tuple(worker for worker in state.workers if _open(worker, now, work))
+        workers = tuple(worker for worker in state.workers if worker.is_open(now, work))
         if not workers or request.model in self._queues:
             raise Overloaded(
                 "no other worker has room now",
@@ -590,6 +590,7 @@ class RouterCore:
             model=learnt,
             elsewhere=self._elsewhere(name),
             held=len(queue) if queue else 0,
+            open_work=0.0 if self.predictor.poor(name) else self._config.hold_work,
             holders=holders,
             onboarding=onboarding_plans(
                 request,
@@ -721,7 +722,7 @@ class RouterCore:
         if not self._holding(state):
             return True
         work = self._config.hold_work
-        return any(_open(worker, now, work) for worker in state.workers)
+        return any(worker.is_open(now, work) for worker in state.workers)
 
     def _holding(self, state: RoutingState) -> bool:
         """True if requests may be held. Without reliable predictions, holding would only leave
@@ -853,7 +854,7 @@ class RouterCore:
         if not self._holding(RoutingState(usual, usual[0].node)):
             return lambda item: item.deadline is None or now < item.deadline
         sound, doubtful = (
-            [worker for worker in those if _open(worker, now, work)]
+            [worker for worker in those if worker.is_open(now, work)]
             for those in (view.sound, view.doubtful)
         )
         if not (sound or doubtful):
@@ -1035,11 +1036,6 @@ class RouterCore:
             queue.check()
         self.bookings.check()
         self.index.check()
-
-
-def _open(worker: WorkerView, now: Seconds, work: Seconds) -> bool:
-    """True if the worker has less than this much predicted work, and room."""
-    return worker.sequences < worker.max_sequences and worker.wait(now) < work
 
 
 def _opening(worker: WorkerView, work: Seconds) -> Seconds | None:

@@ -27,6 +27,7 @@ from tests.router.support import booked, facts, life, load, route
 if TYPE_CHECKING:
     from pdserve.ids import NodeLife
     from pdserve.messages.routing import RouteRequest
+    from pdserve.router.policies.base import RoutingState, WorkerView
 
 F, G, R = life("f"), life("g"), life("r")
 WORK = LatencyModel().prefill(1000)
@@ -413,6 +414,22 @@ def test_bad_predictions_hold_nobody():
     world.look()
     assert world.placed(waiting).routed.policy == "ttft (tokens)"
     world.placed(world.ask())
+
+
+@pytest.mark.parametrize(
+    ("hold_work", "poor", "told"), [(0.3, "", 0.3), (0.0, "", 0.0), (0.3, "off", 0.0)]
+)
+def test_a_policy_hears_which_workers_are_open(hold_work: float, poor: str, told: float):
+    heard: list[float] = []
+
+    def policy(request: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+        heard.append(state.open_work)
+        return state.workers[0]
+
+    world = World("w1", "w2", policy=policy, hold_work=hold_work)
+    world.core.predictor.poor = lambda model: poor or None  # type: ignore[method-assign]
+    world.placed(world.ask())
+    assert heard == [told]
 
 
 # ------------------------------------------------------------------------ limits of the client's

@@ -33,7 +33,7 @@ __all__ = ["PoolReplay"]
 
 _OPEN: Final[Seconds] = 0.1
 """`RouterConfig.hold_work`: a worker with less predicted work takes held requests."""
-_AGEING: Final = 0.3
+_AGEING: Final = 0.1
 """`admission_queue.AGEING`, in seconds of work per second."""
 _QUEUE_AGEING: Final = 4000.0
 """`PrefillQueueConfig.ageing`, in tokens per second."""
@@ -214,11 +214,11 @@ class PoolReplay:
             self._place(request)
 
     def _has_open(self) -> bool:
-        now = self.now
-        return any(
-            engine.sequences < engine.worker.max_sequences
-            and (not engine.work or engine.wait(now) < _OPEN)
-            for engine in self._serving
+        return any(map(self._is_open, self._serving))
+
+    def _is_open(self, engine: EngineModel) -> bool:
+        return engine.sequences < engine.worker.max_sequences and (
+            not engine.work or engine.wait(self.now) < _OPEN
         )
 
     def _look(self) -> None:
@@ -250,7 +250,8 @@ class PoolReplay:
             self._after(engine)
 
     def _choose(self, request: ModelledRequest) -> EngineModel:
-        """The worker with the least cost."""
+        """The worker with the least cost: of the open ones, if there are any. That a closed one is
+        sooner because of its prefix does not occur here."""
         serving = self._serving
         if len(serving) == 1:
             return serving[0]
@@ -259,6 +260,7 @@ class PoolReplay:
             serving = (serving + serving)[start : start + _LOOK]
         now, model = self.now, self._model
         price = model.prefill(request.prompt, request.cached)
+        serving = [engine for engine in serving if self._is_open(engine)] or serving
         away = self._away(request)
         held = len(self._held) / len(serving)
         need, output = request.prompt, _OUTPUT

@@ -118,6 +118,10 @@ class WorkerView(Struct, frozen=True):
         """
         return max(0.0, self.work - min(max(0.0, now - self.as_of), 0.9 * self.head))
 
+    def is_open(self, now: Seconds, work: Seconds) -> bool:
+        """True if it has less than this much predicted work, and room for a sequence."""
+        return self.sequences < self.max_sequences and self.wait(now) < work
+
 
 class RoutingState(Struct, frozen=True):
     """The snapshot on which a decision rests; a Struct as `WorkerView` is."""
@@ -149,6 +153,9 @@ class RoutingState(Struct, frozen=True):
     """Learnt time of remote prefill, for `decode` workers; None: no prefill workers, or unknown."""
     held: int = 0
     """Other requests for this model that wait in the router."""
+    open_work: Seconds = 0.0
+    """Workers with less predicted work than this, and room, are open: while none is, requests wait
+    in the router. 0: they never wait there."""
     holders: Sequence[KvHolder] = ()
     """Workers that can send leading blocks of the prompt, longest first; filled only if some worker
     has tiers."""

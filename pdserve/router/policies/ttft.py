@@ -46,6 +46,12 @@ kept counts in full: no later request finds it.
              overstates. Of d streams in a report, one may be this conversation's last turn, which
              has ended; and of the others one ends every  output_tokens * step / d
 
+While some worker is open (`RoutingState.open_work`) and has blocks for the prompt, a closed one is
+chosen only if the first token comes sooner there than at every open one, because it has more of the
+prompt. A request that waits in an engine cannot move, and shorter ones that come later wait behind
+it; held in the router it could still go anywhere. And what the terms say against the open worker is
+not saved by going elsewhere: the next held request goes there.
+
 All within `tolerance` of the best count as equal and one is drawn, so that routers which know the
 same do not all choose the same; once in a while (`explore`) one within `explore_within` of the best
 is drawn, so that every worker's speed stays known.
@@ -64,7 +70,10 @@ sequences there + the uncached part of the prompt, from 0 to 1.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from itertools import compress
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from pdserve.perf_model.latency_model import LatencyModel
 
@@ -124,6 +133,7 @@ class Ttft:
                 raise ValueError(f"option {field.name} must be 0 or more")
 
     def __call__(self, request: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+        state = _may_take(request, state)
         workers = state.workers
         if len(workers) == 1:
             return workers[0]
@@ -406,6 +416,30 @@ class Ttft:
         return min(self.output_tokens, request.max_tokens)
 
 
+def _may_take(request: RouteRequest, state: RoutingState) -> RoutingState:
+    """The state with only those workers that are open and have blocks for the prompt, and those
+    that are sooner than each of these."""
+    workers, now, work = state.workers, state.now, state.open_work
+    if not work:
+        return state
+    waits = [worker.wait(now) for worker in workers]
+    is_open = [
+        wait < work
+        and worker.sequences < worker.max_sequences
+        and not _lacking(request, state, worker)
+        for worker, wait in zip(workers, waits, strict=True)
+    ]
+    if all(is_open) or not any(is_open):
+        return state
+    soonest = min(state.ttft(request, worker) for worker in compress(workers, is_open))
+    kept = tuple(
+        worker
+        for worker, wait, now_open in zip(workers, waits, is_open, strict=True)
+        if now_open or (wait < soonest and state.ttft(request, worker) < soonest)
+    )
+    return replace(state, workers=kept)
+
+
 _TINY = 1e-9
 
 _BLOCK = 32
@@ -428,14 +462,17 @@ def _lacking(request: RouteRequest, state: RoutingState, worker: WorkerView) -> 
     """Blocks that would be missing, as a share of all. The cached prefix occupies free blocks in
     the same proportion as the worker's valid blocks are unused.
     """
-    if not worker.blocks_total:
+    total, used = worker.blocks_total, worker.blocks_used
+    if not total:
         return 0.0
-    cached = state.overlaps.get(worker.node, 0)
-    valid = worker.blocks_used + worker.blocks_cached
-    shared = cached * worker.blocks_used / valid if valid else 0.0
-    coming = worker.prefill_tokens / (request.block_size or _BLOCK)
-    need = worker.blocks_used + coming + _blocks(request) - shared
-    return max(0.0, need / worker.blocks_total - 1.0)
+    size = request.block_size or _BLOCK
+    need = used + worker.prefill_tokens / size - (-request.prompt_tokens // size)
+    if need <= total:
+        return 0.0
+    valid = used + worker.blocks_cached
+    if valid:
+        need -= state.overlaps.get(worker.node, 0) * used / valid
+    return max(0.0, need / total - 1.0)
 
 
 def _warmest(request: RouteRequest, state: RoutingState) -> Seconds:

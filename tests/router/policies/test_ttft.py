@@ -145,6 +145,46 @@ def test_what_is_compared_is_the_sum_of_the_terms(model: LatencyModel):
             assert sum(parts.values()) - parts["cost"] == pytest.approx(cost)
 
 
+# ---------------------------------------------------------------------- open and closed workers
+
+CROWDED = worker("a", 7, decodes=7, kv_tokens=400_000)
+"""Open, with streams that a long prompt would delay."""
+QUIET = worker("b", 1, prefills=1, prefill_tokens=6000, work=0.4, as_of=100.0)
+"""Closed: it computes a prompt for another 0.4 s, and has no streams."""
+
+
+def taken(*workers: WorkerView, open_work: float = 0.1, **fields: Any) -> str:
+    """The worker that takes a prompt of 12,800 tokens. It delays streams more than 0.4 s."""
+    policy, given = Ttft(lambda_decode=0.5, explore=0), state(*workers, open_work=open_work)
+    return policy(ask(400), replace(given, **fields), Random(1)).node
+
+
+def test_who_could_begin_now_does_not_wait_in_an_engine_to_spare_streams():
+    assert weighed(Ttft(lambda_decode=0.5), ask(400), state(CROWDED, QUIET))["b"]["wait"] == 0.4
+    assert taken(CROWDED, QUIET) == "a"
+    assert taken(CROWDED, QUIET, open_work=0.0) == "b"  # nobody waits in the router
+
+
+def test_who_has_more_of_the_prompt_at_a_closed_worker_waits_there_if_that_is_sooner():
+    assert taken(CROWDED, QUIET, overlaps={NodeId("b"): 399}) == "b"
+    late = replace(QUIET, work=2.0)
+    assert taken(CROWDED, late, overlaps={NodeId("b"): 399}) == "a"
+
+
+def test_among_open_workers_and_where_none_is_open_the_cost_decides():
+    also_open = replace(QUIET, work=0.05)
+    assert taken(CROWDED, also_open) == "b"
+    closed = replace(CROWDED, prefills=1, work=0.2, as_of=100.0)
+    assert taken(closed, QUIET) == "b"
+    full = replace(CROWDED, sequences=8)
+    assert taken(full, QUIET) == "b"
+
+
+def test_a_worker_whose_blocks_do_not_suffice_is_not_open():
+    assert taken(replace(CROWDED, blocks_total=1000, blocks_used=500), QUIET) == "a"
+    assert taken(replace(CROWDED, blocks_total=1000, blocks_used=900), QUIET) == "b"
+
+
 # ---------------------------------------------------------------------- prompts computed elsewhere
 
 AWAY = RemotePrefillEstimate(0.2, LatencyModel(0.005, 3e-5, 3e-10), latency=0.01, token=1e-5)
