@@ -48,6 +48,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
 KillWait={kill_wait}
+MessageTimeout=3
 SlurmdParameters=config_overrides
 SchedulerParameters=bf_interval=1
 StateSaveLocation={folder}/state
@@ -126,6 +127,10 @@ class Slurm:
         self._controller.send_signal(signal.SIGTERM)
         self._controller.wait(PATIENCE)
         self._daemons.remove(self._controller)
+
+    def signal_controller(self, number: signal.Signals) -> None:
+        """Sends it a signal: SIGSTOP makes it silent."""
+        self._controller.send_signal(number)
 
     def _all_idle(self) -> bool:
         shown = self.run("scontrol", "show", "node").stdout

@@ -7,6 +7,7 @@ needs root.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from typing import Final
 import psutil
 
 PATIENCE: Final = 30.0
+_numbers = itertools.count()
 _SYSTEMD: Final = "/lib/systemd/systemd"
 _BOOT: Final = """\
 set -e
@@ -47,7 +49,7 @@ class Systemd:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._group = f"pdserve-{os.getpid()}"
+        self._group = f"pdserve-{os.getpid()}-{next(_numbers)}"
         self.environ = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
 
     def __enter__(self) -> Systemd:
@@ -90,6 +92,10 @@ class Systemd:
         return subprocess.run(
             command, env=self.environ, capture_output=True, text=True, timeout=30, check=False
         )
+
+    def signal_first(self, number: signal.Signals) -> None:
+        """Sends its process 1 a signal: SIGSTOP makes it silent."""
+        psutil.Process(self._process.pid).children()[0].send_signal(number)
 
     def __exit__(self, *exception: object) -> None:
         """The end of its process 1 ends everything in it."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Seconds
 
-__all__ = ["Finished", "leave_running", "run_command"]
+__all__ = ["Finished", "end_session", "leave_running", "run_command"]
 
 _MOST_OUTPUT: Final = 4 << 20
 """Bytes of output that are read: twenty thousand lines of `squeue`."""
@@ -93,6 +93,13 @@ def leave_running(command: Sequence[str], environ: Mapping[str, str]) -> None:
         timeout=_START,
         check=False,
     )
+
+
+def end_session(pid: int) -> None:
+    """Sends SIGTERM to a command that was left running, and to what it started. Does nothing if it
+    has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGTERM)
 
 
 async def _start(

@@ -154,15 +154,26 @@ def _service(change: str) -> str:
     return f"pdserve-w-{change}.service"
 
 
+def _told(change: str) -> str:
+    return f"pdserve-t-{change}.service"
+
+
 class Systemd:
     """The actuator `systemd`."""
 
     name = "systemd"
 
     def __init__(
-        self, config: SystemdConfig, home: Home, *, environ: Mapping[str, str] | None = None
+        self,
+        config: SystemdConfig,
+        home: Home,
+        *,
+        environ: Mapping[str, str] | None = None,
+        deadline: Seconds = DEADLINE,
     ) -> None:
-        """Args: `environ` is that of systemd's commands."""
+        """Args: `environ` is that of systemd's commands; `deadline` is the longest that a call
+        takes."""
+        self._deadline = deadline
         self._config, self._home = config, home
         self._environ = dict(os.environ if environ is None else environ) | {"LC_ALL": "C.UTF-8"}
         self._manager = ("--user",) if config.user else ("--system",)
@@ -178,54 +189,69 @@ class Systemd:
         """Starts a unit. One that cannot run has failed, with its status."""
         check_order(mode, change)
         settings = find_kind(self._config.kinds, kind)
-        async with within(DEADLINE, "start a unit"), self._starting:
+        async with within(self._deadline, "start a unit"), self._starting:
             units = await self._units()
             if unit := _of(units, change):
                 return self._instance(unit)
             if settings.slots and _live(units, kind) >= settings.slots:
                 raise ActuatorExhausted(f"{settings.slots} units of kind {kind} run already")
-            await self._run(kind, settings, mode, change)
+            try:
+                await self._run(kind, settings, mode, change)
+            except ActuatorDenied:  # it has ended already, or an order with a lost answer had it
+                if unit := _of(await self._units(), change):
+                    return self._instance(unit)
+                raise
             return Instance(
                 change=change, kind=kind, actuator=self.name, ref=_service(change), state="booting"
             )
 
     async def _run(self, kind: str, settings: CommandKind, mode: str, change: str) -> None:
-        """`RemainAfterExit` keeps the unit, so that its end can be read and its name is taken."""
+        """`RemainAfterExit` keeps the unit, so that its end can be read and its name is taken.
+
+        It waits until the process runs, some milliseconds: a signal to a unit that has none yet is
+        lost.
+        """
         config = self._config
         worker = worker_command(
             config.program, mode, change, self._home, config.worker, settings.worker
         )
-        try:
-            await self._ask(
-                "systemd-run",
-                *settings.flags,
-                f"--unit={_service(change)}",
-                f"--description=pdserve {self._home.cluster} {kind}",
-                "--remain-after-exit",
-                "--service-type=exec",
-                "--no-block",
-                "--quiet",
-                "--property=KillMode=mixed",
-                "--",
-                *worker,
-            )
-        except ActuatorDenied as error:  # an order whose answer was lost is repeated
-            if "already" not in error.message:
-                raise
+        await self._ask(
+            "systemd-run",
+            *settings.flags,
+            f"--unit={_service(change)}",
+            f"--description=pdserve {self._home.cluster} {kind}",
+            "--remain-after-exit",
+            "--service-type=exec",
+            "--quiet",
+            "--property=KillMode=mixed",
+            "--",
+            *worker,
+        )
 
     async def stop(self, change: str, grace: Seconds) -> None:
         """Sends SIGTERM to the worker once; a timer of systemd kills the unit after the grace."""
-        async with within(DEADLINE, "stop a unit"), self._starting:
+        async with within(self._deadline, "stop a unit"), self._starting:
             unit = _of(await self._units(), change)
             if unit is None or not unit.live:
                 return
             until = time.time() + grace
             if unit.until is None:
-                # Before 252 the option had this name; later ones take it as short for --kill-whom.
-                await self._gone("systemctl", "kill", "--kill-who=main", _service(change))
+                await self._tell(change)
             if unit.until is None or until < unit.until:
                 await self._kill_later(change, until, grace)
             self._asked.add(change)
+
+    async def _tell(self, change: str) -> None:
+        """Sends SIGTERM, by a unit whose name can be used once: a second one would end a worker at
+        once, and this planner may die before the timer says that it was told."""
+        # Before 252 the option had this name; later ones take it as short for --kill-whom.
+        kill = ("systemctl", *self._manager, "kill", "--kill-who=main", _service(change))
+        flags = (f"--unit={_told(change)}", "--remain-after-exit", "--quiet")
+        try:
+            await self._ask("systemd-run", *flags, *kill)
+        except ActuatorDenied as error:
+            if "already" not in error.message:
+                raise
 
     async def _kill_later(self, change: str, until: float, grace: Seconds) -> None:
         await self._ask(
@@ -245,6 +271,8 @@ class Systemd:
     async def _remove(self, unit: WorkerUnit) -> None:
         verb = "reset-failed" if unit.active == "failed" else "stop"
         try:
+            for each in ("stop", "reset-failed"):
+                await self._gone("systemctl", each, _told(unit.change))
             await self._gone("systemctl", verb, _service(unit.change))
         except ActuatorError as error:  # the next list finds it again
             _log.warning("systemd: %s stays: %s", _service(unit.change), error.message)
@@ -266,7 +294,7 @@ class Systemd:
 
     async def _ask(self, command: str, *arguments: str) -> str:
         line = (command, *self._manager, "--no-ask-password", *arguments)
-        done = await run_command(line, self._environ, _COMMAND)
+        done = await run_command(line, self._environ, min(_COMMAND, self._deadline))
         if done.code == 0:
             return done.out
         low = done.words.lower()
@@ -275,7 +303,7 @@ class Systemd:
 
     async def list(self) -> Sequence[Instance]:
         """Reads the units, and removes those that ended long ago."""
-        async with within(DEADLINE, "read the units"):
+        async with within(self._deadline, "read the units"):
             units = await self._units()
             now = time.monotonic()
             old = [one for one in units if not one.live and now - one.since > KEEP_ENDED]

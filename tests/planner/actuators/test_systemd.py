@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,12 +18,24 @@ from pdserve.planner.actuators.systemd import (
     parse_units,
     unit_instance,
 )
-from tests.planner.actuators.slurm.real import DEAF, FAILS, POLITE, until, write_program
+from pdserve.testing.actuators.suite import ActuatorSuite
+from tests.planner.actuators.workers import (
+    COUNTS,
+    DEAF,
+    FAILS,
+    POLITE,
+    kill_worker,
+    until,
+    workers_of,
+    write_program,
+)
 from tests.support import systemd as real
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
+
+    from pdserve.planner.actuators.base import Actuator
 
 SHOWN = """\
 Result=success
@@ -114,6 +127,61 @@ def make(systemd: real.Systemd, tmp_path: Path) -> Callable[[], Systemd]:
     return lambda: Systemd(config, Home(tmp_path.name, ("--join=a:1",)), environ=systemd.environ)
 
 
+class SystemdLab:
+    """Units of one systemd."""
+
+    kind = "cpu"
+    up = "booting"
+    deadline = 1.5
+    patience = 30.0
+    pause = 0.05
+    cannot: Mapping[str, str] = {"deny": "process 1 refuses nothing to root"}
+
+    def __init__(self, systemd: real.Systemd, folder: Path) -> None:
+        self.systemd, self.folder = systemd, folder
+        self._config = SystemdConfig(
+            kinds={self.kind: CommandKind(slots=2)}, program=write_program(folder, POLITE)
+        )
+        self.actuator: Actuator = self.open()
+
+    def open(self) -> Systemd:
+        environ = self.systemd.environ
+        return Systemd(self._config, Home("lab"), environ=environ, deadline=self.deadline)
+
+    async def reopen(self) -> Actuator:
+        return self.open()
+
+    async def processes(self, change: str) -> int:
+        return len(workers_of(self.folder, change))
+
+    async def die(self, change: str) -> None:
+        await kill_worker(self.folder, change)
+
+    async def never_ready(self) -> None:
+        """systemd does not know when a worker is ready: `booting` is the most that it says."""
+
+    async def start_fails(self) -> None:
+        write_program(self.folder, FAILS)
+
+    async def deny(self) -> None:
+        raise NotImplementedError
+
+    async def silence(self) -> None:
+        self.systemd.signal_first(signal.SIGSTOP)
+
+
+@pytest.mark.long(one_in=3)
+class TestSystemd(ActuatorSuite):
+    @pytest.fixture
+    def lab(self, tmp_path: Path) -> Iterator[SystemdLab]:
+        """With a systemd of its own: units of the same names would meet there."""
+        if (why := real.why_not()) is not None:
+            pytest.skip(why)
+        (tmp_path / "first").mkdir()
+        with real.Systemd(tmp_path / "first") as systemd:
+            yield SystemdLab(systemd, tmp_path)
+
+
 async def test_a_unit_per_change_and_every_planner_finds_it(make, systemd) -> None:
     units = make()
     several = await asyncio.gather(*(make().start("cpu", "decode", "a-1.x") for _ in range(3)))
@@ -144,6 +212,32 @@ async def test_a_worker_that_does_not_end_is_killed_after_its_grace(make, tmp_pa
     assert (await until(units, "b", "ending")).ref
     await restarted.stop("b", 0.5)
     assert (await until(restarted, "b", "ended")).reason == ""
+
+
+async def test_a_planner_that_dies_before_its_timer_has_not_ended_the_worker(
+    make, tmp_path, monkeypatch
+) -> None:
+    """Its successor tells the worker again, and a second SIGTERM would end it undrained."""
+    write_program(tmp_path, COUNTS)
+    units = make()
+    await units.start("cpu", "decode", "t")
+    await until(units, "t", "booting")
+    while not workers_of(tmp_path, "t"):  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(0.3)  # the shell sets its trap
+    monkeypatch.setattr(units, "_kill_later", died)
+    with pytest.raises(ActuatorTransient):
+        await units.stop("t", 30.0)
+    await make().stop("t", 30.0)
+    await asyncio.sleep(0.5)
+    assert len(workers_of(tmp_path, "t")) == 1
+    assert (await until(make(), "t", "ending")).ref
+    await make().stop("t", 0.0)
+    await until(make(), "t", "ended")
+
+
+async def died(*arguments: object) -> None:
+    raise ActuatorTransient("the planner died here")
 
 
 async def test_a_worker_that_fails_has_its_status(make, tmp_path) -> None:

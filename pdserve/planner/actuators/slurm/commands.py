@@ -10,7 +10,6 @@ import math
 import os
 from typing import TYPE_CHECKING, Final
 
-from pdserve.planner.actuators.base import DEADLINE
 from pdserve.planner.actuators.commands import run_command
 from pdserve.planner.actuators.slurm.text import command_environ, failure
 
@@ -22,14 +21,16 @@ if TYPE_CHECKING:
 __all__ = ["Pace", "SlurmCommands"]
 
 _COMMAND: Final[Seconds] = 8.0
-"""Longest that one command may take; a call has `DEADLINE` for all of its own."""
+"""Longest that one command may take; a call has its deadline for all of its own."""
 
 
 class SlurmCommands:
     """The commands of one Slurm."""
 
-    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
-        """Args: `environ` is that of this process, or another."""
+    def __init__(self, environ: Mapping[str, str] | None, deadline: Seconds) -> None:
+        """Args: `environ` is that of this process (None), or another; `deadline` is that of the
+        calls that run commands."""
+        self._most = min(_COMMAND, deadline)
         self.environ = command_environ(os.environ if environ is None else environ)
 
     async def ask(self, *command: str, text: str = "") -> str:
@@ -37,7 +38,7 @@ class SlurmCommands:
 
         Errors: those of the port, in Slurm's own words.
         """
-        done = await run_command(command, self.environ, min(_COMMAND, DEADLINE), text=text)
+        done = await run_command(command, self.environ, self._most, text=text)
         if done.code:
             raise failure(command[0], done.words)
         return done.out
@@ -47,7 +48,7 @@ class SlurmCommands:
 
         Errors: those of the port.
         """
-        done = await run_command(command, self.environ, min(_COMMAND, DEADLINE))
+        done = await run_command(command, self.environ, self._most)
         if done.code == 0:
             return True
         gone = ("invalid job id", "already finished", "already completing", "invalid job/step")

@@ -17,6 +17,7 @@ from pdserve.planner.actuators.slurm.commands import Pace, SlurmCommands
 from pdserve.planner.actuators.slurm.job_table import JobTable
 from pdserve.planner.actuators.slurm.text import (
     JOB_FORMAT,
+    TELL,
     Job,
     comment,
     instance,
@@ -56,11 +57,14 @@ class SlurmJobs:
         environ: Mapping[str, str] | None = None,
         list_interval: Seconds = LIST_INTERVAL,
         start_interval: Seconds = START_INTERVAL,
+        deadline: Seconds = DEADLINE,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Args: `environ` is that of Slurm's commands; `clock` tells Unix seconds, as Slurm's."""
+        """Args: `environ` is that of Slurm's commands; `deadline` is the longest that a call takes;
+        `clock` tells Unix seconds, as Slurm's."""
         self._config, self._home, self._clock = config, home, clock
-        self._commands = SlurmCommands(environ)
+        self._deadline = deadline
+        self._commands = SlurmCommands(environ, deadline)
         self._table = JobTable()
         self._failed: ActuatorError | None = None
         """Why the last reading failed: until the next one, nothing is known."""
@@ -74,7 +78,7 @@ class SlurmJobs:
         """Submits a job. A job that Slurm refuses is an error in Slurm's words."""
         check_order(mode, change)
         settings = find_kind(self._config.kinds, kind)
-        async with within(DEADLINE, "start a job"), self._starting.lock:
+        async with within(self._deadline, "start a job"), self._starting.lock:
             await self._refresh()
             job = self._table.get(change)
             if job is None:
@@ -116,7 +120,7 @@ class SlurmJobs:
             f"--job-name=pdserve-{change}",
             "--dependency=singleton",
             f"--comment={comment(self._home.cluster, change, kind)}",
-            f"--signal=B:TERM@{self._config.warning}",
+            f"--signal=B:{TELL}@{self._config.warning}",
             "--nodes=1",
             "--ntasks=1",
             f"--output={self._output(change)}",
@@ -129,7 +133,7 @@ class SlurmJobs:
     async def stop(self, change: str, grace: Seconds) -> None:
         """Withdraws a job that waits. One that runs gets SIGTERM once, and is killed by a later
         `list` when the grace is over."""
-        async with within(DEADLINE, "stop a job"):
+        async with within(self._deadline, "stop a job"):
             await self._refresh(force=self._table.get(change) is None)
             job = self._table.get(change)
             if job is None or not is_live(job):
@@ -154,8 +158,8 @@ class SlurmJobs:
         await self._mark(job, until)
 
     async def _terminate(self, job: Job) -> None:
-        """A second SIGTERM would end a worker at once, so only a job without a mark gets one."""
-        await self._commands.told("scancel", "--batch", "--signal=TERM", job.id)
+        """Its shell passes on the first one only: a planner may have died before its mark."""
+        await self._commands.told("scancel", "--batch", f"--signal={TELL}", job.id)
 
     async def _mark(self, job: Job, until: float) -> None:
         words = comment(self._home.cluster, job.change, job.kind, until)
@@ -164,7 +168,7 @@ class SlurmJobs:
 
     async def list(self) -> Sequence[Instance]:
         """Reads the queue, at most once in `LIST_INTERVAL`, and ends what has to be ended."""
-        async with within(DEADLINE, "read the queue"):
+        async with within(self._deadline, "read the queue"):
             await self._refresh()
         return [self._instance(job) for job in self._table]
 
@@ -199,8 +203,9 @@ class SlurmJobs:
 
     async def _end_due(self) -> None:
         for job, kill in list(self._table.endings(self._clock())):
-            # A plain scancel is a second SIGTERM, which ends a worker at once, and SIGKILL after
-            # `KillWait`. A batch shell that is killed alone would be a fault of the node to Slurm.
+            # A plain scancel is SIGTERM for all processes, which ends a worker that drains at once,
+            # and SIGKILL after `KillWait`. A batch shell that is killed alone would be a fault of
+            # the node to Slurm.
             how = () if kill else ("--state=PENDING",)
             try:
                 await self._commands.told("scancel", *how, job.id)

@@ -1,7 +1,8 @@
 """Keeps what was started as steps of an allocation, in files of a directory that all nodes share.
 
-Slurm forgets a step when it ends, and has no comment for it. Each change has a record, the output
-of its worker, and the exit status of `srun` once it has ended. It runs no command.
+Slurm forgets a step when it ends, and has no comment for it. Each change has a record, the process
+of its `srun`, the output of its worker, and the exit status of `srun` once it has ended. It runs no
+command.
 """
 
 from __future__ import annotations
@@ -20,10 +21,16 @@ from pdserve.planner.actuators.base import KEEP_ENDED
 if TYPE_CHECKING:
     from pdserve.ids import Seconds
 
-__all__ = ["EndedStep", "StepRecord", "StepRecords", "step_instance"]
+__all__ = ["BOOT_ID", "EndedStep", "Srun", "StepRecord", "StepRecords", "step_instance"]
+
+BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
+"""Names a machine, from its start to its end."""
 
 _TAIL: Final = 2048
 """Bytes at the end of an output that are read for the reason of a failure."""
+_LAUNCH: Final[Seconds] = 15.0
+"""Longest from the record of a change to the process of its `srun`: that is started at once, within
+5 s, unless the planner dies in between."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,10 +46,22 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """True: it got SIGTERM."""
 
 
+class Srun(NamedTuple):
+    """What is known of the process of an `srun`."""
+
+    never: bool = False
+    """True: it was not started, and will not be."""
+    gone: bool = False
+    """True: it has ended."""
+    pid: int | None = None
+    """Its process, which leads a session of its own; None: it is over, or runs on another host."""
+
+
 class EndedStep(NamedTuple):
     """How the command of a step ended."""
 
     status: str
+    """Its exit status, or why that is not known."""
     at: float
     words: str
 
@@ -101,6 +120,22 @@ class StepRecords:
         """Says that a change has ended."""
         self.path(change, "end").write_text(status)
 
+    def srun(self, change: str) -> Srun:
+        """The process of its `srun`; on another host nothing is known of it."""
+        try:
+            boot, stat = self.path(change, "srun").read_text().split("\n", 1)
+        except (OSError, ValueError):
+            since = self.path(change, "step").stat().st_mtime
+            return Srun(never=time.time() - since > _LAUNCH)
+        if boot != Path(BOOT_ID).read_text().strip():
+            return Srun()
+        pid = int(stat.partition(" ")[0])
+        try:
+            now = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return Srun(gone=True)
+        return Srun(pid=pid) if _begun(now) == _begun(stat) else Srun(gone=True)
+
     def _words(self, change: str) -> str:
         """The last line of its output."""
         with contextlib.suppress(OSError), self.path(change, "log").open("rb") as file:
@@ -110,13 +145,22 @@ class StepRecords:
         return ""
 
 
+def _begun(stat: str) -> str:
+    """When a process began, field 22 of its `stat` (proc(5)); its name may have brackets. A process
+    that has ended and was not collected has none."""
+    fields = stat.rpartition(")")[2].split()
+    return fields[19] if len(fields) > 19 and fields[0] not in ("Z", "X") else "ended"
+
+
 def step_instance(record: StepRecord, ended: EndedStep | None, left: Seconds | None) -> Instance:
     """What the port tells. Args: `left` is the time until the allocation ends."""
     state, reason = "booting" if record.ref else "pending", ""
     if ended is not None:
         orderly = record.until is not None or ended.status == "0"
         state = "ended" if orderly else "failed"
-        reason = "" if orderly else f"exit status {ended.status}: {ended.words}"
+        known = ended.status.isdecimal()
+        words = f"exit status {ended.status}: {ended.words}" if known else ended.status
+        reason = "" if orderly else words
     elif record.until is not None:
         state = "ending"
     elif not record.ref:

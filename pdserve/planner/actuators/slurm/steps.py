@@ -16,16 +16,23 @@ from msgspec.structs import replace
 
 from pdserve.errors import ActuatorDenied, ActuatorError, ActuatorExhausted, ActuatorTransient
 from pdserve.planner.actuators.base import DEADLINE, check_order, within
-from pdserve.planner.actuators.commands import leave_running
+from pdserve.planner.actuators.commands import end_session, leave_running
 from pdserve.planner.actuators.settings import find_kind, kinds_of, worker_command
 from pdserve.planner.actuators.slurm.commands import Pace, SlurmCommands
 from pdserve.planner.actuators.slurm.step_records import (
+    BOOT_ID,
     EndedStep,
     StepRecord,
     StepRecords,
     step_instance,
 )
-from pdserve.planner.actuators.slurm.text import STEP_FORMAT, duration, parse_steps
+from pdserve.planner.actuators.slurm.text import (
+    STEP_FORMAT,
+    TELL,
+    duration,
+    parse_steps,
+    told_once,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -60,11 +67,14 @@ class SlurmSteps:
         *,
         environ: Mapping[str, str] | None = None,
         list_interval: Seconds = 5.0,
+        deadline: Seconds = DEADLINE,
     ) -> None:
-        """Args: `environ` is that of Slurm's commands."""
+        """Args: `environ` is that of Slurm's commands; `deadline` is the longest that a call
+        takes."""
         self._config, self._home = config, home
+        self._deadline = deadline
         self._job = str(config.allocation)
-        self._commands = SlurmCommands(environ)
+        self._commands = SlurmCommands(environ, deadline)
         self._records = StepRecords(config.directory)
         self._listing = Pace(list_interval)
         self._seen: list[Instance] = []
@@ -80,7 +90,7 @@ class SlurmSteps:
         """Starts `srun`. A step that Slurm refuses is an instance that has failed, in its words."""
         check_order(mode, change)
         settings = find_kind(self._config.kinds, kind)
-        async with within(DEADLINE, "start a step"), self._listing.lock:
+        async with within(self._deadline, "start a step"), self._listing.lock:
             await self._refresh()
             listed = next((one for one in self._seen if one.change == change), None)
             if found := listed or await self._disk(self._found, change):
@@ -109,14 +119,16 @@ class SlurmSteps:
             config.program, mode, change, self._home, config.worker, settings.worker
         )
         step = ("srun", f"--jobid={self._job}", *settings.flags, *_FLAGS)
-        step = (*step, f"--job-name=pdserve-{change}", *worker)
-        log, end = (shlex.quote(str(self._records.path(change, name))) for name in ("log", "end"))
-        text = f"{shlex.join(step)} >{log} 2>&1 </dev/null; echo $? >{end}"
+        step = (*step, f"--job-name=pdserve-{change}", "sh", "-c", told_once(worker))
+        names = (str(self._records.path(change, name)) for name in ("srun", "log", "end"))
+        srun, log, end = (shlex.quote(name) for name in names)
+        text = f"cat {BOOT_ID} /proc/$$/stat >{srun}; "
+        text += f"{shlex.join(step)} >{log} 2>&1 </dev/null; echo $? >{end}"
         await self._disk(leave_running, ("sh", "-c", text), self._commands.environ)
 
     async def stop(self, change: str, grace: Seconds) -> None:
         """Sends SIGTERM to the step once; a later `list` kills what runs after the grace."""
-        async with within(DEADLINE, "stop a step"), self._listing.lock:
+        async with within(self._deadline, "stop a step"), self._listing.lock:
             record = await self._disk(self._records.read, change)
             if record is None:
                 return
@@ -127,7 +139,7 @@ class SlurmSteps:
 
     async def list(self) -> Sequence[Instance]:
         """Reads the steps and the records, seldom, and ends what has to be ended."""
-        async with within(DEADLINE, "read the steps"), self._listing.lock:
+        async with within(self._deadline, "read the steps"), self._listing.lock:
             await self._refresh()
             return list(self._seen)
 
@@ -150,8 +162,8 @@ class SlurmSteps:
                 if step := steps.get(f"pdserve-{record.change}"):
                     ended = None  # its srun may have been killed, but the step runs
                     record = await self._follow(record, step)
-                elif ended is None and (left is None or record.ref):
-                    ended = await self._miss(record, allocated=left is not None)
+                elif ended is None:
+                    ended = await self._unseen(record, allocated=left is not None)
                 seen.append(step_instance(record, ended, left or None))
         except ActuatorError as error:
             self._failed = error
@@ -172,13 +184,29 @@ class SlurmSteps:
             raise
         return (duration(text.strip()) or 0.0) if text.strip() else None
 
-    async def _miss(self, record: StepRecord, *, allocated: bool) -> EndedStep | None:
-        """A step that runs no more: its command may still write how it ended."""
+    async def _unseen(self, record: StepRecord, *, allocated: bool) -> EndedStep | None:
+        """A change whose step Slurm does not know: not yet, or no more; None: it may still run."""
+        if not allocated:
+            return await self._miss(record, f"allocation {self._job} is over")
+        if record.ref:
+            return await self._miss(record, "it is gone, and its srun did not tell how it ended")
+        srun = await self._disk(self._records.srun, record.change)
+        over = record.until is not None and record.until <= time.time()
+        if srun.never:
+            return await self._miss(record, "its srun was never started")
+        if srun.gone or (over and srun.pid is None):
+            return await self._miss(record, "its srun is gone and has not told how it ended")
+        if record.until is not None and srun.pid is not None:
+            _log.info("slurm: the srun of %s waits, and is ended", record.change)
+            await self._disk(end_session, srun.pid)
+        return None
+
+    async def _miss(self, record: StepRecord, why: str) -> EndedStep | None:
+        """It runs no more: its command may still write how it ended."""
         since = self._gone.setdefault(record.change, time.monotonic())
         if time.monotonic() - since < _GRACE_OF_SRUN:
             return None
-        status = "unknown" if allocated else f"unknown: allocation {self._job} is over"
-        await self._disk(self._records.end, record.change, status)
+        await self._disk(self._records.end, record.change, why)
         del self._gone[record.change]
         return await self._disk(self._records.ended, record.change)
 
@@ -190,7 +218,7 @@ class SlurmSteps:
                 if new.until <= time.time():
                     await self._commands.told("scancel", "--signal=KILL", step)
                 elif not new.told:
-                    await self._commands.told("scancel", "--signal=TERM", step)
+                    await self._commands.told("scancel", f"--signal={TELL}", step)
                     new = replace(new, told=True)
             except ActuatorError as error:  # the next reading does it
                 _log.warning("slurm: step %s does not end: %s", step, error.message)

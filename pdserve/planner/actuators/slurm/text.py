@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "JOB_FORMAT",
     "STEP_FORMAT",
+    "TELL",
     "Job",
     "command_environ",
     "comment",
@@ -31,12 +32,38 @@ __all__ = [
     "parse_jobs",
     "parse_steps",
     "script",
+    "told_once",
 ]
 
 JOB_FORMAT: Final = "%i|%T|%r|%S|%L|%k"
 """Id, state, reason, start, time left, comment. The comment is last: those of other people's jobs
 may have separators in them."""
 STEP_FORMAT: Final = "%i|%j"
+TELL: Final = "URG"
+"""The signal that makes a worker's shell send it SIGTERM, once. Slurm sends SIGTERM itself to all
+processes of a job: the shell must not double that. All others ignore this one."""
+
+_ONCE: Final = """\
+words() {{ tr '\\0' ' ' <"/proc/$1/cmdline"; }}
+tell() {{
+  while [ "$(words "$worker")" = "$(words $$)" ]; do sleep 0.02; done
+  kill -TERM "$worker"
+}}
+worker= told=
+trap : TERM
+trap 'trap : {signal}; if [ "$worker" ]; then tell; else told=1; fi' {signal}
+{command} &
+worker=$!
+[ -z "$told" ] || tell
+wait "$worker"; status=$?
+while kill -0 "$worker" 2>/dev/null; do wait "$worker"; status=$?; done
+wait "$worker" 2>/dev/null; last=$?
+[ "$last" = 127 ] || status=$last
+exit "$status"
+"""
+"""A child that is still a copy of its shell would lose the signal. `wait` returns for a signal,
+too; of a child that was collected before, some shells tell the status once more and some say 127.
+"""
 
 _PENDING: Final = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
 _PROCESS: Final = frozenset(
@@ -195,6 +222,16 @@ def command_environ(environ: Mapping[str, str]) -> dict[str, str]:
     return kept | {"SLURM_TIME_FORMAT": "%s", "LC_ALL": "C.UTF-8"}
 
 
+def told_once(command: Sequence[str]) -> str:
+    """The text of a shell that runs a command and ends with its status.
+
+    At the first signal `TELL` it sends SIGTERM to the command; it passes on nothing else. A worker
+    that gets SIGTERM twice ends at once, and a stop may be repeated by a planner that does not know
+    of the first one.
+    """
+    return _ONCE.format(signal=TELL, command=shlex.join(command))
+
+
 def script(command: Sequence[str]) -> str:
     """The script of a job. A job that Slurm starts again has had its life: its change is over."""
     return (
@@ -203,5 +240,5 @@ def script(command: Sequence[str]) -> str:
         "  echo 'started again by Slurm: the planner has replaced this worker' >&2\n"
         "  exit 3\n"
         "fi\n"
-        f"exec {shlex.join(command)}\n"
+        f"{told_once(command)}"
     )

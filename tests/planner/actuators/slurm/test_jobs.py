@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,12 +11,17 @@ import pytest
 from pdserve.errors import ActuatorDenied, ActuatorExhausted, ActuatorTransient
 from pdserve.planner.actuators.settings import CommandKind, Home
 from pdserve.planner.actuators.slurm import SlurmConfig, SlurmJobs
-from tests.planner.actuators.slurm.real import (
+from pdserve.testing.actuators.suite import ActuatorSuite
+from tests.planner.actuators.slurm.labs import JobsLab, end_jobs
+from tests.planner.actuators.workers import (
+    COUNTS,
     DEAF,
     FAILS,
     POLITE,
     find,
+    read,
     until,
+    workers_of,
     write_program,
 )
 from tests.support.slurm import Slurm, why_not
@@ -56,10 +60,16 @@ def make(slurm: Slurm, tmp_path: Path) -> Iterator[Callable[[], SlurmJobs]]:
     """Makes actuators of one cluster; what is left of its jobs ends with the test."""
     cluster = next(clusters)
     yield maker(slurm, tmp_path, cluster)
-    shown = slurm.run("squeue", "--noheader", "--format=%i %k").stdout
-    mine = re.findall(rf"^(\d+) pdserve:{cluster}:", shown, re.MULTILINE)
-    if mine:
-        slurm.run("scancel", "--signal=KILL", *mine)
+    end_jobs(slurm, cluster)
+
+
+@pytest.mark.long(one_in=3)
+class TestJobs(ActuatorSuite):
+    @pytest.fixture
+    def lab(self, slurm: Slurm, tmp_path: Path) -> Iterator[JobsLab]:
+        made = JobsLab(slurm, tmp_path)
+        yield made
+        made.close()
 
 
 async def test_a_job_per_change_and_every_planner_finds_it(make, slurm, tmp_path) -> None:
@@ -92,10 +102,6 @@ async def told(log: Path, words: str) -> str:
             return text
         await asyncio.sleep(0.1)
     raise AssertionError(f"{log} never said {words}")
-
-
-def read(log: Path) -> str:
-    return log.read_text() if log.exists() else ""
 
 
 async def test_starts_at_the_same_time_are_one(make) -> None:
@@ -206,6 +212,31 @@ async def test_a_worker_that_does_not_end_is_told_once_and_killed_after_its_grac
     assert "idle" in slurm.run("sinfo", "--noheader", "--format=%T").stdout
 
 
+async def test_a_planner_that_dies_before_its_mark_has_not_ended_the_worker(
+    make, tmp_path, monkeypatch
+) -> None:
+    """Its successor tells the worker again, and a second SIGTERM would end it undrained."""
+    jobs = make()
+    write_program(tmp_path, COUNTS)
+    await jobs.start("cpu", "decode", "a")
+    await told(tmp_path / "pdserve-a.log", "--change=a")
+    await until(jobs, "a", "booting")
+    monkeypatch.setattr(jobs, "_mark", died)
+    with pytest.raises(ActuatorTransient):
+        await jobs.stop("a", 100.0)
+    successor = make()
+    assert (await until(successor, "a", "booting")).ref
+    await successor.stop("a", 100.0)
+    await told(tmp_path / "pdserve-a.log", "TERM 1")
+    assert (await until(successor, "a", "ending")).ref
+    assert "TERM 2" not in read(tmp_path / "pdserve-a.log")
+    assert len(workers_of(tmp_path, "a")) == 1
+
+
+async def died(*arguments: object) -> None:
+    raise ActuatorTransient("the planner died here")
+
+
 async def test_stop_of_what_is_not_there(make) -> None:
     await make().stop("never", 1.0)
 
@@ -236,7 +267,7 @@ async def test_no_second_life_by_force(make, slurm) -> None:
 
 @pytest.fixture
 def other_slurm(tmp_path: Path) -> Iterator[Slurm]:
-    """One whose controller may be stopped."""
+    """One whose controller may be stopped: all that a test starts has to end with it."""
     if (why := why_not()) is not None:
         pytest.skip(why)
     (tmp_path / "slurm").mkdir()

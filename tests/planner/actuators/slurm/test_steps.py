@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
-from pdserve.errors import ActuatorDenied, ActuatorExhausted
+from pdserve.errors import ActuatorDenied, ActuatorExhausted, ActuatorTransient
 from pdserve.planner.actuators.settings import CommandKind, Home
 from pdserve.planner.actuators.slurm import SlurmConfig, SlurmSteps
-from tests.planner.actuators.slurm.real import DEAF, FAILS, POLITE, until, write_program
+from pdserve.testing.actuators.suite import ActuatorSuite
+from tests.planner.actuators.slurm.labs import StepsLab, allocated
+from tests.planner.actuators.workers import DEAF, FAILS, POLITE, until, write_program
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,13 +35,17 @@ KINDS = {
 
 @pytest.fixture
 def allocation(slurm: Slurm) -> Iterator[str]:
-    """Four cores of the node."""
-    done = slurm.run("salloc", "--no-shell", "--ntasks=1", "--cpus-per-task=4", "--time=5")
-    job = done.stderr.split()[-1]
-    assert job.isdecimal(), done.stderr
-    yield job
-    slurm.run("scancel", job)
-    slurm.until(lambda: not slurm.run("squeue", "-h", "-j", job, "-tR,CG").stdout, "released")
+    with allocated(slurm) as job:
+        yield job
+
+
+@pytest.mark.long(one_in=3)
+class TestSteps(ActuatorSuite):
+    @pytest.fixture
+    def lab(self, slurm: Slurm, allocation: str, tmp_path: Path) -> Iterator[StepsLab]:
+        made = StepsLab(slurm, tmp_path, int(allocation))
+        yield made
+        made.close()
 
 
 @pytest.fixture
@@ -135,6 +142,87 @@ async def test_a_step_outlives_its_srun_and_is_still_ended(make, tmp_path) -> No
     await restarted.stop("a", 0.0)
     assert (await until(restarted, "a", "ended")).ref == runs.ref
     assert "TERM 2" not in (tmp_path / "pdserve-a.log").read_text()
+
+
+async def test_a_change_whose_srun_was_never_started_keeps_no_slot(
+    make, tmp_path, monkeypatch
+) -> None:
+    """The planner died between the record and the command."""
+    steps = make()
+    monkeypatch.setattr(steps, "_launch", died)
+    with pytest.raises(ActuatorTransient):
+        await steps.start("few", "decode", "a")
+    successor = make()
+    assert (await until(successor, "a", "pending")).ref == ""
+    with pytest.raises(ActuatorExhausted):
+        await successor.start("few", "decode", "b")
+    long_ago = time.time() - 60.0
+    os.utime(tmp_path / "pdserve-a.step", (long_ago, long_ago))
+    assert (await until(successor, "a", "failed")).reason == "its srun was never started"
+    assert (await successor.start("few", "decode", "b")).state == "pending"
+    assert (await successor.start("few", "decode", "a")).state == "failed"
+
+
+async def died(*arguments: object) -> None:
+    raise ActuatorTransient("the planner died here")
+
+
+@pytest.fixture
+def waiting(slurm: Slurm, allocation: str, tmp_path: Path) -> Callable[[], SlurmSteps]:
+    """Makes actuators whose `srun` waits for cores, as far as can be seen."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/srun").write_text("#!/bin/sh\nexec sleep 300\n")
+    (tmp_path / "bin/srun").chmod(0o755)
+    environ = slurm.environ | {"PATH": f"{tmp_path}/bin:{slurm.environ['PATH']}"}
+    config = SlurmConfig(directory=str(tmp_path), kinds=KINDS, allocation=int(allocation))
+    return lambda: SlurmSteps(config, Home("c"), environ=environ, list_interval=0.05)
+
+
+def session_of(tmp_path: Path) -> list[psutil.Process]:
+    """The shell of change `a` and its `srun`."""
+    _, stat = (tmp_path / "pdserve-a.srun").read_text().split("\n", 1)
+    shell = psutil.Process(int(stat.split()[0]))
+    return [shell, *shell.children()]
+
+
+async def test_a_step_that_waits_is_withdrawn(waiting, tmp_path) -> None:
+    await waiting().start("few", "decode", "a")
+    steps = waiting()
+    assert (await until(steps, "a", "pending")).reason == "srun waits for a step"
+    await asyncio.sleep(0.3)
+    both = session_of(tmp_path)
+    await steps.stop("a", 60.0)
+    await until(waiting(), "a", "ended")
+    assert psutil.wait_procs(both, 10.0)[1] == []
+    assert (await steps.start("few", "decode", "b")).state == "pending"
+    await steps.stop("b", 0.0)
+    await until(steps, "b", "ended")
+
+
+async def test_an_srun_that_is_killed_while_it_waits_has_failed(waiting, tmp_path) -> None:
+    steps = waiting()
+    await steps.start("few", "decode", "a")
+    await until(steps, "a", "pending")
+    await asyncio.sleep(0.3)
+    for process in session_of(tmp_path):
+        process.kill()
+    failed = await until(waiting(), "a", "failed")
+    assert failed.reason == "its srun is gone and has not told how it ended"
+
+
+async def test_of_another_hosts_srun_nothing_is_known(waiting, tmp_path) -> None:
+    steps = waiting()
+    await steps.start("few", "decode", "a")
+    await asyncio.sleep(0.3)
+    both = session_of(tmp_path)
+    _, stat = (tmp_path / "pdserve-a.srun").read_text().split("\n", 1)
+    (tmp_path / "pdserve-a.srun").write_text(f"another boot\n{stat}")
+    for process in both:
+        process.kill()
+    for _ in range(3):
+        assert (await until(steps, "a", "pending")).ref == ""
+    await steps.stop("a", 0.5)
+    await until(waiting(), "a", "ended")
 
 
 async def test_the_end_of_the_allocation_is_that_of_its_steps(make, slurm, allocation) -> None:

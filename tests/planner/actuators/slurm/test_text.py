@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
+import time
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,7 +21,11 @@ from pdserve.planner.actuators.slurm.text import (
     parse_jobs,
     parse_steps,
     script,
+    told_once,
 )
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 QUEUE = """\
 2|PENDING|Dependency|N/A|5:00|pdserve:c1:aa:k
@@ -186,3 +193,69 @@ def test_a_job_that_is_started_again_does_nothing(count: str, status: int) -> No
     )
     assert done.returncode == status
     assert ("replaced" in done.stderr) is (status == 3)
+
+
+COUNTS = """\
+trap 'echo "TERM $((++count))" >>"$0.log"' TERM
+echo ready >>"$0.log"
+while [ ! -e "$0.stop" ]; do sleep 0.02; done
+exit 7
+"""
+
+
+def started(folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
+    """A shell of `told_once` whose command counts its signals; it ends when `.stop` appears."""
+    worker = folder / "worker"
+    worker.write_text(COUNTS)
+    text = told_once(["bash", str(worker), "it's"])
+    return subprocess.Popen(("sh", "-c", text)), folder / "worker.log"
+
+
+def until_said(log: Path, words: str) -> None:
+    end = time.monotonic() + 30.0
+    while not log.exists() or words not in log.read_text():
+        assert time.monotonic() < end, words
+        time.sleep(0.02)
+
+
+def test_a_worker_is_told_once_however_often_its_shell_is(tmp_path: Path) -> None:
+    shell, log = started(tmp_path)
+    until_said(log, "ready")
+    for _ in range(5):
+        shell.send_signal(signal.SIGURG)
+        time.sleep(0.05)
+    until_said(log, "TERM 1")
+    (tmp_path / "worker.stop").touch()
+    assert shell.wait(30.0) == 7
+    assert "TERM 2" not in log.read_text()
+
+
+def test_slurms_own_signal_is_not_doubled(tmp_path: Path) -> None:
+    """Slurm sends SIGTERM to all processes; the worker has got its own."""
+    shell, log = started(tmp_path)
+    until_said(log, "ready")
+    shell.send_signal(signal.SIGTERM)
+    (tmp_path / "worker.stop").touch()
+    assert shell.wait(30.0) == 7
+    assert "TERM" not in log.read_text()
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.002, 0.005, 0.01, 0.02])
+def test_no_signal_is_lost_while_the_worker_starts(tmp_path: Path, delay: float) -> None:
+    """It ends by it, before it can count it, or counts it."""
+    text = told_once(["sh", "-c", "sleep 60"]).replace("worker=$!", "worker=$!\necho on")
+    shell = subprocess.Popen(("sh", "-c", text), stdout=subprocess.PIPE)
+    assert shell.stdout is not None
+    shell.stdout.readline()
+    time.sleep(delay)
+    shell.send_signal(signal.SIGURG)
+    assert shell.wait(30.0) == 128 + signal.SIGTERM
+    shell.stdout.close()
+
+
+def test_a_command_that_is_not_there_ends_with_its_status(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ("sh", "-c", told_once([str(tmp_path / "none")])), check=False, capture_output=True
+    )
+    assert done.returncode == 127
+    assert b"none" in done.stderr

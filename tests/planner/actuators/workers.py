@@ -1,10 +1,14 @@
-"""What tests with a real Slurm share: workers of a few lines, and waiting."""
+"""What tests with real environments share: workers of a few lines, and waiting."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 import time
 from typing import TYPE_CHECKING
+
+import psutil
 
 from pdserve.errors import ActuatorTransient
 from tests.support.slurm import PATIENCE
@@ -29,6 +33,13 @@ echo "$@"
 for number in $(seq 3000); do sleep 0.1; done
 """
 """Never ends by itself."""
+COUNTS = """\
+#!/bin/bash
+trap 'echo "TERM $((++count))"; if [ $count = 2 ]; then exit 9; fi' TERM
+echo "$@"
+for number in $(seq 3000); do sleep 0.1; done
+"""
+"""Drains for ever, and ends at the second SIGTERM, as pdserve does."""
 FAILS = """\
 #!/bin/bash
 echo "pdserve: error: no model" >&2
@@ -42,6 +53,31 @@ def write_program(folder: Path, text: str) -> str:
     path.write_text(text)
     path.chmod(0o755)
     return str(path)
+
+
+def read(log: Path) -> str:
+    """An output so far."""
+    return log.read_text() if log.exists() else ""
+
+
+def workers_of(folder: Path, change: str) -> list[psutil.Process]:
+    """The processes that run a folder's program for a change; the shells above it do not count."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if f"--change={change}" in words and str(folder / "worker") in words:
+                found.append(process)
+    return found
+
+
+async def kill_worker(folder: Path, change: str) -> None:
+    """Ends a worker as a crash does, once it runs."""
+    async with asyncio.timeout(PATIENCE):
+        while not (found := workers_of(folder, change)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    for process in found:
+        process.send_signal(signal.SIGKILL)
 
 
 async def find(actuator: Actuator, change: str) -> Instance | None:
