@@ -14,6 +14,7 @@ Pure: times are arguments. The router's core owns it, feeds it and shows its ver
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -121,6 +122,8 @@ class _Worker:
     model's columns: predictions are linear in them, so a new model can be compared with old
     observations without keeping those."""
     ratios: RatioWindow = field(default_factory=lambda: RatioWindow(50))
+    prefilled: Seconds = -inf
+    """When it was last seen to compute a prompt."""
 
     def add(self, row: RegressionRow, predicted: Seconds, memory: float) -> None:
         keep, weight = 1.0 - 1.0 / memory, 1.0 / predicted
@@ -300,9 +303,14 @@ class Predictor:
         )
 
     def report(self, now: Seconds, model: str, worker: NodeLife, load: WorkerLoad) -> None:
-        """Learn the decode step time from a worker's load report. Reports made during a prefill are
-        ignored, since steps are longer then."""
+        """Learn the decode step time from a worker's load report. Reports made during a prefill, or
+        soon after it, are ignored: its steps are longer, and the worker tells a mean of many."""
+        known = self._workers.get(worker)
+        if load.uncomputed_tokens and known is not None:
+            known.prefilled = now
         if not (0.0 < load.itl < _FOREVER and load.running) or load.uncomputed_tokens:
+            return
+        if known is not None and now - known.prefilled < _MIXED * load.itl:
             return
         found = self._model(model)
         row = RegressionRow(load.running, load.kv_tokens, load.itl / self.speed(worker))
@@ -407,4 +415,6 @@ _OUTLIER = 8.0
 _SOON = 5
 """Number of observations from the first of a new kind of prompts to the next fit."""
 _FADE = 0.995
+_MIXED = 40
+"""Steps after a prefill in which it still shows in a worker's mean time between tokens."""
 _RARER = 4

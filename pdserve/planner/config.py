@@ -177,7 +177,8 @@ class PlannerConfig:
     remove_interval: Seconds = 120.0
     """Time between two removals of one model: the load must settle on those that stay."""
     remove_ttft: float = 0.8
-    """After a removal the p95 of the TTFT must stay below this part of the objective."""
+    """After a removal the p95 of the waits for first tokens must stay below this part of the time
+    that the prompts themselves leave of the objective."""
     remove_itl: float = 0.85
     """The same for the ITL, which varies less."""
     break_even: float = 2.0
@@ -192,8 +193,8 @@ class PlannerConfig:
     """Held and queued work, as a multiple of the TTFT objective per open worker, at which capacity
     is added at once."""
     panic: float = 1.5
-    """Work of the last 30 s above this multiple of the forecast is a panic: the forecast is what is
-    observed, and nothing is removed for `stable`."""
+    """A load above this multiple of the forecast, and beyond chance, is a panic: the load since it
+    rose counts, and nothing is removed for `stable`."""
     blind_wait: float = 0.5
     """Held requests that wait longer than this part of the TTFT objective add a worker while no
     demand is known."""

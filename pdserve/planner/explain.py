@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["Binding", "ended_line", "plan_line"]
 
 _WORDS: Final[Mapping[str, str]] = {
-    "ttft": "with {workers} workers the p95 TTFT would be {value:.3g} s, above {limit:.3g} s, "
-    "at {work:.2f} work/s ({load})",
+    "ttft": "with {workers} workers the p95 wait would be {value:.0%} of what prompts leave of the "
+    "TTFT objective, above {limit:.0%}, at {work:.2f} work/s ({load})",
     "itl": "with {workers} workers the p95 ITL would be {value:.3g} s, above {limit:.3g} s, "
     "at {work:.2f} work/s ({load})",
     "miss": "with {workers} workers {value:.1%} would miss the objective, more than {limit:.1%}, "

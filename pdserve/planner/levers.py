@@ -271,10 +271,14 @@ def _fewest_alike(
         low, high = high, 2 * high
     if not _fits(scene, best) and best.miss > now.outcome.miss - _BETTER:
         return [], now.outcome  # however many: it is not workers that are missing
+    limit = scene.target.allowed_miss
+    if not _fits(scene, best):
+        # The last workers cure next to nothing: a point is what they must be worth.
+        low, limit = 0, best.miss + _BETTER
     while high - low > 1:
         middle = (low + high) // 2
         outcome = scene.predict(load, [_with(now.candidate, mode, middle)])[0]
-        if outcome.miss <= max(scene.target.allowed_miss, best.miss):
+        if outcome.miss <= limit:
             high, best = middle, outcome
         else:
             low = middle

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pdserve.ids import Seconds
+    from pdserve.planner.steady_load import Stretch
 
 __all__ = [
     "DemandView",
@@ -46,12 +47,19 @@ class DemandView:
     """First tokens that were seen."""
     work: float = 0.0
     """Work per second of the newest complete bucket of 5 s."""
-    work_30: float = 0.0
-    """Mean work per second of the last 30 s."""
+    level: float = 0.0
+    """Mean work per second since the load last changed, of at most 300 s: `steady_load`."""
+    recent: tuple[Stretch, ...] = ()
+    """The complete buckets of the last 60 s, the oldest first; empty: only `level` is known."""
+    request_work: Seconds = 0.0
+    """Mean work of a request; 0: unknown."""
+    request_spread: Seconds = 0.0
+    """Sum of the squares of the requests' work over the sum of their work: what chance adds or
+    takes as a whole. 0: unknown."""
+    work_300: float = 0.0
+    """Mean work per second of the last 300 s, or of as much as was seen."""
     peak_300: float = 0.0
-    """Highest work per second, in means of 30 s, of the last 300 s."""
-    peak_600: float = 0.0
-    """The same of the last 600 s."""
+    """Highest `level` of the last 300 s."""
     held: int = 0
     """Requests that wait in routers."""
     held_work: float = 0.0
@@ -119,7 +127,9 @@ class PoolOutcome:
     """Share of the requests that miss the objective, of those that could keep it."""
     causes: Mapping[str, float] = field(default_factory=dict)
     """That share by cause."""
-    ttft_p95: Seconds = 0.0
+    wait_p95: float = 0.0
+    """95 % of the requests wait for at most this part of the time that their own prompts leave of
+    the TTFT objective. A prompt's own time is in no worker's power, so it is left out."""
     itl_p95: Seconds = 0.0
     utilisation: Mapping[str, float] = field(default_factory=dict)
     """Busy share of the workers by mode."""

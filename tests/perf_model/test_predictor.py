@@ -238,6 +238,24 @@ def test_steps_are_learnt_from_reports():
         assert found.step(running, kv) == pytest.approx(truth.step(running, kv), rel=0.15)
 
 
+def test_a_prefill_shows_in_no_step_time():
+    """A worker tells a mean of its last steps, which a prefill makes longer for a while."""
+    predictor = Predictor(PredictorConfig(refit_steps=50))
+    predictor.observe(0.0, seen(FAST[0], 300))
+    truth = LatencyModel(step_base=0.015, step_sequence=1e-4, step_token=3e-8)
+    for number in range(300):
+        busy = WorkerLoad(running=8, kv_tokens=9000, itl=0.1, uncomputed_tokens=4000)
+        predictor.report(number * 2.0, "m", FAST[0], busy)
+        for step in range(1, 5):
+            running = 1 + number % 16
+            kv = 600 * running
+            itl = truth.step(running, kv) + 0.1 * 0.9 ** (20 * step)
+            load = WorkerLoad(running=running, kv_tokens=kv, itl=itl)
+            predictor.report(number * 2.0 + 0.35 * step, "m", FAST[0], load)
+    found = predictor.model("m")
+    assert found.step(8, 24_000) == pytest.approx(truth.step(8, 24_000), rel=0.15)
+
+
 def test_reports_without_a_step_teach_nothing():
     predictor = Predictor(PredictorConfig(refit_steps=1))
     for load in (WorkerLoad(), WorkerLoad(running=2), WorkerLoad(itl=0.1)):

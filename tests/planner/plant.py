@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from math import inf
 from random import Random
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 from pdserve.ids import NodeId, NodeLife
+from pdserve.perf_model.latency_model import LatencyModel
+from pdserve.planner.demand_series import DemandBucket, DemandHealth, DemandSeries
+from pdserve.planner.driver.demand_view import demand_view
 from pdserve.planner.pool import Worker
 from pdserve.planner.tick import PlannerInput, Refusal
-from tests.planner.support import KINDS, ME, MODEL, demand, instance
+from tests.planner.support import KINDS, ME, MODEL, instance
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from pdserve.planner.tick import Order, PlannerOutput
 
 TICK = 5.0
+HEALTHY = DemandHealth(age=1.0)
+LEARNT = replace(LatencyModel(), fitted=True)
 
 
 @dataclass
@@ -106,14 +111,19 @@ class Plant:
         )
 
     def view(self) -> DemandView:
-        ticks = range(max(0, len(self.works) - 120), len(self.works))
-        last = [fmean(self.works[max(0, at - 5) : at + 1]) for at in ticks]
-        return demand(
-            self.works[-1],
-            work_30=last[-1],
-            peak_300=max(last[-60:]),
-            peak_600=max(last),
+        """Requests of 0.05 s of work each."""
+        buckets = tuple(
+            DemandBucket(
+                TICK * at,
+                TICK,
+                work * TICK / 0.05,
+                work=work * TICK,
+                work_squared=work * TICK * 0.05,
+            )
+            for at, work in enumerate(self.works[-120:])
         )
+        series = DemandSeries(MODEL, HEALTHY, buckets, times=LEARNT, first_tokens=100)
+        return replace(demand_view(series), seen=inf)
 
     # ------------------------------------------------------------------ what happens
 

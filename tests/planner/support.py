@@ -41,7 +41,7 @@ class LinearJudge:
         return [self._outcome(objectives, load, one) for one in candidates]
 
     def _outcome(self, objectives, load: Load, candidate: PoolCandidate) -> PoolOutcome:
-        ttft, itl = objectives
+        _, itl = objectives
         mix = Counter(slot.mode for slot in candidate.slots)
         work = load.work * (2.0 - load.cached) + load.backlog / 60.0
         if candidate.knobs:
@@ -60,11 +60,10 @@ class LinearJudge:
             causes["decode" if mode == "decode" else "queue"] = share
             miss = max(miss, share)
         rho = min(0.999, max(busy.values(), default=0.0))
-        idle = 0.2 * (ttft or 1.0)
         return PoolOutcome(
             miss=miss,
             causes=causes,
-            ttft_p95=idle / (1 - rho),
+            wait_p95=0.2 / (1 - rho),
             itl_p95=0.2 * (itl or 1.0) / (1 - rho),
             utilisation=busy,
             unreachable=self.unreachable,
@@ -104,7 +103,7 @@ def worker(number: int, mode: str = "aggregated", **more) -> Worker:
 
 def demand(work: float, **more) -> DemandView:
     """A steady load."""
-    fields = {"work_30": work, "peak_300": work, "peak_600": work, "first_tokens": 100, **more}
+    fields = {"level": work, "peak_300": work, "first_tokens": 100, **more}
     return DemandView(work=work, **fields)
 
 

@@ -63,7 +63,7 @@ def test_capacity_is_added_when_two_of_three_ticks_agree():
 def test_one_odd_tick_adds_nothing():
     bench = Bench()
     bench.see(worker(1))
-    for work in (0.95, 0.5, 0.5, 0.95, 0.5, 0.5):
+    for work in (0.95, 0.7, 0.7, 0.95, 0.7, 0.7):
         bench.load(work)
         assert actions(bench.tick()) == []
 
@@ -102,6 +102,19 @@ def test_as_many_are_started_as_are_needed_and_not_one_after_the_other(work, wor
     bench.load(work)
     assert actions(bench.tick()) == [START] * (workers - 1)
     assert bench.last.plans[0].target == {"aggregated": workers}
+
+
+def test_workers_that_cure_next_to_nothing_are_not_bought():
+    """Where no number is enough, the fewest are started that come within a point of the best."""
+
+    class Stubborn(LinearJudge):
+        def _outcome(self, objectives, load, candidate):
+            return PoolOutcome(miss=0.1 + 0.3 / len(candidate.slots) ** 3)
+
+    bench = Bench(judge=Stubborn())
+    bench.see(worker(1))
+    bench.load(1.0)
+    assert actions(bench.tick()) == [START] * 3
 
 
 def test_starts_under_way_are_not_asked_for_again():
@@ -350,12 +363,12 @@ def test_one_worker_is_removed_at_the_slow_tick():
 
 def test_what_the_others_would_have_to_do_decides():
     """At 0.9 work/s two workers are half busy: a rule without consolidation would remove one. The
-    other one would be at 90 %, and its p95 at 2 s."""
+    other one would be at 90 %, and its requests would wait for far too long."""
     bench = calm(2, 0.9)
     bench.until(300)
     assert not any(actions(bench.tick()) for _ in range(60))
-    assert binding(bench.last).startswith("with 1 workers the p95 TTFT would be")
-    assert "above 0.8 s, at 0.90 work/s (peak)" in binding(bench.last)
+    assert binding(bench.last).startswith("with 1 workers the p95 wait would be")
+    assert "above 80%, at 0.90 work/s (peak)" in binding(bench.last)
 
 
 def test_a_smaller_cache_is_part_of_what_the_others_would_have_to_do():
@@ -593,6 +606,28 @@ def test_a_panic_cancels_a_drain_within_one_tick_and_freezes_removals():
     assert any("stop" in line for line in actions(bench.last))
 
 
+def test_a_panic_needs_no_second_tick():
+    """6 % miss, which without a panic waits for another tick in agreement."""
+    bench = calm(1, 0.5)
+    bench.until(10)
+    bench.load(0.96)
+    assert actions(bench.tick()) == [START]
+
+
+def test_what_was_ordered_is_taken_in_before_more_is():
+    bench = Bench()
+    bench.see(worker(1))
+    bench.load(0.95)
+    bench.until(10)
+    asked = names(bench)
+    assert len(asked) == 1
+    bench.see(worker(1), instances=(instance(asked[0], "booting"),))
+    bench.forecast.value = 1.9  # no panic
+    bench.load(1.95)
+    assert actions(bench.tick()) == []
+    assert actions(bench.tick()) == [START]
+
+
 def test_an_order_to_drain_that_was_not_obeyed_is_withdrawn():
     bench = calm(3, 0.5)
     bench.until(65)
@@ -669,7 +704,7 @@ def test_being_blind_is_told_after_a_minute_and_by_whom():
     [
         ({"poor": True}, "predictions have been wrong"),
         ({"first_tokens": 19}, "19 first tokens seen of 20"),
-        ({"work_30": float("nan")}, "work_30 is not a number"),
+        ({"level": float("nan")}, "level is not a number"),
         ({"peak_300": float("inf")}, "peak_300 is not a number"),
     ],
 )

@@ -88,7 +88,7 @@ def recomputed(world: World, binding: Binding) -> bool:
     plant, target, figures = world.plant, world.settings.pools[0], binding.figures
     if binding.name in ("ttft", "miss"):
         outcome = judged(target, figures)
-        value = outcome.ttft_p95 if binding.name == "ttft" else outcome.miss
+        value = outcome.wait_p95 if binding.name == "ttft" else outcome.miss
         return value > float(figures["limit"])
     if binding.name == "max":
         return figures["max"] == target.max == figures["workers"]

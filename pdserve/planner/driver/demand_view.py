@@ -6,6 +6,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Final
 
 from pdserve.planner.outlook import DemandView
+from pdserve.planner.steady_load import Stretch, mean_work, steady
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,9 +16,17 @@ if TYPE_CHECKING:
 
 __all__ = ["demand_view"]
 
-_MEAN: Final[Seconds] = 30.0
-"""Length of the means in which peaks are measured."""
 _RECENT: Final[Seconds] = 300.0
+_MOST: Final = 120
+"""Buckets that are looked at."""
+_RANGE: Final = 60
+"""Buckets of a level at most."""
+_EVERY: Final = 3
+"""Buckets from one level to the next."""
+_FEW: Final = 6
+"""Buckets that tell a level of the past."""
+_NEWEST: Final[Seconds] = 60.0
+"""Time whose buckets decisions see one by one."""
 
 
 def demand_view(
@@ -26,9 +35,13 @@ def demand_view(
     """The demand for a model. Args: `queued_tokens` are prompt tokens that wait at its workers;
     `stable` is the time over which peaks and misses are looked for."""
     buckets = series.buckets
-    width = buckets[-1].seconds if buckets else _MEAN
-    mean = max(1, round(min(_MEAN, stable) / width))
+    width = buckets[-1].seconds if buckets else _RECENT
     recent = buckets[-max(1, ceil(stable / width)) :]
+    stretches = [Stretch(one.seconds, one.arrivals, one.work) for one in buckets[-_MOST:]]
+    total = sum(stretches, Stretch(0.0, 0.0, 0.0))
+    request = _over(total.work, total.arrivals)
+    spread = _over(sum(one.work_squared for one in buckets[-_MOST:]), total.work)
+    levels = _levels(stretches, len(recent), request, spread)
     return DemandView(
         known=bool(buckets) and _complete(series.health),
         faults=series.health.words or ("" if buckets else "no full 5 s have been reported yet"),
@@ -36,9 +49,12 @@ def demand_view(
         seen=sum(one.seconds for one in recent),
         first_tokens=series.first_tokens,
         work=buckets[-1].work_rate if buckets else 0.0,
-        work_30=_rate(buckets[-mean:]),
-        peak_300=_peak(recent, mean),
-        peak_600=_peak(buckets[-max(1, round(2 * stable / width)) :], mean),
+        level=levels[0],
+        recent=tuple(stretches[-max(1, round(_NEWEST / width)) :]),
+        request_work=request,
+        request_spread=spread,
+        work_300=_rate(recent),
+        peak_300=max(levels),
         held=series.held,
         held_work=series.held_work,
         held_wait=series.held_oldest,
@@ -60,10 +76,21 @@ def _rate(buckets: Sequence[DemandBucket]) -> float:
     return sum(one.work for one in buckets) / seconds if seconds else 0.0
 
 
-def _peak(buckets: Sequence[DemandBucket], mean: int) -> float:
-    """The highest mean over `mean` buckets in a row; of all, if there are fewer."""
-    last = max(1, len(buckets) - mean + 1)
-    return max((_rate(buckets[at : at + mean]) for at in range(last)), default=0.0)
+def _over(sum_: float, number: float) -> float:
+    return sum_ / number if number > 0 else 0.0
+
+
+def _levels(
+    stretches: Sequence[Stretch], recent: int, request: Seconds, spread: Seconds
+) -> list[float]:
+    """The level of the load now, and every 15 s before as far as peaks are looked for, while there
+    is enough of the load to tell."""
+    last = len(stretches)
+    past = range(last - _EVERY, max(last - recent, _FEW) - 1, -_EVERY)
+    return [
+        mean_work(steady(stretches[max(0, end - _RANGE) : end], spread), request)
+        for end in (last, *past)
+    ]
 
 
 def _missed(buckets: Sequence[DemandBucket]) -> dict[str, int]:

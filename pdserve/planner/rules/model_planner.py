@@ -13,7 +13,6 @@ It remembers votes, cool-downs and the forecast, none of which a restart has to 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import TYPE_CHECKING, Final
 
 from pdserve.planner.changes.table import Action, ChangeState
@@ -28,6 +27,7 @@ from pdserve.planner.rules.obligations import (
 )
 from pdserve.planner.rules.sanity import Sanity
 from pdserve.planner.rules.shrink import Loads, hardened, shrink, surplus_start
+from pdserve.planner.rules.surge import Surge
 from pdserve.planner.rules.switches import LastSwitch, rebalance
 from pdserve.planner.rules.votes import Votes
 
@@ -46,8 +46,6 @@ __all__ = ["Decision", "ModelPlanner"]
 
 _SETTLE: Final[Seconds] = 5.0
 """Added to a start-up: what is ordered now is decided by the load then."""
-_MEAN: Final[Seconds] = 30.0
-"""Length of the means by which the load is followed."""
 _FALLEN: Final = 0.8
 """A removal that had to be undone is tried again once the load is below this part of that load."""
 _GRID: Final[Seconds] = 60.0
@@ -81,10 +79,7 @@ class ModelPlanner:
         self._votes = Votes()
         self._last_switch = LastSwitch(config.stable, config.reversal_ticks, config.reversal_gain)
         self._next_slow: Seconds | None = None
-        self._panic_until: Seconds = -inf
-        self._shifted_at: Seconds = -inf
-        """When the load left the forecast, upwards or downwards."""
-        self._panic_ratio = 0.0
+        self._surge = Surge(config.panic, config.stable)
         self._removed: Seconds | None = None
         self._regret: tuple[Seconds, float] | None = None
         """Until when, and above which load, nothing is removed: the last removal was too much."""
@@ -134,42 +129,28 @@ class ModelPlanner:
         demand = scene.demand
         if sight.blind or demand is None:
             return None
-        self._watch(scene.now, demand.work_30)
+        self._watch(scene.now, demand)
         forecast = self._at(scene.start_p90 + _SETTLE)
-        if self._panics(scene.now):
-            # At first the mean of 30 s still holds much of what was before.
-            new = scene.now - self._shifted_at < _MEAN
-            seen = max(demand.work_30, demand.work) if new else demand.work_30
-            return Horizon(seen, seen, seen)
+        if self._surge.active(scene.now):
+            level = self._surge.level
+            return Horizon(level, level, level)
         return forecast
 
-    def _watch(self, now: Seconds, work: float) -> None:
-        """Compares the load with its forecast, and feeds the forecast. A load that has left the
-        forecast upwards is a panic."""
-        expected, config = self._at(0.0).p50, self._config
-        rises = expected > 0 and work > config.panic * expected
-        if rises and not self._panics(now):
-            self._shifted_at, self._panic_ratio = now, work / expected
-        if rises:
-            self._panic_until = now + config.stable
-        elif expected > config.panic * work:
-            self._shifted_at = now
-        if now - self._shifted_at <= _MEAN:
+    def _watch(self, now: Seconds, demand: DemandView) -> None:
+        """Compares the load with its forecast, and feeds the forecast."""
+        self._surge.see(now, demand, self._at(0.0).p50)
+        if self._surge.shifted(now):
             self._forecaster.shifted()
-        # Means of 30 s: single buckets of 5 s differ by chance far more than a pool should.
-        self._forecaster.observe(now, work)
+        # Not the buckets of 5 s: they differ by chance far more than a pool should.
+        self._forecaster.observe(now, demand.level)
 
     def _at(self, horizon: Seconds) -> Horizon:
         """The forecast; nothing before the first observation."""
         found = self._forecaster.at(horizon)
         return Horizon(0.0, 0.0, 0.0) if found is None else Horizon(found.p50, found.p90, found.p95)
 
-    def _panics(self, now: Seconds) -> bool:
-        return now < self._panic_until
-
     def _panic_binding(self, now: Seconds) -> Binding:
-        left = self._panic_until - now
-        return Binding("panic", {"seconds": left, "ratio": self._panic_ratio})
+        return Binding("panic", {"seconds": self._surge.left(now), "ratio": self._surge.ratio})
 
     # ------------------------------------------------------------------ without knowledge
 
@@ -190,7 +171,9 @@ class ModelPlanner:
     ) -> Decision:
         if scene.target.ttft is None and scene.target.itl is None:
             return Decision((), Binding("objective"))
-        if self._panics(scene.now) and (undone := tuple(undo_steps(scene, "the load has grown"))):
+        if self._surge.active(scene.now) and (
+            undone := tuple(undo_steps(scene, "the load has grown"))
+        ):
             return Decision(tuple(step for step, _ in undone), self._panic_binding(scene.now))
         horizon = scene.start_p90 + _SETTLE
         load = Load(forecast.p90, demand.held_work + demand.queued_work)
@@ -221,16 +204,25 @@ class ModelPlanner:
         if not over:
             return None
         self._slow = None
-        if not (agreed or stay.miss > self._config.fast_up or self._backlogged(scene, demand)):
+        if not (agreed or self._sure(scene, demand, stay)):
             return Decision((), Binding("waiting", {"value": stay.miss}))
+        self._votes.clear()  # what is ordered now must have been taken in before more is
         raised = raise_capacity(scene, load, stay, scene.start_p90 + _SETTLE)
         if raised.enough:
             figures = {"value": raised.after.miss, "limit": scene.target.allowed_miss}
             return Decision(raised.steps, Binding("enough", figures), after=raised.after)
         return Decision(raised.steps, why_not_more(scene, raised.after), after=raised.after)
 
+    def _sure(self, scene: Scene, demand: DemandView, stay: PoolOutcome) -> bool:
+        """True if no second opinion is needed."""
+        return (
+            stay.miss > self._config.fast_up
+            or self._surge.begins(scene.now)
+            or self._backlogged(scene, demand)
+        )
+
     def _backlogged(self, scene: Scene, demand: DemandView) -> bool:
-        """True if so much work waits that no second opinion is needed."""
+        """True if much work waits."""
         if scene.target.ttft is None:
             return False
         workers = max(1, len(scene.pool.serving))
@@ -253,7 +245,7 @@ class ModelPlanner:
         """A better ratio or, if the pool may shrink, one worker less; None: neither."""
         self._slow = self._held(scene, sight)
         if self._slow is not None:
-            calm = shrinks and not sight.doubt and not self._panics(scene.now)
+            calm = shrinks and not sight.doubt and not self._surge.active(scene.now)
             return self._unwanted(scene, demand) if calm else None
         found = rebalance(scene, load, back=True)
         if self._last_switch.allows(scene.now, found) and found is not None:
@@ -290,7 +282,7 @@ class ModelPlanner:
         """What forbids every change of the slow tick."""
         if sight.doubt:
             return Binding("doubt", {"reason": sight.doubt})
-        if self._panics(scene.now):
+        if self._surge.active(scene.now):
             return self._panic_binding(scene.now)
         busy = scene.removing or next(iter(scene.starts()), None)
         if busy is not None:
@@ -312,7 +304,7 @@ class ModelPlanner:
             return Binding("cooldown", figures)
         if self._regret is not None:
             until, before = self._regret
-            work = max(demand.peak_300, demand.work_30)
+            work = max(demand.peak_300, demand.level)
             if now < until and work > _FALLEN * before:
                 figures = {"before": before, "work": work, "limit": _FALLEN * before}
                 return Binding("regret", figures)
@@ -327,7 +319,7 @@ class ModelPlanner:
         quiet = max(scene.start_p90 + config.stable, pays)
         steps = range(int(quiet // _GRID) + 1)
         ahead = max(self._at(min(quiet, _GRID * (step + 1))).p90 for step in steps)
-        peak = max(demand.peak_300, demand.work_30)
+        peak = max(demand.peak_300, demand.level)
         return Loads(Load(peak), Load(ahead), quiet)
 
     # ------------------------------------------------------------------ what was begun
@@ -337,7 +329,7 @@ class ModelPlanner:
         if self._config.mode != "act":
             return
         now = scene.now
-        work = 0.0 if scene.demand is None else scene.demand.work_30
+        work = 0.0 if scene.demand is None else scene.demand.level
         # What was judged: a load that has just begun is little in the mean of 30 s.
         work = work if forecast is None else max(work, forecast.p90)
         for step in decision.steps:

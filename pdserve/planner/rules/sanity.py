@@ -52,7 +52,7 @@ def blindness(config: PlannerConfig, demand: DemandView | None) -> str:
 
 
 _FIGURES = (
-    *("work", "work_30", "peak_300", "peak_600"),
+    *("work", "level", "work_300", "peak_300"),
     *("held_work", "held_wait", "queued_work"),
 )
 

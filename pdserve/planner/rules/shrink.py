@@ -181,9 +181,8 @@ def _breaks(scene: Scene, outcome: PoolOutcome, load: Load, name: str, size: int
     """The limit that a smaller pool would break; None: it keeps all with room to spare."""
     target, config = scene.target, scene.config
     figures: dict[str, float | str] = {"workers": size, "work": load.work, "load": name}
-    if target.ttft is not None and outcome.ttft_p95 > config.remove_ttft * target.ttft:
-        limit = config.remove_ttft * target.ttft
-        return Binding("ttft", {**figures, "value": outcome.ttft_p95, "limit": limit})
+    if target.ttft is not None and outcome.wait_p95 > config.remove_ttft:
+        return Binding("ttft", {**figures, "value": outcome.wait_p95, "limit": config.remove_ttft})
     if target.itl is not None and outcome.itl_p95 > config.remove_itl * target.itl:
         limit = config.remove_itl * target.itl
         return Binding("itl", {**figures, "value": outcome.itl_p95, "limit": limit})

@@ -157,6 +157,8 @@ class ReplayTally:
         self.missed_ttft = self.missed_itl = self.missed = 0
         self.causes: Counter[MissCause] = Counter()
         self.ttfts: list[Seconds] = []
+        self.waits: list[float] = []
+        """Of each request, the part of the time that it may wait for its first token."""
         self.itls: list[Seconds] = []
         self.busy: dict[PoolMode, float] = {}
         self.kv_used: dict[PoolMode, float] = {}
@@ -170,12 +172,14 @@ class ReplayTally:
             limit = objective.ttft + objective.idle_factor * model.prefill(request.prompt)
         late = objective.itl or inf
         step = self._speed * model.step(1, request.prompt)
-        if self._idle(request) > limit or (step > late and request.output > 1):
+        idle = self._idle(request)
+        if idle > limit or (step > late and request.output > 1):
             self.unreachable += 1
             return
         ttft = request.first - request.arrived if request.first >= 0 else inf
         itl = _itl(request)
         self.ttfts.append(ttft)
+        self.waits.append(max(0.0, ttft - idle) / max(limit - idle, 1e-9) if limit < inf else 0.0)
         if request.output > 1:
             self.itls.append(itl)
         missed_ttft, missed_itl = ttft > limit, itl > late
@@ -269,6 +273,7 @@ def _merged(pool: CandidatePool, tallies: Sequence[ReplayTally]) -> Outcome:
         busy={mode: sum(tally.busy[mode] for tally in tallies) / count for mode in modes},
         kv_used={mode: max(tally.kv_used[mode] for tally in tallies) for mode in modes},
         ttft_p95=_p95([ttft for tally in tallies for ttft in tally.ttfts]),
+        wait_p95=_p95([wait for tally in tallies for wait in tally.waits]),
         itl_p95=_p95([itl for tally in tallies for itl in tally.itls]),
     )
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from pdserve.planner.demand_series import DemandSeries
 from pdserve.planner.outlook import PoolOutcome
 from pdserve.planner.what_if.evaluate import WhatIf
+from pdserve.planner.what_if.even_load import even_load
 from pdserve.planner.what_if.load import MOST_REQUESTS
 from pdserve.planner.what_if.newest_mix import newest_mix
 from pdserve.planner.what_if.records import (
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Seconds
     from pdserve.planner.outlook import Load, PoolCandidate, Slot
+    from pdserve.planner.recent_arrivals import RecentArrival
     from pdserve.planner.what_if.records import Outcome, PoolMode
 
 __all__ = ["WhatIfJudge"]
@@ -73,8 +75,8 @@ class WhatIfJudge:
         """
         if not isinstance(traffic, DemandSeries):
             raise TypeError(f"a what-if replays a DemandSeries, not a {type(traffic).__name__}")
-        traffic = replace(traffic, arrivals=tuple(newest_mix(traffic.arrivals)))
-        factor, mean = _scaled(traffic, load)
+        arrivals = even_load(newest_mix(traffic.arrivals))
+        factor, mean = _scaled(arrivals, load)
         if factor <= 0:
             return [PoolOutcome(miss=0.0) for _ in candidates]
         ttft, itl = objectives
@@ -87,7 +89,7 @@ class WhatIfJudge:
                 questions[handoffs] = WhatIf(
                     traffic.times,
                     objective,
-                    traffic.arrivals,
+                    arrivals,
                     [(one.prompt_tokens, one.output_tokens) for one in traffic.lengths],
                     factor=factor,
                     handoffs=handoffs,
@@ -126,9 +128,8 @@ class WhatIfJudge:
         )
 
 
-def _scaled(series: DemandSeries, load: Load) -> tuple[float, Seconds]:
+def _scaled(arrivals: Sequence[RecentArrival], load: Load) -> tuple[float, Seconds]:
     """The factor on the rate of the arrivals, and the mean work of one; 0 if there are none."""
-    arrivals = series.arrivals
     work = sum(one.weight * one.work for one in arrivals)
     if work <= 0:
         return 0.0, 0.0
@@ -149,7 +150,7 @@ def _answer(outcome: Outcome) -> PoolOutcome:
     return PoolOutcome(
         miss=outcome.miss,
         causes={str(cause): share for cause, share in outcome.causes.items()},
-        ttft_p95=outcome.ttft_p95,
+        wait_p95=outcome.wait_p95,
         itl_p95=outcome.itl_p95,
         utilisation={str(mode): share for mode, share in outcome.busy.items()},
         unreachable=outcome.unreachable,

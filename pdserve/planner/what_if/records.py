@@ -170,6 +170,9 @@ class Outcome:
     kv_used: Mapping[PoolMode, float] = field(default_factory=dict)
     """Largest share of a worker's KV that was in use, by mode."""
     ttft_p95: Seconds = 0.0
+    wait_p95: float = 0.0
+    """95 % of the requests wait for at most this part of the time that their own prompts leave of
+    the TTFT objective; 0 without one."""
     itl_p95: Seconds = 0.0
 
     @property

@@ -15,22 +15,36 @@ LEARNT = replace(LatencyModel(), per_token=1e-3, fitted=True)
 
 
 def series(*works: float, health: DemandHealth = HEALTHY, **fields: Any) -> DemandSeries:
-    """Buckets of 5 s with these rates."""
+    """Buckets of 5 s with these rates, of requests of 0.1 s."""
     buckets = tuple(
-        DemandBucket(5.0 * at, 5.0, work=5.0 * rate, arrivals=1) for at, rate in enumerate(works)
+        DemandBucket(5.0 * at, 5.0, work=5.0 * rate, arrivals=50 * rate, work_squared=0.5 * rate)
+        for at, rate in enumerate(works)
     )
     known: Any = {"model": "m", "health": health, "buckets": buckets, "times": LEARNT}
     return DemandSeries(**known | fields)
 
 
-def test_rates_are_of_the_last_bucket_of_30_s_and_of_the_highest_30_s() -> None:
-    seen = demand_view(series(*[9.0] * 6, *[1.0] * 20, *[2.0] * 5, 3.0))
-    assert seen.work == pytest.approx(3.0)
-    assert seen.work_30 == pytest.approx(13.0 / 6)
-    assert seen.peak_300 == pytest.approx(9.0)
-    later = demand_view(series(*[9.0] * 6, *[1.0] * 60))
-    assert later.peak_300 == pytest.approx(1.0)
-    assert later.peak_600 == pytest.approx(9.0)
+def test_rates_are_of_the_last_bucket_since_the_last_change_and_the_highest() -> None:
+    seen = demand_view(series(*[9.0] * 12, *[1.0] * 40, 1.5))
+    assert seen.work == pytest.approx(1.5)
+    assert seen.level == pytest.approx(41.5 / 41, rel=0.1)
+    assert seen.peak_300 == pytest.approx(9.0, rel=0.3)
+    assert seen.work_300 == pytest.approx(149.5 / 53)
+    later = demand_view(series(*[9.0] * 12, *[1.0] * 70))
+    assert later.peak_300 == pytest.approx(1.0, rel=0.1)
+
+
+def test_the_newest_buckets_and_the_usual_request_are_seen() -> None:
+    seen = demand_view(series(*[1.0] * 20))
+    assert len(seen.recent) == 12
+    assert seen.recent[-1] == (5.0, 50.0, 5.0)
+    assert seen.request_work == pytest.approx(0.1)
+    assert seen.request_spread == pytest.approx(0.1)
+
+
+def test_the_first_bucket_is_a_level_already() -> None:
+    assert demand_view(series(2.0)).level == pytest.approx(2.0)
+    assert demand_view(series()).level == 0.0
 
 
 def test_it_says_how_long_the_demand_has_been_seen() -> None:
