@@ -1,7 +1,7 @@
 """Runs `pdserve trace`: lists the last traces of requests, draws one, or watches a model.
 
-It asks any one node, which asks all frontends. `tracing.waterfall` draws, `console.trace_list`
-makes the table.
+It asks any one node, which asks all frontends; with `--changes` all planners and workers.
+`tracing.waterfall` draws, `console.trace_list` makes the table.
 """
 
 from __future__ import annotations
@@ -68,6 +68,10 @@ _WHY_FEW: Final = (
     "miss their SLO. `pdserve trace --watch model=NAME` keeps all of a model for a minute."
 )
 
+_WHY_NO_CHANGES: Final = (
+    "Each planner and each worker has the last 200 changes that ended there in its present life."
+)
+
 
 def run(arguments: list[str]) -> int:
     """Prints what is asked for; the exit status is 0 if there was something to ask."""
@@ -107,6 +111,8 @@ def _parser() -> Parser:
     own.add_argument("--watch", metavar="model=NAME", default="", help=text)
     text = f"How long to watch [60s; at most {LONGEST_WATCH / 60:.0f}m]."
     own.add_argument("--for", dest="time", metavar="TIME", default="", help=text)
+    text = "Changes of planners and mode switches of workers, in place of requests."
+    own.add_argument("--changes", action="store_true", help=text)
     own.add_argument("--json", action="store_true", help="As JSON; of a watch one line each.")
     own.add_argument("--ascii", action="store_true", help="Draw with ASCII only.")
     add_reach(parser)
@@ -121,6 +127,8 @@ def _query(parsed: argparse.Namespace) -> TraceQuery:
     watch = _watched(parsed.watch)
     if watch and (parsed.request or parsed.model):
         raise ConfigError("--watch is for all requests of its model: give no other one beside it")
+    if watch and parsed.changes:
+        raise ConfigError("--watch is for requests: pdserve trace --changes lists what has ended")
     if parsed.time and not watch:
         raise ConfigError("--for needs --watch model=NAME")
     seconds = value_of("--for", parse_duration, parsed.time) if parsed.time else _WATCH
@@ -141,6 +149,7 @@ def _query(parsed: argparse.Namespace) -> TraceQuery:
         longer_than=value_of("--over", parse_duration, parsed.over) if parsed.over else 0.0,
         watch=watch,
         watch_seconds=seconds if watch else 0.0,
+        changes=parsed.changes,
     )
 
 
@@ -157,7 +166,7 @@ def _watched(text: str) -> str:
 
 
 def _show(reply: TraceReply, query: TraceQuery, parsed: argparse.Namespace) -> int:
-    _warn(reply)
+    _warn(reply, query)
     if query.id:
         return _show_one(reply, query.id, parsed)
     if parsed.json:
@@ -166,7 +175,8 @@ def _show(reply: TraceReply, query: TraceQuery, parsed: argparse.Namespace) -> i
         print("\n".join(trace_list(reply.summaries, _width(), _now())))
     else:
         chosen = query.model or query.errors or query.slow or query.longer_than
-        print(f"No trace {'fits' if chosen else 'is kept yet'}.\n{_WHY_FEW}")
+        why = _WHY_NO_CHANGES if query.changes else _WHY_FEW
+        print(f"No trace {'fits' if chosen else 'is kept yet'}.\n{why}")
     return exit_codes.OK
 
 
@@ -189,10 +199,12 @@ def _show_one(reply: TraceReply, wanted: str, parsed: argparse.Namespace) -> int
     return exit_codes.OK
 
 
-def _warn(reply: TraceReply) -> None:
-    """Names the frontends whose traces are missing. Errors: `Unavailable` if there is none."""
+def _warn(reply: TraceReply, query: TraceQuery) -> None:
+    """Names the nodes whose traces are missing. Errors: `Unavailable` if there is none."""
     for node, why in sorted(reply.silent.items()):
         print(printable(f"{node} did not answer: {why}"), file=sys.stderr)
+    if not reply.frontends and query.changes:
+        raise Unavailable("no planner and no worker answers: only they have traces of changes")
     if not reply.frontends:
         raise Unavailable("no frontend answers: only frontends have traces of requests")
 
@@ -217,7 +229,7 @@ def _now() -> datetime.datetime:
 async def _watch(visitor: AdminClient, query: TraceQuery, *, as_json: bool) -> int:
     """Begin a watch everywhere and print what ends, until its time is over."""
     first = await visitor.traces(replace(query, limit=0))
-    _warn(first)
+    _warn(first, query)
     until = time.monotonic() + query.watch_seconds + _TAIL
     columns = (_ID, max(len("MODEL"), min(len(query.watch), _MODEL)))
     if not as_json:

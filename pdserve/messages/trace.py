@@ -1,4 +1,5 @@
-"""Defines a trace of one request: a tree of spans, as the frontend builds it when the request ends.
+"""Defines a trace: a tree of spans. A frontend builds one when a request ends; planners and workers
+build those of their changes.
 
 Times in a trace are seconds on the frontend's monotonic clock since the request arrived; only
 `Trace.began` is wall time, read once. The frontend keeps traces in memory, exports them as OTLP,
@@ -110,6 +111,9 @@ class TraceQuery(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Begin to trace, and keep, all requests of this model; empty: do not."""
     watch_seconds: Seconds = 0.0
     """For how long."""
+    changes: bool = False
+    """Only changes of planners, and mode switches of workers; False: only requests. With an `id`,
+    both are looked at."""
 
 
 class TraceReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from random import Random
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from msgspec.structs import replace
@@ -26,6 +27,7 @@ from pdserve.messages.routing import LOAD, WorkerLoad
 from pdserve.messages.status import NodeReport, StatusQuery
 from pdserve.planner.core import PlannerCore
 from pdserve.planner.driver.actuator_watch import ActuatorWatch
+from pdserve.planner.driver.change_traces import ChangeTraces
 from pdserve.planner.driver.cluster_sight import ClusterSight
 from pdserve.planner.driver.measures import Measures
 from pdserve.planner.driver.operators import Operators
@@ -33,6 +35,7 @@ from pdserve.planner.driver.orders import Orders
 from pdserve.planner.driver.worker_view import fixed_workers
 from pdserve.runtime.peers.peer_ref import ask_all
 from pdserve.runtime.rpc_methods import REPORT
+from pdserve.tracing.sink import NO_SINK
 from pdserve.wire.codec import decoder, encode
 
 if TYPE_CHECKING:
@@ -46,10 +49,11 @@ if TYPE_CHECKING:
     from pdserve.planner.config import PlannerConfig
     from pdserve.planner.driver.decision_log import DecisionLog
     from pdserve.planner.outlook import Forecaster, Judge
-    from pdserve.planner.tick import PlannerOutput
+    from pdserve.planner.tick import Order, PlannerOutput, Refusal
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import Member
     from pdserve.runtime.topics.service import Topics
+    from pdserve.tracing.sink import TraceSink
 
 __all__ = ["PlannerService", "in_a_thread"]
 
@@ -85,9 +89,12 @@ class PlannerService:
         log: DecisionLog,
         degradations: Degradations,
         metrics: Metrics,
+        traces: TraceSink = NO_SINK,
+        random: Random | None = None,
         offload: Callable[[Callable[[], PlannerOutput]], Awaitable[PlannerOutput]] = in_a_thread,
     ) -> None:
-        """`wall`: Unix seconds. `offload` runs one decision; in virtual time it runs at once."""
+        """`wall`: Unix seconds. `traces` gets one trace for each change that ends, whose ids
+        `random` draws. `offload` runs one decision; in virtual time it runs at once."""
         self.config = config
         self.watches = tuple(ActuatorWatch(one) for one in actuators)
         self._node = node
@@ -105,9 +112,10 @@ class PlannerService:
         self._draining = False
         self._tasks: list[asyncio.Task[None]] = []
         self.measures = Measures(metrics, config)
+        self.traces = ChangeTraces(traces, random or Random(), wall)
         self.sight = ClusterSight(config, node, self.watches)
         self.operators = Operators(node, self, wall)
-        self.orders = Orders(node, self.watches, self.measures.ordered)
+        self.orders = Orders(node, self.watches, self._ordered)
         self._state = topics.publish_state(PLANNERS, encode)
         self._topics = topics
         topics.subscribe_state(LOAD, decoder(WorkerLoad), self.sight.loaded, self.sight.load_gone)
@@ -196,11 +204,16 @@ class PlannerService:
         self._output = output
         self._fixed = fixed_workers(self.config.pools, seen.workers)
         self.operators.note(output.plans)
+        self.traces.note(now, output.plans, output.ended)
         self.orders.carry_out(output.orders)
         for line in output.log:
             self._log.add(line)
         self._note(self._all_degraded(output))
         self.measures.note(now, seen, output)
+
+    def _ordered(self, order: Order, refusal: Refusal | None) -> None:
+        self.measures.ordered(order, refusal)
+        self.traces.ordered(self._node.now(), order, refusal)
 
     def _core_of_this_life(self) -> PlannerCore:
         """A core whose term is the present life of the node: one that was declared dead begins

@@ -1,13 +1,13 @@
-"""Answers trace queries: any node can be asked, and asks all frontends.
+"""Answers trace queries: any node can be asked, and asks all that may have traces.
 
-Only frontends have traces. A query that is not for everywhere is answered from memory; by a node of
-another role with nothing. The asking side need not be a member. It lives as long as its
-node, whose tasks it uses.
+Frontends have traces of requests, planners and workers of changes. A query that is not for
+everywhere is answered from memory; by a node of another role with nothing. The asking side need not
+be a member. It lives as long as its node, whose tasks it uses.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from msgspec.structs import replace
 
@@ -37,17 +37,27 @@ _CALLERS: Final = 16
 _AT_ONCE: Final = 1024
 """Most queries of all kinds. One for this node alone takes a turn of the event loop, and must not
 be refused because others wait for other frontends, which ask back."""
+_OF_REQUESTS: Final = ("frontend",)
+_OF_CHANGES: Final = ("planner", "worker")
 _SUMMARIES: Final = 1000
 """Most summaries that all frontends together return: they must fit one message."""
 
 
 class TraceService:
-    """Traces of the cluster's requests, asked of one node."""
+    """Traces of the cluster, asked of one node."""
 
-    def __init__(self, node: Node, own: Callable[[TraceQuery], TraceReply] | None = None) -> None:
-        """`own` answers from this node's memory, quickly; None: it is no frontend."""
+    def __init__(
+        self,
+        node: Node,
+        own: Callable[[TraceQuery], TraceReply] | None = None,
+        *,
+        of: Literal["requests", "changes"] = "requests",
+    ) -> None:
+        """`own` answers from this node's memory, quickly; None: it has no traces. `of`: what its
+        traces are about."""
         self._node = node
         self._own = own
+        self._of_changes = of == "changes"
         self._callers = 0
         node.host(self)
 
@@ -65,13 +75,15 @@ class TraceService:
             self._callers -= 1
 
     async def view(self, query: TraceQuery, *, patience: Seconds) -> TraceReply:
-        """Ask all frontends and join their replies. Cancellation: ends the calls."""
-        others = [member.node for member in self._node.registry.by_role("frontend")]
+        """Ask all that may have such traces and join their replies. Cancellation: ends the
+        calls."""
+        registry = self._node.registry
+        others = [one.node for role in _roles(query) for one in registry.by_role(role)]
         share = max(1, _SUMMARIES // (len(others) + 1))
         single = replace(query, everywhere=False, limit=min(query.limit, share))
         asked = await ask_all(self._node, others, TRACES, single, timeout=patience)
         replies: dict[str, TraceReply | str] = {node: _told(one) for node, one in asked.items()}
-        if self._own is not None:
+        if self._own is not None and (query.id or query.changes == self._of_changes):
             replies[self._node.id] = self._asked_here(self._own, single)
         return merge_trace_replies(query, replies)
 
@@ -82,6 +94,13 @@ class TraceService:
             return own(query)
         except PdserveError as error:
             return error.message
+
+
+def _roles(query: TraceQuery) -> tuple[str, ...]:
+    """Roles of the nodes that may have what is asked for."""
+    if query.id:
+        return (*_OF_REQUESTS, *_OF_CHANGES)
+    return _OF_CHANGES if query.changes else _OF_REQUESTS
 
 
 def _told(answer: TraceReply | PdserveError) -> TraceReply | str:

@@ -36,6 +36,7 @@ _TIMES: Final = ("predicted_ttft", "itl_", "gap", "held")
 _LEFT_OUT: Final = ("life", "accepted_after", "content.prompt", "content.output")
 """Attributes that say little to people, or have no room here."""
 _FIRST: Final = (
+    *("result", "action"),
     *("held", "worker", "policy", "cached_tokens", "computed_tokens", "from", "to", "node"),
     *("cached_tokens.host", "cached_tokens.disk", "cached_tokens.peer", "cached_from"),
     *("prefill_cached_tokens", "prefill_cached_tokens.host", "prefill_cached_tokens.disk"),
@@ -125,6 +126,8 @@ class _Drawing:
         self._marks = marks
         self._width = width
         root = trace.spans[0]
+        self._of_request = root.kind == "server"
+        """False: of a change, which has its attributes in the head."""
         self._zero = root.start
         self._total = max(root.end - root.start, 1e-9)
         room = width - _NAME - 2 * _TIME - 4
@@ -148,11 +151,13 @@ class _Drawing:
         took = seconds_text(root.end - root.start)
         words = (root.name, f"{status}", trace.model, f"took {took}")
         yield self._cut("  ".join(word for word in words if word))
-        yield self._cut(f"request {trace.request_id}")
+        yield self._cut(f"{'request' if self._of_request else 'change '} {trace.request_id}")
         when = began.isoformat(" ", "milliseconds")
         yield self._cut(f"trace   {trace.trace_id.hex()}  {when}")
         if trace.kept:
             yield self._cut(f"kept    {', '.join(trace.kept)}")
+        if not self._of_request:
+            yield self._cut(f"about   {_attributes(root.attributes)}")
         yield ""
         yield self._row("phase", self._scale(), "start", "took", "")
 
@@ -186,7 +191,7 @@ class _Drawing:
 
     def _span_rows(self, span: Span, depth: int) -> Iterator[str]:
         root = span is self._trace.spans[0]
-        name = "request" if root else span.name.removeprefix(_PREFIX)
+        name = "request" if root and self._of_request else span.name.removeprefix(_PREFIX)
         notes = _at_root(span.attributes) if root else _attributes(span.attributes)
         start, took = span.start - self._zero, max(0.0, span.end - span.start)
         yield self._row(

@@ -123,6 +123,21 @@ def test_a_worker_changes_its_mode_under_streams_and_comes_back(
     assert changed == (200 if long else 4)
 
 
+def test_where_the_time_of_a_change_went(cluster: Cluster) -> None:
+    generation = reports(cluster)["two"]["mode"]["generation"]
+    for mode in ("prefill", "decode"):
+        assert pdserve(cluster, "mode", "two", mode, "--wait").returncode == exit_codes.OK
+    listed = pdserve(cluster, "trace", "--changes", "--limit", "200")
+    assert listed.returncode == exit_codes.OK, listed
+    asked = f"mode-two-{generation}"
+    assert asked in listed.stdout
+    drawn = pdserve(cluster, "trace", asked, "--ascii").stdout
+    for words in (f"change  {asked}", "result=done", ".leaving", ".proving", "ordered"):
+        assert words in drawn, drawn
+    requests = pdserve(cluster, "trace", "--limit", "200").stdout
+    assert "mode-two" not in requests
+
+
 def test_a_worker_that_is_needed_refuses_and_its_prefixes_stay(cluster: Cluster) -> None:
     refused = pdserve(cluster, "mode", "one", "decode")
     assert refused.returncode == exit_codes.FAILED

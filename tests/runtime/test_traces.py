@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -186,3 +187,28 @@ async def test_many_frontends_fit_one_message() -> None:
         reply = await s.ask(query)
         assert len(reply.summaries) <= traces._SUMMARIES
         assert len(reply.summaries) >= 6 * 100
+
+
+def _answer(ring: TraceRing, name: str, query: TraceQuery) -> TraceReply:
+    return ring.answer(query, name)
+
+
+@virtually
+async def test_changes_are_asked_of_planners_and_workers_and_ids_of_all() -> None:
+    async with scene("f1") as s:
+        rings = {}
+        for name, role in (("p1", "planner"), ("w1", "worker")):
+            made = await s.nodes.add(name, role=role)
+            rings[name] = ring = TraceRing()
+            ring.add(make_trace(f"change-{name}"))
+            TraceService(made, partial(_answer, ring, name), of="changes")
+        await s.nodes.until(s.nodes.converged)
+        ids = {one.request_id for one in (await s.ask()).summaries}
+        assert ids == {"req-f1"}
+        reply = await s.ask(TraceQuery(everywhere=True, changes=True))
+        assert {one.request_id for one in reply.summaries} == {"change-p1", "change-w1"}
+        assert reply.frontends == ("p1", "w1")
+        for wanted in ("req-f1", "change-p1", "change-w1"):
+            found = (await s.ask(TraceQuery(everywhere=True, id=wanted))).trace
+            assert found is not None
+            assert found.request_id == wanted

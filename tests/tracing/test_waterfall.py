@@ -1,11 +1,14 @@
 """Drawings of traces: exact lines, widths, and names that would break a terminal."""
 
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pdserve.messages.trace import Span, SpanEvent, Trace
+from pdserve.tracing.steps import StepTrace
 from pdserve.tracing.waterfall import MAX_WIDTH, MIN_WIDTH, plain_text, seconds_text, waterfall
 from tests.support.traces import BEGAN, make_trace
 
@@ -175,3 +178,22 @@ def test_how_long_a_router_held_a_request_comes_first():
     (root, *_) = make_trace().spans
     row = rows_of(replace(make_trace(), spans=(root, replace(span, parent_id=root.span_id))))[1]
     assert row.endswith("held=980ms policy=ttft o~")
+
+
+def test_a_change_is_drawn_with_its_attributes_in_the_head() -> None:
+    steps = StepTrace("pdserve.change", "c-7", 0.0, model="m", action="start", kind="gpu")
+    steps.event("decided", 0.0, binding="with 2 workers")
+    steps.enter("asked", 0.0)
+    steps.enter("booting", 2.0)
+    lines = waterfall(steps.built(10.0, 0.0, Random(1), result="failed", error="no GPU"), 80)
+    text = "\n".join(lines)
+    for words in (
+        "pdserve.change  m  took 10.0s",
+        "change  c-7",
+        "about   result=failed action=start kind=gpu",
+        "failed: no GPU",
+    ):
+        assert words in text
+    rows = [line.split()[0] for line in lines if line.startswith(("change", " "))]
+    assert rows.index("change.asked") < rows.index("change.booting")
+    assert "request" not in text

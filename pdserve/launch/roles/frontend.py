@@ -16,10 +16,10 @@ from pdserve.frontend.api.metrics_group import GroupMetrics
 from pdserve.frontend.node import FrontendNode
 from pdserve.frontend.service import FrontendService
 from pdserve.launch.frontend_processes import FrontendProcesses, is_child_frontend
-from pdserve.launch.frontend_traces import FrontendTraces
 from pdserve.launch.metrics_samples import sample_node
 from pdserve.launch.ready_message import ready_line, served_line
 from pdserve.launch.recent_windows import FrontendRecent
+from pdserve.launch.role_traces import RoleTraces
 from pdserve.launch.roles.base import node_card, node_report
 from pdserve.messages.status import FrontendStats
 from pdserve.net.address import join as join_address
@@ -68,7 +68,7 @@ class FrontendRole:
             self.pages = GroupMetrics(node, config.group, context.metrics, context.degradations)
         self.siblings = FrontendProcesses(context.config, node, on_failed)
         self._on_failed = on_failed
-        self.traces = FrontendTraces(context, node)
+        self.traces = RoleTraces(context, node)
         self.service = FrontendService(
             config,
             self.backend,

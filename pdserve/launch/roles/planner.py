@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from pdserve.errors import ConfigError
 from pdserve.launch.config.planner_file import read_planner_file
 from pdserve.launch.metrics_samples import sample_node
+from pdserve.launch.role_traces import RoleTraces
 from pdserve.launch.roles.base import node_card, node_report
 from pdserve.planner.actuators import Home
 from pdserve.planner.driver.decision_log import DecisionLog
@@ -17,7 +18,6 @@ from pdserve.planner.driver.ports import LoadForecaster
 from pdserve.planner.node import PlannerNode
 from pdserve.planner.what_if.judge import WhatIfJudge
 from pdserve.runtime.status import StatusService
-from pdserve.runtime.traces import TraceService
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,6 +48,7 @@ class PlannerRole:
         acts = given.config.mode == "act"
         home = Home(node.config.cluster, tuple(_flags(context.config.cluster)), node, acts)
         self.node = node
+        self.traces = RoleTraces(context, node)
         self.planner = PlannerNode(
             node,
             given.config,
@@ -60,11 +61,11 @@ class PlannerRole:
             log=DecisionLog(time.time, process.planner_log, on_trouble=self._log_trouble),
             degradations=context.degradations,
             metrics=context.metrics,
+            traces=self.traces.serve_changes(),
         )
         self._context = context
         context.metrics.attach_node(self._sample)
         StatusService(node, self._report, time.time)
-        TraceService(node)
 
     def _log_trouble(self, why: str) -> None:
         self.planner.service.note_log(why)
@@ -80,6 +81,7 @@ class PlannerRole:
 
     async def join(self, seeds: tuple[str, ...] = ()) -> None:
         await self.planner.join(seeds)
+        self.traces.start()
 
     async def drain(self, timeout: Seconds) -> None:
         """Other planners take over; what it has begun goes on without it."""
@@ -97,6 +99,7 @@ class PlannerRole:
 
     async def close(self) -> None:
         await self.planner.close()
+        await self.traces.close()
 
     def unready_reason(self) -> str | None:
         return self.planner.service.unready_reason()

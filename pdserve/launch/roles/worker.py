@@ -7,6 +7,7 @@ import functools
 import logging
 import time
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -27,9 +28,9 @@ from pdserve.launch.kv_tiers import (
 from pdserve.launch.metrics_samples import sample_node
 from pdserve.launch.ready_message import loaded_line
 from pdserve.launch.recent_windows import EngineRecent
+from pdserve.launch.role_traces import RoleTraces
 from pdserve.launch.roles.base import node_card, node_report
 from pdserve.runtime.status import StatusService
-from pdserve.runtime.traces import TraceService
 from pdserve.worker.card import shows_tools
 from pdserve.worker.node import WorkerNode
 from pdserve.worker.tiers.fetch_counts import GrowthCounter
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from pdserve.messages.tiers import TierSpec
     from pdserve.runtime.hash_secret import HashSecrets
     from pdserve.runtime.node import Node
+    from pdserve.tracing.steps import StepTrace
     from pdserve.worker.config import WorkerConfig
 
 __all__ = ["WorkerRole"]
@@ -100,7 +102,11 @@ class WorkerRole:
         self._recent = EngineRecent(self.worker.service, node.now)
         self.worker.service.on_second = self._note_second
         StatusService(node, self._report, time.time)
-        TraceService(node)
+        alone = context.config.process.role == "worker"
+        self._traces = RoleTraces(context, node, export=alone)
+        self._changes = self._traces.serve_changes()
+        self._random = Random()
+        self.worker.agent.mode.on_traced = self._trace_switch
 
     def _report(self) -> NodeReport:
         recent, minute = self._recent.windows()
@@ -114,6 +120,11 @@ class WorkerRole:
             tiers=self.worker.service.tiers(),
             mode=self.worker.agent.mode.report(),
         )
+
+    def _trace_switch(self, trace: StepTrace, outcome: str, failed: str) -> None:
+        """A change of the mode is over."""
+        now, wall = self.node.now(), time.time()
+        self._changes.add(trace.built(now, wall, self._random, error=failed, result=outcome))
 
     def _make_engine(self, spec: EngineSpec) -> CoreClient:
         config = self._config
@@ -207,6 +218,7 @@ class WorkerRole:
 
     async def join(self, seeds: tuple[str, ...] = ()) -> None:
         await self.worker.join(seeds)
+        self._traces.start()
 
     async def load(self) -> None:
         """Finds the model and starts the engine. Errors: as `WorkerService.start`."""
@@ -260,6 +272,7 @@ class WorkerRole:
 
     async def close(self) -> None:
         await self.worker.close()
+        await self._traces.close()
 
     def unready_reason(self) -> str | None:
         return self.worker.service.unready_reason()

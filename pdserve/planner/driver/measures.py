@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pdserve.observe.instruments import Family, Gauge
     from pdserve.observe.metrics import Metrics
     from pdserve.planner.config import PlannerConfig
-    from pdserve.planner.tick import PlannerInput, PlannerOutput
+    from pdserve.planner.tick import Order, PlannerInput, PlannerOutput, Refusal
 
     _Labels = tuple[str, ...]
 
@@ -47,8 +47,10 @@ class Measures:
         )
         """All gauges of the present state."""
 
-    def ordered(self, action: str, outcome: str) -> None:
+    def ordered(self, order: Order, refusal: Refusal | None) -> None:
         """An order was carried out or not."""
+        action = order.change.action if order.verb == "begin" else "end"
+        outcome = "done" if refusal is None else refusal.kind
         self._metrics.planner_orders.labels(action, outcome).inc()
 
     def ticked(self, seconds: Seconds) -> None:

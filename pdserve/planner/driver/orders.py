@@ -70,9 +70,9 @@ class Orders:
         self,
         node: Node,
         watches: Iterable[ActuatorWatch],
-        on_done: Callable[[str, str], None] = lambda action, outcome: None,
+        on_done: Callable[[Order, Refusal | None], None] = lambda order, refusal: None,
     ) -> None:
-        """`on_done` is called with the action and the outcome of each order, for metrics."""
+        """`on_done` is called with each order that was carried out, or with why it was not."""
         self._node = node
         self._watches = tuple(watches)
         self._on_done = on_done
@@ -111,7 +111,7 @@ class Orders:
             _log.exception("an order of the planner")
             refusal = Refusal("transient", f"{type(error).__name__}, see the planner's log")
         action = order.change.action if order.verb == "begin" else "end"
-        self._on_done(action, "done" if refusal is None else refusal.kind)
+        self._on_done(order, refusal)
         if refusal is not None:
             _log.info("%s of %s: %s", action, _what(order), refusal.reason)
             self._refusals[order.change.id] = refusal

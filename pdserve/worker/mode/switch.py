@@ -28,10 +28,13 @@ from pdserve.runtime.orders.order_fence import OrderFence
 from pdserve.runtime.peers.handlers import answers
 from pdserve.runtime.rpc_methods import MODE
 from pdserve.token_ids import token_ids
+from pdserve.tracing.steps import StepTrace
 from pdserve.worker.mode.jobs import LIVE_MODES, jobs_of, undone_without, unreachable_decode
 from pdserve.worker.mode.state_table import ModeEvent, ModeState, next_state
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdserve.ids import Seconds
     from pdserve.messages.card import ModelCard
     from pdserve.messages.mode import SetMode
@@ -109,6 +112,9 @@ class ModeSwitch:
         self._until: Seconds = 0.0
         self._began: Seconds = 0.0
         self._failed = ""
+        self.on_traced: Callable[[StepTrace, str, str], None] = lambda trace, outcome, failed: None
+        """Is called with the steps of each change that is over, its outcome and why it failed."""
+        self._trace: StepTrace | None = None
         self._task: asyncio.Task[None] | None = None
         self._orders = OrderFence()
         self._cancelled: ModeEvent | None = None
@@ -240,14 +246,32 @@ class ModeSwitch:
         self._wanted_share, self._last = _share_of(order), order.last
         self._keeps = "requests" in jobs_of(self._service.mode) & jobs_of(self._target)
         _log.info("changes from %s to %s, says %s", self._service.mode, order.mode, by)
+        self._trace = self._new_trace(order, by)
         self._feed(ModeEvent.ORDERED)
         self._task = self._node.tasks.spawn(self._change(), f"change to {order.mode}")
+
+    def _new_trace(self, order: SetMode, by: str) -> StepTrace:
+        cards = self._service.cards().values()
+        trace = StepTrace(
+            "pdserve.mode_switch",
+            f"mode-{self._node.id}-{self.generation}",
+            self._began,
+            model=next((card.name for card in cards), ""),
+            worker=self._node.id,
+            by=by,
+            term=order.term,
+            plan=order.number,
+        )
+        trace.event("ordered", self._began, mode=order.mode, was=self._service.mode)
+        return trace
 
     # ------------------------------------------------------------------ the change
 
     def _feed(self, event: ModeEvent) -> None:
         """Takes the step that the table names, and tells the cluster."""
         self._state = next_state(self._state, event)
+        if self._trace is not None and self._state is not ModeState.SERVING:
+            self._trace.enter(self._state.value, self._node.now())
         self._tell()
 
     def _tell(self) -> None:
@@ -358,6 +382,10 @@ class ModeSwitch:
             "mode %s, generation %d: the change to %s ended after %.2f s: %s",
             *(self._service.mode, self.generation, self._target, seconds, failed or outcome),
         )
+
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            self.on_traced(trace, outcome.replace(" ", "_"), failed)
 
     def _count(self, outcome: str) -> None:
         self._service.metrics.mode_switches.labels(outcome).inc()

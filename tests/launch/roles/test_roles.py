@@ -16,7 +16,7 @@ from pdserve.engine.port import EngineState
 from pdserve.launch.cluster.node_factory import NodeFactory
 from pdserve.launch.config.resolve import resolve
 from pdserve.launch.console import Console
-from pdserve.launch.frontend_traces import FrontendTraces
+from pdserve.launch.role_traces import RoleTraces
 from pdserve.launch.roles import frontend as module
 from pdserve.launch.roles.base import RoleContext
 from pdserve.launch.roles.frontend import FrontendRole
@@ -150,7 +150,7 @@ async def test_a_frontend_says_where_it_answers_and_that_it_goes(tmp_path: Path)
 
 
 async def test_a_frontend_leaves_whatever_becomes_of_its_traces(tmp_path: Path) -> None:
-    class Broken(FrontendTraces):
+    class Broken(RoleTraces):
         async def close(self) -> None:
             raise ValueError("a defect")
 

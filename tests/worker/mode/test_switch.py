@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from pdserve.messages.node import NodeCard
+    from pdserve.messages.trace import Trace
+    from pdserve.tracing.steps import StepTrace
     from tests.worker.disagg.test_end_to_end import Worker
 
 
@@ -545,3 +547,31 @@ def test_a_worker_is_closed_in_the_middle_of_a_change(
 
     run()
     assert not [one for one in caplog.records if one.levelname == "ERROR"]
+
+
+@virtually
+async def test_each_change_has_a_trace_with_its_states() -> None:
+    async with site("p", "q") as made:
+        traces: list[Trace] = []
+        switch = made.workers["p"].agent.mode
+
+        def keep(steps: StepTrace, outcome: str, failed: str) -> None:
+            now = made.workers["p"].node.now()
+            traces.append(steps.built(now, now, random.Random(1), error=failed, result=outcome))
+
+        switch.on_traced = keep
+        await made.change("p", "decode")
+        switch._parts.left_for = lambda mode: 1  # type: ignore[method-assign]
+        await made.change("p", "prefill", last=True, timeout=1.0)
+        del made.workers["p"].agent.left_for
+        done, failed = traces
+        assert [one.name for one in done.spans] == [
+            "pdserve.mode_switch",
+            *(f"pdserve.mode_switch.{step}" for step in ("leaving", "flipping", "proving")),
+        ]
+        assert done.spans[0].attributes["pdserve.result"] == "done"
+        (ordered,) = done.spans[0].events
+        assert ordered.attributes == {"pdserve.mode": "decode", "pdserve.was": "prefill"}
+        assert (failed.spans[0].attributes["pdserve.result"], len(failed.spans)) == ("timed_out", 2)
+        assert failed.spans[0].error.startswith("1 requests or prompts were left")
+        assert failed.spans[0].end == pytest.approx(1.0, abs=0.3)

@@ -1,6 +1,7 @@
-"""Sets up where the traces of a frontend go: its memory, and a collector if one is given.
+"""Sets up where the traces of a node go: its memory, and a collector if one is given.
 
-The frontend role owns it. `pdserve trace` is answered from the memory, so it needs no collector.
+A frontend traces requests, a planner its changes, a worker its mode switches; the role owns the
+object. `pdserve trace` is answered from the memory, so it needs no collector.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pdserve.tracing.export.exporter import TraceExporter
 from pdserve.tracing.export.otel_env import without_password
 from pdserve.tracing.export.otlp import RequestFrame
 from pdserve.tracing.ring import TraceRing
-from pdserve.tracing.sink import TraceSinks
+from pdserve.tracing.sink import NO_SINK, TraceSinks
 
 if TYPE_CHECKING:
     from pdserve.frontend.config import FrontendConfig
@@ -28,21 +29,25 @@ if TYPE_CHECKING:
     from pdserve.tracing.sink import TraceSink
     from pdserve.tracing.watches import TraceWatches
 
-__all__ = ["FrontendTraces", "trace_resource"]
+__all__ = ["RoleTraces", "trace_resource"]
 
 _log = logging.getLogger(__name__)
 
 _NAME: Final = "service.name"
 
 
-class FrontendTraces:
-    """The sinks of one frontend's traces: `start`, then `close`."""
+class RoleTraces:
+    """The sinks of one node's traces: `start`, then `close`."""
 
-    def __init__(self, context: RoleContext, node: Node) -> None:
+    def __init__(self, context: RoleContext, node: Node, *, export: bool = True) -> None:
+        """`export`: False if another role of the process exports its traces; one is enough, and
+        mode switches of an all-in-one are in memory only."""
         self._node = node
+        self.on = context.config.frontend.trace_rate > 0
+        """False: the operator wants no traces."""
         self._where = without_password(context.config.frontend.otlp_endpoint)
         self._ring = TraceRing()
-        self._exporter = _exporter(context, node, self._where)
+        self._exporter = _exporter(context, node, self._where) if export else None
         sinks: list[TraceSink] = [self._ring]
         if self._exporter is not None:
             sinks.append(self._exporter)
@@ -50,15 +55,21 @@ class FrontendTraces:
         """Takes the traces that are kept."""
 
     def serve(self, watches: TraceWatches) -> None:
-        """Answer `pdserve trace`, which can also begin watches."""
+        """Answer `pdserve trace` about requests; it can also begin watches."""
         answers = TraceAnswers(self._ring, watches, self._node.id, SystemClock().now)
         TraceService(self._node, answers)
+
+    def serve_changes(self) -> TraceSink:
+        """Answer `pdserve trace --changes`. Returns the sink for changes."""
+        ring, node = self._ring, self._node
+        TraceService(node, lambda query: ring.answer(query, node.id), of="changes")
+        return self.sink if self.on else NO_SINK
 
     def start(self) -> None:
         """Begin to export. Idempotent."""
         if self._exporter is not None and not self._exporter.started:
             self._exporter.start()
-            _log.info("traces of requests are exported to %s", self._where)
+            _log.info("traces are exported to %s", self._where)
 
     async def close(self) -> None:
         """Export what is left, for two seconds at most."""

@@ -11,7 +11,7 @@ from pdserve.clock import SystemClock
 from pdserve.launch.cluster.node_factory import NodeFactory
 from pdserve.launch.config.resolve import resolve
 from pdserve.launch.console import Console
-from pdserve.launch.frontend_traces import FrontendTraces
+from pdserve.launch.role_traces import RoleTraces
 from pdserve.launch.roles.base import RoleContext
 from pdserve.messages.trace import TraceQuery
 from pdserve.observe.degraded import Degradations
@@ -31,7 +31,7 @@ async def traces_of(folder, environ=None, **flags):
     screen = Console(io.StringIO(), SystemClock())
     context = RoleContext(config, membership, screen, metrics, Degradations(metrics))
     node = membership.node("frontend")
-    traces = FrontendTraces(context, node)
+    traces = RoleTraces(context, node)
     traces.start()
     traces.start()
     try:
