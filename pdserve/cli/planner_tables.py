@@ -66,6 +66,8 @@ def _plan(plan: ScalingPlan, report: PlannerReport) -> Iterator[str]:
     yield f"    load      {_load(plan)}"
     if not plan.blind:
         yield f"    misses    {plan.miss_before:.1%} as it is, {plan.miss_after:.1%} by the plan"
+    if plan.unreachable:
+        yield f"    no help   {plan.unreachable:.1%} of the prompts take longer than TTFT allows"
     for change in plan.changes:
         yield f"    doing     {_change(change)}"
     yield f"    binds     {plan.binding}"

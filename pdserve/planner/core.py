@@ -12,7 +12,9 @@ mode.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Final
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from pdserve.planner.tick import PlannerInput
 
 __all__ = ["PlannerCore", "owner_of"]
+
+_log = logging.getLogger(__name__)
 
 _ALL_MODELS: Final = ""
 """Key of the one owner where a budget is shared."""
@@ -116,26 +120,29 @@ class PlannerCore:
         owned = [one for one in self._config.pools if self._owns(one.model, seen)]
         self._begin_term(now, {one.model for one in owned}, seen)
         self._drop({one.model for one in owned})
-        for pool in owned:
-            log += self._advance(now, pool.model, seen)
-        prices = {one.name: self._config.price(one) for one in seen.kinds} | {**self._config.prices}
-        pools = {
-            one.model: self._gather(now, one.model, seen, prices) for one in self._config.pools
-        }
-        spent = _Spent(self._spare(pools), self._used(seen))
         degraded: dict[str, str] = {}
+        prices = {one.name: self._config.price(one) for one in seen.kinds} | {**self._config.prices}
+        pools: dict[str, Pool] = {}
+        for pool in self._config.pools:
+            with _alone(pool.model, degraded):
+                if pool in owned:
+                    log += self._advance(now, pool.model, seen)
+                pools[pool.model] = self._gather(now, pool.model, seen, prices)
+        spent = _Spent(self._spare(pools), self._used(seen))
         for pool in owned:
-            scene = self._scene(now, pool, pools[pool.model], seen, spent)
-            log += self._plan(scene, seen, spent, degraded)
+            with _alone(pool.model, degraded):
+                if pool.model in pools:
+                    scene = self._scene(now, pool, pools[pool.model], seen, spent)
+                    log += self._plan(scene, seen, spent, degraded)
         for kind, reason in self._health.disabled().items():
             _add(degraded, "planner_kind_failing", f"kind {kind} is not started any more: {reason}")
         return PlannerOutput(
-            tuple(self._plans[one.model] for one in owned),
+            tuple(self._plans[one.model] for one in owned if one.model in self._plans),
             tuple(self._orders()),
             tuple(log),
             degraded,
             self._config.tick,
-            {one.model: self._bindings[one.model] for one in owned},
+            {one.model: self._bindings[one.model] for one in owned if one.model in self._bindings},
             tuple(self._ended),
         )
 
@@ -193,9 +200,12 @@ class PlannerCore:
         )
 
     def _spare(self, pools: Mapping[str, Pool]) -> float:
-        """What the budget leaves for an hour; all pools count, whoever plans for them."""
+        """What the budget leaves for an hour; all pools count, whoever plans for them. Nothing, if
+        the cost of one is not known."""
         if not self._config.budget:
             return inf
+        if len(pools) < len(self._config.pools):
+            return 0.0
         return self._config.budget - sum(pool.cost for pool in pools.values())
 
     def _used(self, seen: PlannerInput) -> Counter[str]:
@@ -352,6 +362,17 @@ class PlannerCore:
         return Order(
             "begin" if begin else "end", one.record, one.model, self._term, one.number, instance
         )
+
+
+@contextmanager
+def _alone(model: str, degraded: dict[str, str]) -> Iterator[None]:
+    """A defect in one model's decisions leaves the others' as they are."""
+    try:
+        yield
+    except Exception as error:
+        _log.exception("a decision of the planner for %s", model)
+        words = f"{model}: {type(error).__name__} in a decision, see the planner's log"
+        _add(degraded, "planner_failed", words)
 
 
 def _add(degraded: dict[str, str], name: str, text: str) -> None:

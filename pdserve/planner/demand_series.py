@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import TYPE_CHECKING, Final
 
 from pdserve.perf_model.latency_model import LatencyModel
@@ -17,9 +18,16 @@ if TYPE_CHECKING:
     from pdserve.messages.demand import FinishedRequest
     from pdserve.planner.recent_arrivals import RecentArrival
 
-__all__ = ["DemandBucket", "DemandHealth", "DemandSeries"]
+__all__ = ["DemandBucket", "DemandHealth", "DemandSeries", "believed_speed"]
 
 _UNLEARNT: Final = LatencyModel()
+_FASTEST, _SLOWEST = 0.1, 10.0
+"""Speeds of workers that are believed: workers of one model differ less."""
+
+
+def believed_speed(told: float) -> float:
+    """A worker's speed as routers tell it, within what is believed; 1 for what is no number."""
+    return min(_SLOWEST, max(_FASTEST, told)) if isfinite(told) else 1.0
 
 
 @dataclass(frozen=True, slots=True)

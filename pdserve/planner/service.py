@@ -110,6 +110,8 @@ class PlannerService:
         self._fixed: dict[str, tuple[NodeId, ...]] = {}
         self._degraded: dict[str, str] = {}
         self._draining = False
+        self._enabled: set[str] = set()
+        """Kinds that operators have enabled since the last tick."""
         self._tasks: list[asyncio.Task[None]] = []
         self.measures = Measures(metrics, config)
         self.traces = ChangeTraces(traces, random or Random(), wall)
@@ -177,7 +179,6 @@ class PlannerService:
             try:
                 if not self._draining:
                     await self.tick()
-                    self._note({"planner_failed": ""})
             except Exception as error:
                 # A defect in a decision must not end all decisions; what is under way goes on.
                 _log.exception("a tick of the planner")
@@ -197,6 +198,8 @@ class PlannerService:
         now, wall = self._node.now(), self._wall()
         seen = self.sight.look(now, wall, self.operators.wishes, self.orders.taken_refusals())
         core = self._core_of_this_life()
+        while self._enabled:
+            core.enable(self._enabled.pop())
         output = await self._offload(lambda: core.tick(now, seen))
         self.measures.ticked(self._node.now() - now)
         if self._draining or core is not self._core:
@@ -252,9 +255,9 @@ class PlannerService:
         self._state.set(PlannerState(mode=self.config.mode, wishes=self.operators.wishes.all))
 
     def enable(self, kind: str) -> None:
-        """An operator has mended a kind that was disabled."""
-        if self._core is not None:
-            self._core.enable(kind)
+        """An operator has mended a kind that was disabled. The next tick knows: the present one may
+        be deciding in its thread."""
+        self._enabled.add(kind)
 
     # ------------------------------------------------------------------ what it tells
 
@@ -313,7 +316,7 @@ async def _first_look(watch: ActuatorWatch) -> None:
     await watch.looked.wait()
 
 
-_BY_CORE: Final = ("planner_blind", "planner_kind_failing")
+_BY_CORE: Final = ("planner_blind", "planner_kind_failing", "planner_failed")
 _LINES: Final = 20
 """Lines of the decision log in a report."""
 _FEW: Final = 0.01

@@ -758,6 +758,28 @@ def test_two_models_have_a_budget_and_reasons_of_their_own():
     assert "n: for" in words
 
 
+def test_a_defect_in_one_models_decisions_leaves_the_others_alone(caplog):
+    class Broken(LinearJudge):
+        def judge(self, traffic, objectives, load, candidates):
+            if load.work == 5.0:
+                raise ZeroDivisionError
+            return super().judge(traffic, objectives, load, candidates)
+
+    pools = (pool(kinds=("gpu",)), pool(model="n", kinds=("cpu",)))
+    bench = Bench(config(*pools), judge=Broken())
+    kinds = (Kind(name="gpu", actuator="fake"), Kind(name="cpu", actuator="fake"))
+    bench.see(worker(1), replace(worker(2), model="n"), kinds=kinds)
+    bench.seen = replace(bench.seen, demand={MODEL: demand(5.0), "n": demand(2.5)})
+    output = bench.tick()
+    assert [order.change.kind for order in output.orders] == ["cpu", "cpu"]
+    assert output.degraded["planner_failed"].startswith("m: ZeroDivisionError in a decision")
+    assert "ZeroDivisionError" in caplog.text
+    assert [plan.model for plan in output.plans] == ["n"]
+    bench.load(0.5)
+    assert "planner_failed" not in bench.tick().degraded
+    assert [plan.model for plan in bench.last.plans] == ["m", "n"]
+
+
 def test_workers_of_a_floor_are_started_before_it_holds():
     floor = Floor(begin=3600.0, end=7200.0, min=3)
     bench = Bench(config(pool(floors=(floor,))))
@@ -927,6 +949,37 @@ def test_a_pin_switches_before_it_starts():
     disagg(bench, pins={MODEL: {"prefill": 1, "decode": 3}})
     bench.load(0.5)
     assert actions(bench.tick()) == ["begin mode w1>decode"]
+
+
+def test_a_pin_does_not_repeat_a_switch_that_was_refused():
+    """Not for 300 s; then it is tried again."""
+    bench = Bench(config(pool(modes=("prefill", "decode"))))
+    pins = {MODEL: {"prefill": 1, "decode": 3}}
+    disagg(bench, pins=pins, kinds=())
+    bench.load(0.5)
+    assert actions(bench.tick()) == ["begin mode w1>decode"]
+    refused = {names(bench)[0]: Refusal("vetoed", "it is the last one")}
+    assert actions(bench.tick(refusals=refused)) == ["begin mode w2>decode"]
+    refused = {names(bench)[0]: Refusal("vetoed", "it is the last one")}
+    assert actions(bench.tick(refusals=refused)) == []
+    assert not any(output.orders for output in bench.until(285))
+    assert actions(bench.tick(20)) == ["begin mode w1>decode"]
+
+
+@pytest.mark.parametrize("state", ["pending", "booting"])
+def test_a_pin_keeps_the_last_worker_that_takes_requests(state):
+    """The pinned workers are only coming, and a prefill worker takes none."""
+    bench = Bench(config(pool(modes=("aggregated", "prefill", "decode"))))
+    pins = {MODEL: {"aggregated": 2}}
+    fixed = {"can_switch": False}
+    bench.see(mine(1, "prefill", **fixed), mine(10, "decode", **fixed), pins=pins)
+    bench.load(0.5)
+    assert actions(bench.tick()) == [START] * 2
+    shown = tuple(instance(one, state) for one in names(bench))
+    bench.see(*bench.seen.workers, instances=shown)
+    bench.tick()
+    stopped = [line for output in bench.until(60) for line in actions(output)]
+    assert {*stopped} == {"begin stop w1"}
 
 
 def test_a_worker_of_the_wrong_mode_is_drained():

@@ -32,6 +32,8 @@ S, E = ChangeState, ChangeEvent
 _MARGIN: Final[Seconds] = 15.0
 """An order that a worker obeys shows on its card within this; beyond its own time-outs it is given
 as much."""
+_UNDO: Final[Seconds] = 20.0
+"""A worker answers an undone drain once it serves again, and is waited for as long."""
 _UNSEEN: Final = 2
 """Ticks in a row that a healthy list must lack an instance before it is gone."""
 _SEEN_INSTANCE: Final[Mapping[str, ChangeEvent]] = {
@@ -344,7 +346,7 @@ class ChangeBook:
             return self._config.switch_timeout + _MARGIN
         if one.action is Action.STOP and one.state is S.DRAINING:
             return self._config.drain_timeout + _MARGIN
-        return _MARGIN
+        return _MARGIN + (_UNDO if one.action is Action.UNDO else 0.0)
 
     # ------------------------------------------------------------------ states
 

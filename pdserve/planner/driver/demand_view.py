@@ -5,11 +5,12 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING, Final
 
+from pdserve.planner.demand_series import believed_speed
 from pdserve.planner.outlook import DemandView
 from pdserve.planner.steady_load import Stretch, mean_work, steady
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pdserve.ids import Seconds
     from pdserve.planner.demand_series import DemandBucket, DemandHealth, DemandSeries
@@ -44,7 +45,7 @@ def demand_view(
     levels = _levels(stretches, len(recent), request, spread)
     return DemandView(
         known=bool(buckets) and _complete(series.health),
-        faults=series.health.words or ("" if buckets else "no full 5 s have been reported yet"),
+        faults="; ".join(_faults(series)),
         poor=series.prediction_poor or not series.times.fitted,
         seen=sum(one.seconds for one in recent),
         first_tokens=series.first_tokens,
@@ -74,6 +75,17 @@ def _rate(buckets: Sequence[DemandBucket]) -> float:
     """Mean work per second."""
     seconds = sum(one.seconds for one in buckets)
     return sum(one.work for one in buckets) / seconds if seconds else 0.0
+
+
+def _faults(series: DemandSeries) -> Iterator[str]:
+    """What is not known, or not believed."""
+    if series.health.words:
+        yield series.health.words
+    elif not series.buckets:
+        yield "no full 5 s have been reported yet"
+    for node, told in series.speeds.items():
+        if (counts := believed_speed(told)) != told:
+            yield f"routers take {node} for {told:g} times as slow as usual, and {counts:g} counts"
 
 
 def _over(sum_: float, number: float) -> float:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.ids import NodeLife
 from pdserve.planner.changes.ids import model_tag, read_change_id
+from pdserve.planner.demand_series import believed_speed
 from pdserve.planner.pool import Worker
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def worker_view(seen: Sighting, model: str, speeds: Mapping[NodeId, float]) -> W
         kind="" if instance is None else instance.kind,
         can_switch=bool(card.transfers and card.mode_generation),
         share=card.prompt_share,
-        speed=speeds.get(member.node, 1.0),
+        speed=believed_speed(speeds.get(member.node, 1.0)),
         kv_tokens=0 if load is None else load.blocks_total * block,
         max_sequences=card.max_sequences,
         running=0 if load is None else load.running + load.waiting,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.planner.changes.book import Step
 from pdserve.planner.changes.table import Action
-from pdserve.planner.pool import valid_mix
+from pdserve.planner.pool import serves, valid_mix
 from pdserve.planner.rules.scene import STARTED_MODES
 
 if TYPE_CHECKING:
@@ -120,14 +120,20 @@ def _pin_switch(scene: Scene, missing: Mix, surplus: Mix, reason: str) -> Step |
     for target in sorted(missing):
         for mode in sorted(surplus):
             for one in scene.pool.serving:
-                if one.mode == mode and one.can_switch and not one.pinned:
+                if not scene.book.may_switch(scene.now, one.life):
+                    continue
+                if one.mode == mode and one.can_switch and _may_leave(scene, one):
                     return Step(action=Action.SWITCH, reason=reason, mode=target, life=one.life)
     return None
 
 
 def _pin_stops(scene: Scene, surplus: Mix, reason: str) -> Iterator[Step]:
-    if len(scene.pool.serving) <= 1:
-        return
     for one in sorted(scene.pool.serving, key=lambda one: (one.live_tokens, one.life)):
-        if surplus.get(one.mode, 0) > 0 and not one.pinned:
+        if surplus.get(one.mode, 0) > 0 and _may_leave(scene, one):
             yield Step(action=Action.STOP, reason=reason, kind=one.kind, life=one.life)
+
+
+def _may_leave(scene: Scene, worker: Worker) -> bool:
+    """True if the others that are ready take requests without it: what is only coming does not."""
+    mix = Counter(one.mode for one in scene.pool.serving if one.life != worker.life)
+    return not worker.pinned and serves(mix)

@@ -58,8 +58,10 @@ class LocalLane:
         self._waiting.append(arrival)
 
     def drain(self) -> None:
-        """Delivers all that was sent until now."""
+        """Delivers all that was sent until now. What arrives may drain the lane itself."""
         for _ in range(len(self._waiting)):
+            if not self._waiting:
+                return
             self._waiting.popleft()()
 
     def _deliver(self) -> None:
@@ -68,6 +70,8 @@ class LocalLane:
         until = clock() + _TURN
         try:
             for _ in range(len(waiting)):
+                if not waiting:
+                    break  # what arrived has drained the lane
                 waiting.popleft()()
                 if clock() >= until:
                     break

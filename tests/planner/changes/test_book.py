@@ -218,6 +218,16 @@ def test_a_worker_that_cannot_be_told_is_not_ended(books):
     assert ended.state is S.GIVEN_UP
 
 
+def test_an_undone_drain_is_waited_for_as_long_as_a_worker_may_answer(books):
+    """It answers within 20 s, and its card may come 15 s later."""
+    one = books.begin(Step(action=Action.UNDO, reason="r", life=life(1)))
+    draining = worker(1, state="draining")
+    books.see(draining, seconds=34.0)
+    assert state_of(one) is S.ORDERED
+    books.see(draining, seconds=1.0)
+    assert state_of(one) is S.GIVEN_UP
+
+
 def test_a_veto_and_an_undone_drain_give_the_stop_up(books):
     books.stop()
     refused = Refusal("vetoed", "no other ready worker takes requests")

@@ -73,6 +73,15 @@ def test_a_missing_router_is_unknown_and_a_silent_one_only_doubtful() -> None:
     assert not refused.known
 
 
+@pytest.mark.parametrize(("told", "counts"), [(1e-9, "0.1"), (1e9, "10"), (float("nan"), "1")])
+def test_a_speed_that_cannot_be_is_told(told: float, counts: str) -> None:
+    seen = demand_view(series(1.0, speeds={NodeId("w"): told, NodeId("v"): 1.4}))
+    assert seen.known
+    assert seen.faults == (
+        f"routers take w for {told:g} times as slow as usual, and {counts} counts"
+    )
+
+
 def test_unlearnt_or_wrong_times_are_poor() -> None:
     assert not demand_view(series(1.0)).poor
     assert demand_view(series(1.0, times=LatencyModel())).poor

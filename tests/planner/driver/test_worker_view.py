@@ -29,10 +29,12 @@ READY = WorkerLoad(
 )
 
 
-def seen(card: NodeCard = CARD, report: NodeReport | None = None, **more: Any) -> Worker:
+def seen(
+    card: NodeCard = CARD, report: NodeReport | None = None, speed: float = 2.0, **more: Any
+) -> Worker:
     member = Member(NodeId("w"), 7, "w:7000", "worker", card)
     sighting = Sighting(member, **{"load": READY, "report": report} | more)
-    found = worker_view(sighting, "m", {NodeId("w"): 2.0})
+    found = worker_view(sighting, "m", {NodeId("w"): speed})
     assert found is not None
     return found
 
@@ -49,6 +51,11 @@ def test_a_ready_worker() -> None:
         *(1600, 5, 70, 80),
     )
     assert (worker.kind, worker.hard_end, worker.can_switch) == ("gpu", 60.0, True)
+
+
+def test_speeds_that_cannot_be_are_not_believed() -> None:
+    told = (1e-9, 1e9, float("nan"), float("inf"), 1.4)
+    assert [seen(speed=one).speed for one in told] == [0.1, 10.0, 1.0, 1.0, 1.4]
 
 
 def test_both_is_told_from_aggregated_by_its_share() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -360,3 +361,18 @@ def test_what_an_arrival_sends_comes_in_the_next_turn() -> None:
     assert len(turns.due) == 1, "scheduled once"
     turns.turn()
     assert came == ["second"]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_arrives_may_drain_the_lane_itself(whole: bool) -> None:
+    turns: list[Callable[[], None]] = []
+    lane = LocalLane(turns.append, lambda: 0.0)
+    arrived: list[int] = []
+    lane.put(lane.drain)
+    for number in range(3):
+        lane.put(partial(arrived.append, number))
+    if whole:
+        lane.drain()
+    turns.pop()()
+    assert arrived == [0, 1, 2]
+    assert (len(lane), turns) == (0, [])
