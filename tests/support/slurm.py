@@ -48,7 +48,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
 KillWait={kill_wait}
-MessageTimeout=3
+MessageTimeout=5
 SlurmdParameters=config_overrides
 SchedulerParameters=bf_interval=1
 StateSaveLocation={folder}/state
@@ -127,6 +127,11 @@ class Slurm:
         self._controller.send_signal(signal.SIGTERM)
         self._controller.wait(PATIENCE)
         self._daemons.remove(self._controller)
+
+    @property
+    def controller_is_away(self) -> bool:
+        """True after `stop_controller`."""
+        return self._controller not in self._daemons
 
     def signal_controller(self, number: signal.Signals) -> None:
         """Sends it a signal: SIGSTOP makes it silent."""

@@ -6,12 +6,10 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import signal
 import socket
 import stat
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -34,22 +32,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
 ]
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    """One for all tests here."""
-    with Slurm(tmp_path_factory.mktemp("slurm")) as slurm:
-        yield slurm
-
-
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`pdserve` in one word, from this very checkout."""
-    path = tmp_path_factory.mktemp("bin") / "pdserve"
-    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m pdserve "$@"\n')
-    path.chmod(0o755)
-    return path
 
 
 class Job:
@@ -151,7 +133,7 @@ def job(slurm, program, tmp_path, tiny_model) -> Iterator[Job]:
         job.over()
 
 
-def test_a_job_is_a_cluster_with_a_key_of_its_own(job, program, slurm):
+def test_a_job_is_a_cluster_with_a_key_of_its_own_and_leaves_nothing(job, program, slurm):
     assert job.ask() == 200
     key = job.dir / "cluster.key"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
@@ -162,6 +144,11 @@ def test_a_job_is_a_cluster_with_a_key_of_its_own(job, program, slurm):
         assert re.search(rf"^\S+ +{role} +alive", shown, re.MULTILINE), shown
     worker = job.processes()["worker"]
     assert worker.environ()["SLURM_CPUS_PER_TASK"] == "1"
+    slurm.run("scancel", job.id)
+    assert job.over() == "CANCELLED"
+    assert job.log().count("launch.process: closed") == 3
+    assert "Traceback" not in job.log()
+    assert not job.dir.exists()
 
 
 @pytest.mark.long(one_in=3)
@@ -198,14 +185,6 @@ def test_each_role_heals(job, program):
     job.ready(times=2)
     assert job.ask() == 200
     assert job.log().count("starting it again") == 3
-
-
-def test_a_cancelled_job_drains_and_leaves_nothing(job):
-    job.slurm.run("scancel", job.id)
-    assert job.over() == "CANCELLED"
-    assert job.log().count("launch.process: closed") == 3
-    assert "Traceback" not in job.log()
-    assert not job.dir.exists()
 
 
 @pytest.mark.long(one_in=3)

@@ -63,7 +63,7 @@ def make(slurm: Slurm, tmp_path: Path) -> Iterator[Callable[[], SlurmJobs]]:
     end_jobs(slurm, cluster)
 
 
-@pytest.mark.long(one_in=3)
+@pytest.mark.long(one_in=4)
 class TestJobs(ActuatorSuite):
     @pytest.fixture
     def lab(self, slurm: Slurm, tmp_path: Path) -> Iterator[JobsLab]:
@@ -110,6 +110,7 @@ async def test_starts_at_the_same_time_are_one(make) -> None:
     assert len({one.ref for one in several}) == 1
 
 
+@pytest.mark.long(one_in=3)
 async def test_a_lost_answer_makes_no_second_life(make, slurm, monkeypatch) -> None:
     """The order was taken and its answer lost; another planner repeats it without looking."""
     one, other = make(), make()
@@ -192,6 +193,7 @@ async def test_a_worker_that_fails_says_where_its_words_are(make, tmp_path) -> N
     assert "no model" in (tmp_path / "pdserve-a.log").read_text()
 
 
+@pytest.mark.long(one_in=3)
 async def test_a_worker_that_does_not_end_is_told_once_and_killed_after_its_grace(
     make, slurm, tmp_path
 ) -> None:

@@ -39,7 +39,7 @@ def allocation(slurm: Slurm) -> Iterator[str]:
         yield job
 
 
-@pytest.mark.long(one_in=3)
+@pytest.mark.long(one_in=4)
 class TestSteps(ActuatorSuite):
     @pytest.fixture
     def lab(self, slurm: Slurm, allocation: str, tmp_path: Path) -> Iterator[StepsLab]:
@@ -86,6 +86,7 @@ async def test_a_step_per_change_and_every_planner_finds_it(make, allocation, tm
     assert (await make().start("cpu", "decode", "a")).state == "ended"
 
 
+@pytest.mark.long(one_in=3)
 async def test_steps_run_beside_each_other(make) -> None:
     steps = make()
     await asyncio.gather(*(steps.start("cpu", "decode", f"a{number}") for number in range(5)))
@@ -124,6 +125,7 @@ async def test_slots_and_kinds(make) -> None:
     await until(steps, "a", "ended")
 
 
+@pytest.mark.long(one_in=3)
 async def test_a_step_outlives_its_srun_and_is_still_ended(make, tmp_path) -> None:
     steps = make()
     write_program(tmp_path, DEAF)
@@ -210,6 +212,7 @@ async def test_an_srun_that_is_killed_while_it_waits_has_failed(waiting, tmp_pat
     assert failed.reason == "its srun is gone and has not told how it ended"
 
 
+@pytest.mark.long(one_in=3)
 async def test_of_another_hosts_srun_nothing_is_known(waiting, tmp_path) -> None:
     steps = waiting()
     await steps.start("few", "decode", "a")
