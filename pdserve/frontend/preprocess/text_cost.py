@@ -1,9 +1,10 @@
 """Estimates a request's text work, to decide if it may run on the event loop.
 
 The unit is a character that `tokenizers` encodes; where the extension encodes, text costs less.
-Every text that a template can read counts, in any field. Where the cost follows the structure of
-the input and not its length (tools, documents, template arguments), the answer is always above the
-limit for the event loop. Renders and builds nothing.
+Every text that a template can read counts, in any field. Tools count several times, because
+templates walk through them. Where the cost follows the structure of the input and not its length
+(documents, template arguments), the answer is always above the limit for the event loop. Renders
+and builds nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ __all__ = ["MIN_STRUCTURED_CHARS", "chat_cost", "encoded_chars", "texts_chars", 
 
 MIN_STRUCTURED_CHARS: Final = INLINE_CHARS + 1
 """Least cost of work that follows structure: a kilobyte of structure may cost anything."""
+_TOOL_CHARS: Final = 4
+"""Cost of a character of the tools' JSON, so that 1,024 of them run in place. There a chat with one
+to three tools takes 0.08 to 0.13 ms; a thread costs 0.11 ms of CPU more. Of the worst 1,000
+characters of tools that were found, the 786 public templates of the tests take 0.2 ms in the
+median, one in a hundred over 2.7 ms, and the slowest 7.4 ms; of 4,000, the slowest takes 42 ms."""
 _UNKNOWN: Final = 1 << 24
 _ITEM_CHARS: Final = 64
 """Cost of an empty message, part or call, in characters of text: many of them are long work too."""
@@ -44,7 +50,9 @@ def chat_cost(
         found = _message(message)
         items, text = items + found[0], text + found[1]
     chars = items * _ITEM_CHARS + encoding_chars(text, tokenizer)
-    given = [tools, request.documents, request.chat_template_kwargs]
+    if tools:
+        chars += _TOOL_CHARS * encoded_chars(tools)
+    given = [request.documents, request.chat_template_kwargs]
     if not any(given):
         return chars
     return max(MIN_STRUCTURED_CHARS, chars + encoded_chars(given))

@@ -40,6 +40,7 @@ SLOW = PreparedModel.from_card(card()).tokenizer
 SLOW._fast = None
 USER: dict[str, Any] = {"role": "user", "content": "hello"}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+TOOLS = [{"type": "function", "function": {"name": f"f{number}"}} for number in range(30)]
 CASES: dict[str, dict[str, Any]] = {
     "content": {"messages": [{"role": "user", "content": LONG}]},
     "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}]},
@@ -60,7 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
     "many calls": {
         "messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 80}]
     },
-    "a tool": HELLO | {"tools": [TOOL]},
+    "tools": HELLO | {"tools": TOOLS},
     "a document": HELLO | {"documents": [{}]},
     "an argument of the template": HELLO | {"chat_template_kwargs": {"a": [[]]}},
 }
@@ -100,8 +101,11 @@ def test_all_text_counts_where_it_stands():
     both = CASES["reasoning"]["messages"][1] | {"reasoning_content": LONG}
     twice = request({"messages": [USER, both]})
     assert chat_cost(twice, (), SLOW) == 64 + len("hello") + 64 + 2 * len(LONG)
-    tools = request(CASES["a tool"])
-    assert chat_cost(tools, tools.tools, SLOW) == MIN_STRUCTURED_CHARS
+    small = request(HELLO | {"tools": [TOOL]})
+    without = chat_cost(request(HELLO), (), SLOW)
+    assert without + 4 * len('{"name":"f"}') < chat_cost(small, small.tools, SLOW) < INLINE_CHARS
+    documents = request(CASES["a document"])
+    assert chat_cost(documents, (), SLOW) == MIN_STRUCTURED_CHARS
     large = request(HELLO | {"tools": [TOOL | {"function": {"name": "f", "description": LONG}}]})
     assert chat_cost(large, large.tools, SLOW) > len(LONG) + 64
     chinese = request({"messages": [USER, {"role": "user", "content": "\u4e2d" * 100}]})
@@ -160,9 +164,7 @@ async def test_no_grammar_is_made_on_the_event_loop(fields: dict[str, Any]):
     context = PlanContext(model=model, config=FrontendConfig(), pool=pool, request_id="r")
     try:
         await plan_chat(request(HELLO | fields), context)
-        rendered = "tools" not in fields
-        assert pool.stats().inline == rendered
-        assert pool.stats().handed_over == 2 + (not rendered)
+        assert (pool.stats().inline, pool.stats().handed_over) == (1, 2)
     finally:
         await pool.close()
 
