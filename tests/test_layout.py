@@ -87,7 +87,6 @@ ASYNCIO = {
     "pdserve/net/transport/memory_pipe.py": "two transports and the pipes between them",
     "pdserve/name_lookup.py": "waits for a thread that looks up a name",
     "pdserve/net/connection_driver.py": "bytes between a transport and the sans-I/O connection",
-    "pdserve/net/link_stream.py": "waits for a stream's credit",
     "pdserve/net/transport/tcp.py": "sockets",
     "pdserve/observe/loop_lag.py": "measures the loop itself",
     "pdserve/observe/probes.py": "a small listener for /live, /health and /metrics",
@@ -470,7 +469,6 @@ SHARED_CLASS_NAMES = {
     "Overloaded": _MIRROR,
     "PlannerConfig": "the planner of the cluster, and the planner of KV tiers",
     "RateLimited": _MIRROR,
-    "Stream": "a stream of a link, and the client's stream of an answer",
     "Unauthorized": _MIRROR,
     "Unavailable": _MIRROR,
 }

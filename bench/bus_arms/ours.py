@@ -135,8 +135,9 @@ class Ours(Arm):
         stream = self.link.open_stream(_ITEMS, b"", writer, window=4096)
         for number in range(count):
             body = encode(Item(number, payload))
-            if not stream.try_send(body):
-                await stream.send(body, timeout=_TIMEOUT)
+            while not stream.try_send(body):
+                async with asyncio.timeout(_TIMEOUT):
+                    await writer.wait()
             if number % BURST == 0:
                 await asyncio.sleep(0)
         stream.end()

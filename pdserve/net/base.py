@@ -35,7 +35,6 @@ __all__ = [
     "NetListener",
     "Network",
     "Peer",
-    "Stream",
     "StreamLink",
     "StreamOpener",
     "StreamSink",
@@ -122,16 +121,6 @@ class ItemStream(Protocol):
 
     def abort(self, error: BaseException) -> None:
         """Ends both halves: the peer's sink gets `error`, the own sink is not called any more."""
-        ...
-
-
-class Stream(ItemStream, Protocol):
-    """A stream to a node that may be in another process."""
-
-    async def send(self, body: Buffer, *, timeout: Seconds, last: bool = False) -> None:
-        """Sends one item as soon as there is credit. Raises `DeadlineExceeded` and what `try_send`
-        raises; then nothing was sent. Cancellation: nothing was sent.
-        """
         ...
 
 
@@ -291,7 +280,7 @@ class Link(Protocol):
         *,
         window: int | None = None,
         last: bool = False,
-    ) -> Stream:
+    ) -> ItemStream:
         """Opens a stream. `window` is the credit granted to the peer, 0 if it sends nothing.
         `last`: this side sends nothing more. Raises `LinkLost` (not sent), `Overloaded`,
         `PayloadTooLarge`.
@@ -307,7 +296,7 @@ class Link(Protocol):
         timeout: Seconds,
         window: int | None = None,
         last: bool = False,
-    ) -> Stream:
+    ) -> ItemStream:
         """Opens a stream on the bulk connection, which is dialled first if there is none. Raises
         what `open_stream` raises, `DeadlineExceeded`, `DialFailed`.
         """

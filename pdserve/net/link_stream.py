@@ -1,17 +1,15 @@
-"""Joins one stream's record in the wire protocol, the sink that reads, and the tasks that write.
+"""Joins one stream's record in the wire protocol, the sink that reads, and who writes.
 
-Owned by one connection of one `link`. The wire package counts credit; this file waits for it.
+Owned by one connection of one `link`. The wire package counts credit; sinks hear of it.
 """
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
-from pdserve.errors import DeadlineExceeded, Overloaded
+from pdserve.errors import Overloaded
 
 if TYPE_CHECKING:
-    from pdserve.ids import Seconds
     from pdserve.net.base import StreamSink
     from pdserve.net.connection_driver import ConnectionDriver
     from pdserve.net.link import PeerLink
@@ -22,9 +20,9 @@ __all__ = ["LinkStream"]
 
 
 class LinkStream:
-    """A stream of a link; implements `net.base.Stream` and `net.base.IncomingStream`."""
+    """A stream of a link; implements `net.base.IncomingStream`."""
 
-    __slots__ = ("_ended", "_shell", "_sink", "_waiters", "_wire", "link")
+    __slots__ = ("_ended", "_shell", "_sink", "_wire", "link")
 
     def __init__(
         self,
@@ -39,7 +37,6 @@ class LinkStream:
         self._sink = sink
         # True or the error once the sink gets nothing more.
         self._ended: BaseException | bool = False
-        self._waiters: list[asyncio.Future[None]] = []
 
     # ------------------------------------------------------------------ reading
 
@@ -71,8 +68,6 @@ class LinkStream:
             self._ended = True if error is None else error
             if self._sink is not None:
                 self._sink.on_end(error)
-        if error is not None:
-            self._unblock()  # the own half has ended, too
 
     # ------------------------------------------------------------------ writing
 
@@ -88,11 +83,6 @@ class LinkStream:
             shell.wake()
         return True
 
-    async def send(self, body: Buffer, *, timeout: Seconds, last: bool = False) -> None:
-        deadline = self.link.now() + timeout
-        while not self.try_send(body, last=last):
-            await self._wait_credit(deadline)
-
     def end(self) -> None:
         self._shell.connection.end(self._wire)
         self._wake()
@@ -101,36 +91,13 @@ class LinkStream:
         if not self._ended:
             self._ended = True
         self._shell.connection.abort(self._wire, error)
-        self._unblock()
         self._wake()
 
     def on_unblocked(self) -> None:
         """The peer has granted credit."""
-        self._unblock()
         if self._sink is not None:
             self._sink.on_unblocked()
-
-    async def _wait_credit(self, deadline: Seconds) -> None:
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        try:
-            await asyncio.wait({waiter}, timeout=max(0.0, deadline - self.link.now()))
-        finally:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-        if not waiter.done():
-            raise DeadlineExceeded("the peer granted no credit in time")
-
-    def _unblock(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            _settle(waiter)
 
     def _wake(self) -> None:
         if not self._shell.due:
             self._shell.wake()
-
-
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pdserve.messages.request import Finish, FirstTokenStats, GenerateRequest, TokenLogprob
-    from pdserve.net.base import Stream
+    from pdserve.net.base import ItemStream
     from pdserve.wire.parser import Buffer
 
 _decode: Any = decoder(cast("Any", OutputBatch | Fragment))
@@ -72,7 +72,7 @@ class _Channel:
         self.waiting: deque[bytes] = deque()
         self.assembler = FragmentAssembler()
         self.ended: BaseException | bool | None = False
-        self.stream: Stream = stream_of(self)
+        self.stream: ItemStream = stream_of(self)
 
     def post(self, message: OpenRequest | AbortRequest) -> None:
         self.waiting.extend(split_message(encode(message)))

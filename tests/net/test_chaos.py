@@ -34,7 +34,7 @@ from pdserve.net.transport.memory import MemoryWorld
 from pdserve.testing import virtual_time
 from pdserve.wire.codec import Method
 from pdserve.wire.limits import Limits
-from tests.support.net_support import Echo, RecordingHandler, RecordingStreamSink, node
+from tests.support.net_support import Echo, RecordingHandler, RecordingStreamSink, node, send_item
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -188,7 +188,7 @@ class Chaos:
         """Numbered items, some of them large."""
         for number in range(self.random.randint(1, 12)):
             size = 20_000 if self.random.random() < 0.4 else 1
-            await stream.send(bytes([number]) * size, timeout=1.0)
+            await send_item(stream, bytes([number]) * size, timeout=1.0)
         self.finish(stream, abort=self.random.random() < 0.3)
 
     def finish(self, stream, *, abort: bool) -> None:

@@ -34,6 +34,7 @@ from tests.support.net_support import (
     Echo,
     RecordingHandler,
     RecordingStreamSink,
+    send_item,
 )
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ async def test_sending_waits_no_longer_than_it_may() -> None:
         while stream.try_send(bytes(500)):
             pass
         with pytest.raises(DeadlineExceeded):
-            await stream.send(bytes(500), timeout=0.5)
+            await send_item(stream, bytes(500), timeout=0.5)
         bulk = t.link.open_bulk_stream(1, b"", RecordingStreamSink(), timeout=0.5)
         with pytest.raises(DeadlineExceeded):
             await bulk
@@ -232,7 +233,7 @@ async def test_on_a_link_that_was_reset_nothing_can_be_started() -> None:
         for begin in (
             lambda: t.link.request(ECHO, Echo(), timeout=9.0),
             lambda: t.link.open_bulk_stream(1, b"", RecordingStreamSink(), timeout=9.0),
-            lambda: bulk.send(b"", timeout=9.0),
+            lambda: send_item(bulk, b"", timeout=9.0),
         ):
             with pytest.raises(LinkLost) as lost:
                 await begin()
@@ -350,7 +351,7 @@ async def test_a_reader_that_fails_ends_its_own_stream() -> None:
         t.at_b.on_stream_hook = lambda stream, *_: stream.accept(Fails(), window=4096)
         sink = RecordingStreamSink()
         stream = t.link.open_stream(1, b"", sink)
-        await stream.send(b"x", timeout=1.0)
+        await send_item(stream, b"x", timeout=1.0)
         error = await sink.end()
         assert "failed inside" in str(error)
         assert t.link.down is None
@@ -369,7 +370,7 @@ async def test_a_stream_can_be_accepted_later_or_after_it_has_ended() -> None:
         offered[0].accept(late, window=4096)
         with pytest.raises(RuntimeError):
             offered[0].accept(late)
-        await stream.send(b"x", timeout=1.0, last=True)
+        await send_item(stream, b"x", timeout=1.0, last=True)
         await late.end()
         assert late.items == [b"x"]
 
@@ -584,7 +585,7 @@ async def test_who_waits_for_credit_learns_of_the_end_although_the_peer_has_ende
         t.world.partition("a", "b")
         while stream.try_send(bytes(1000)):
             pass
-        sending = asyncio.create_task(stream.send(bytes(1000), timeout=60.0))
+        sending = asyncio.create_task(send_item(stream, bytes(1000), timeout=60.0))
         await asyncio.sleep(0.1)
         t.world.reset("a", "b")
         async with asyncio.timeout(10.0):

@@ -48,13 +48,14 @@ from tests.support.net_support import (
     RecordingHandler,
     RecordingStreamSink,
     node,
+    send_item,
 )
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from pdserve.ids import Seconds
-    from pdserve.net.base import ByteNetwork, IncomingStream
+    from pdserve.net.base import ByteNetwork, IncomingStream, ItemStream
     from pdserve.net.endpoint import Endpoint
     from pdserve.net.link import PeerLink
 
@@ -550,10 +551,10 @@ class LinkConformance(_Place):
             await pair.handler_b.until(lambda handler: bool(handler.streams))
             other, other_sink = pair.handler_b.streams[0]
 
-            async def send(sender: object, count: int) -> None:
+            async def send(sender: ItemStream, count: int) -> None:
                 for number in range(count):
-                    await sender.send(encode(number), timeout=PATIENCE)  # type: ignore[attr-defined]
-                sender.end()  # type: ignore[attr-defined]
+                    await send_item(sender, encode(number), timeout=PATIENCE)
+                sender.end()
 
             await asyncio.gather(send(stream, 3000), send(other, 2000))
             assert await sink.end(PATIENCE) is None
@@ -575,11 +576,11 @@ class LinkConformance(_Place):
             assert not slow.sendable
             assert not slow.try_send(b"")
             with pytest.raises(DeadlineExceeded):
-                await slow.send(b"no credit", timeout=0.1)
+                await send_item(slow, b"no credit", timeout=0.1)
             assert (await pair.link.request(ECHO, Echo(b"x"), timeout=PATIENCE)).payload == b"x"
             sink = RecordingStreamSink()
             waiting[0].accept(sink, window=8192)
-            await slow.send(b"now", timeout=PATIENCE, last=True)
+            await send_item(slow, b"now", timeout=PATIENCE, last=True)
             await sink.end(PATIENCE)
             assert sink.items == [b"now"]
 
@@ -642,7 +643,7 @@ class LinkConformance(_Place):
             assert isinstance(await sink.end(PATIENCE), LinkLost)
             assert isinstance(await pair.handler_b.streams[0][1].end(PATIENCE), LinkLost)
             with pytest.raises(LinkLost):
-                await stream.send(b"", timeout=PATIENCE)
+                await send_item(stream, b"", timeout=PATIENCE)
 
     # ------------------------------------------------------------------ bulk
 
@@ -657,7 +658,7 @@ class LinkConformance(_Place):
             assert pair.back.stats().bulk
             assert pair.a.connections == 2
             for stream in streams:
-                await stream.send(bytes(200_000), timeout=PATIENCE, last=True)
+                await send_item(stream, bytes(200_000), timeout=PATIENCE, last=True)
             for handler in (pair.handler_a, pair.handler_b):
                 await handler.until(lambda handler: bool(handler.streams))
                 await handler.streams[0][1].end(PATIENCE)

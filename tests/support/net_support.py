@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdserve.errors import DeadlineExceeded
 from pdserve.ids import NodeId
 from pdserve.net.endpoint import Endpoint
 from pdserve.wire.codec import Method
@@ -17,7 +18,14 @@ if TYPE_CHECKING:
 
     from pdserve.errors import PdserveError
     from pdserve.ids import Epoch, Seconds
-    from pdserve.net.base import ByteNetwork, IncomingCall, IncomingStream, Link, LinkDownReason
+    from pdserve.net.base import (
+        ByteNetwork,
+        IncomingCall,
+        IncomingStream,
+        ItemStream,
+        Link,
+        LinkDownReason,
+    )
     from pdserve.net.settings import NetSettings
     from pdserve.wire.parser import Buffer
 
@@ -30,6 +38,7 @@ __all__ = [
     "RecordingHandler",
     "RecordingStreamSink",
     "node",
+    "send_item",
 ]
 
 KEY = b"the tests' own cluster key, 32 bytes or more"
@@ -82,6 +91,18 @@ class RecordingStreamSink:
         """Wait for the end; returns the error, or None."""
         await self.until(lambda sink: bool(sink.ends), timeout)
         return self.ends[0]
+
+
+async def send_item(
+    stream: ItemStream, body: Buffer, *, timeout: Seconds, last: bool = False
+) -> None:
+    """Send one item as soon as there is credit. Errors: `DeadlineExceeded`, and what `try_send`
+    raises."""
+    until = asyncio.get_running_loop().time() + timeout
+    while not stream.try_send(body, last=last):
+        if asyncio.get_running_loop().time() >= until:
+            raise DeadlineExceeded("the peer granted no credit in time")
+        await asyncio.sleep(0.001)
 
 
 class RecordingHandler:

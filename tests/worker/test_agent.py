@@ -41,7 +41,7 @@ from pdserve.worker.kv_fetch.push import PUSH_TIMEOUT
 from tests.frontend.dispatch.test_model_discovery import model
 from tests.net.world import virtually
 from tests.runtime.cluster import cluster
-from tests.support.net_support import RecordingStreamSink
+from tests.support.net_support import RecordingStreamSink, send_item
 from tests.worker.test_request_streams import request
 
 if TYPE_CHECKING:
@@ -208,8 +208,10 @@ class World:
         if number == 1:
             self.stream = link.open_stream(WORKER_STREAM, b"", self.sink, window=1 << 20)
             await asyncio.sleep(0.01)
-        await self.stream.send(
-            encode(OpenRequest(number, booking, replace(request(), priority=priority))), timeout=1.0
+        await send_item(
+            self.stream,
+            encode(OpenRequest(number, booking, replace(request(), priority=priority))),
+            timeout=1.0,
         )
         await asyncio.sleep(0.01)
 
@@ -472,7 +474,7 @@ async def test_whoever_has_a_request_here_is_asked_to_move_it_when_the_worker_dr
         ]
         assert w.member.left == 2
         for number in (1, 2):
-            await w.stream.send(encode(AbortRequest(number)), timeout=1.0)
+            await send_item(w.stream, encode(AbortRequest(number)), timeout=1.0)
         assert await draining
         assert w.service.engine.aborted == [1, 2]
 

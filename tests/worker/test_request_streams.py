@@ -36,7 +36,7 @@ from pdserve.wire.codec import decoder, encode
 from pdserve.worker import request_streams as module
 from pdserve.worker.request_streams import RequestStreams
 from tests.net.world import two, virtually
-from tests.support.net_support import RecordingStreamSink
+from tests.support.net_support import RecordingStreamSink, send_item
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -115,7 +115,7 @@ class World:
     async def open(self, number: int, booking: int = 0, **details: Any) -> None:
         body = encode(OpenRequest(number, booking, request(**details)))
         for frame in split_message(body):
-            await self.stream.send(frame, timeout=5.0)
+            await send_item(self.stream, frame, timeout=5.0)
         await asyncio.sleep(0.01)
 
     async def abort(self, number: int) -> None:

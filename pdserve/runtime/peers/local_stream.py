@@ -170,7 +170,7 @@ class LocalStream:
 
     @property
     def sendable(self) -> bool:
-        """As `net.base.Stream.sendable`."""
+        """As `net.base.ItemStream.sendable`."""
         return self.sending and self._granted and self._under_way < _WINDOW
 
     def try_send(self, body: Any, *, last: bool = False) -> bool:
@@ -188,13 +188,13 @@ class LocalStream:
         return True
 
     def end(self) -> None:
-        """As `net.base.Stream.end`."""
+        """As `net.base.ItemStream.end`."""
         if self.sending:
             self._lane.put(partial(self._other._end, None))
             self._stop()
 
     def abort(self, error: BaseException) -> None:
-        """As `net.base.Stream.abort`. The reader gets a copy of the error, as from another
+        """As `net.base.ItemStream.abort`. The reader gets a copy of the error, as from another
         process."""
         if not self._ended:
             self._ended = True

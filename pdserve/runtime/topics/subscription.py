@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from pdserve.ids import Epoch, NodeId, Seconds
-    from pdserve.net.base import Stream
+    from pdserve.net.base import ItemStream
     from pdserve.net.timers import Timer, Timers
     from pdserve.runtime.peers.peer_ref import PeerRef
     from pdserve.runtime.registry import Member, MemberEvent
@@ -283,7 +283,7 @@ class _FollowedStream(Generic[F]):
         self.following = following
         self._subscription = subscription
         self._redial = Redial(subscription.node.random)
-        self._stream: Stream | None = None
+        self._stream: ItemStream | None = None
         self._task: asyncio.Task[None] | None = None
         self._timer: Timer | None = None
         self._heard = False

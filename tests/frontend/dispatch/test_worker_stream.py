@@ -38,7 +38,7 @@ from pdserve.token_ids import token_ids
 from pdserve.wire.codec import PACKED_IDS, decoder, encode
 from pdserve.wire.handshake import Versions
 from tests.net.world import two, virtually
-from tests.support.net_support import RecordingStreamSink
+from tests.support.net_support import RecordingStreamSink, send_item
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -142,7 +142,7 @@ class World:
 
     async def say(self, *deltas: TokenDelta, **fields: Any) -> None:
         for frame in split_message(encode(OutputBatch(list(deltas), **fields))):
-            await self.stream.send(frame, timeout=5.0)
+            await send_item(self.stream, frame, timeout=5.0)
         await asyncio.sleep(0.01)
 
 

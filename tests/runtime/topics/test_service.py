@@ -23,7 +23,7 @@ from tests.net.world import virtually
 from tests.runtime.cluster import cluster
 from tests.runtime.topics.wires import digest_of
 from tests.runtime.topics.world import CONFIG, world
-from tests.support.net_support import RecordingStreamSink
+from tests.support.net_support import RecordingStreamSink, send_item
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -387,7 +387,7 @@ async def test_a_subscriber_that_talks_nonsense_is_dropped() -> None:
         ):
             sink = RecordingStreamSink()
             stream = link.open_stream(method, body, sink, window=100_000)
-            await stream.send(b"nonsense", timeout=5.0)
+            await send_item(stream, b"nonsense", timeout=5.0)
             assert await sink.end() is not None
         assert b.topics.stats()["published/set"]["subscribers"] == 0
 

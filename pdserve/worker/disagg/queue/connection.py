@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Epoch, NodeId, Seconds
     from pdserve.messages.handoff import ToQueue
-    from pdserve.net.base import Stream
+    from pdserve.net.base import ItemStream
     from pdserve.net.timers import Timer
     from pdserve.runtime.node import Node
     from pdserve.wire.parser import Buffer
@@ -76,7 +76,7 @@ class QueueConnection:
         self._node = node
         self._user = user
         self._redial = Redial(node.random)
-        self._stream: Stream | None = None
+        self._stream: ItemStream | None = None
         self._waiting: deque[bytes] = deque()
         self._task: asyncio.Task[None] | None = None
         self._timer: Timer | None = None
@@ -161,7 +161,7 @@ class QueueConnection:
             stream.abort(error)
             self._broken(error)
 
-    def _flush(self, stream: Stream) -> None:
+    def _flush(self, stream: ItemStream) -> None:
         waiting = self._waiting
         try:
             while waiting and stream.try_send(waiting[0]):

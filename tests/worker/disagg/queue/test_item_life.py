@@ -14,12 +14,12 @@ from pdserve.router.prefill_queue import service as router_module
 from pdserve.wire.codec import encode
 from pdserve.worker.disagg.queue import connection as connection_module
 from tests.net.world import virtually
-from tests.support.net_support import RecordingStreamSink
+from tests.support.net_support import RecordingStreamSink, send_item
 from tests.worker.disagg.queue.world import Heard, item, world
 
 if TYPE_CHECKING:
     from pdserve.ids import NodeId
-    from pdserve.net.base import Stream
+    from pdserve.net.base import ItemStream
     from tests.worker.disagg.queue.world import Decoder, Prefiller, Router, World
 
 
@@ -153,11 +153,11 @@ async def test_credits_are_a_total_over_all_routers() -> None:
         stream.abort(RuntimeError("the test is over"))
 
 
-async def _enqueue_at(w: World, router: NodeId, request: int) -> Stream:
+async def _enqueue_at(w: World, router: NodeId, request: int) -> ItemStream:
     """By a decode worker that has another view of who is the owner."""
     link = await w.decoders["d"].node.link(router, timeout=1.0)
     stream = link.open_stream(PREFILL_QUEUE, b"", RecordingStreamSink(), window=1 << 16)
-    await stream.send(encode(EnqueueItem(item(request))), timeout=1.0)
+    await send_item(stream, encode(EnqueueItem(item(request))), timeout=1.0)
     return stream
 
 
