@@ -16,7 +16,7 @@ def test_every_cell_of_the_grid_is_compared_once() -> None:
 
 def test_jobs_of_both_choices_have_the_same_seeds() -> None:
     cell = next(cells(Scale()))
-    predict, rule = (cell.jobs(one, 3) for one in ("predict", "rule"))  # type: ignore[arg-type]
+    predict, rule = (cell.jobs(one, 3) for one in ("predict", "rule"))
     assert [job[2] for job in predict] == [job[2] for job in rule] == [1, 2, 3]
     assert {job[1].disagg for job in predict} == {"predict"}
 
