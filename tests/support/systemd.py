@@ -114,7 +114,9 @@ class Systemd:
 
 
 def why_not() -> str | None:
-    """Why systemd cannot run here; None when it can."""
+    """Why systemd cannot run here; None when it can. With `PDSERVE_REQUIRE_SYSTEMD` it must."""
+    if os.environ.get("PDSERVE_REQUIRE_SYSTEMD", "") not in ("", "0"):
+        return None
     if os.geteuid() != 0:
         return "systemd in namespaces needs root"
     missing = [

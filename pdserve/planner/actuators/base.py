@@ -106,6 +106,9 @@ class Actuator(Protocol):
         that is known to be gone is `ended` or `failed`. One that neither its host nor the cluster
         has seen for long may leave the list.
 
+        It may finish what was ordered before, such as the end of an instance whose grace is over;
+        for a planner that only advises it does not.
+
         Errors: `ActuatorTransient`, `ActuatorDenied`: nothing is known now. That is not an empty
         list.
         """

@@ -307,7 +307,7 @@ class Systemd:
             units = await self._units()
             now = time.monotonic()
             old = [one for one in units if not one.live and now - one.since > KEEP_ENDED]
-            for unit in old:
+            for unit in old if self._home.acts else ():
                 await self._remove(unit)
             self._asked &= {one.change for one in units}
             return [self._instance(one) for one in units if one not in old]

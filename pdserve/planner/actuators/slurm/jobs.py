@@ -202,6 +202,8 @@ class SlurmJobs:
         return text
 
     async def _end_due(self) -> None:
+        if not self._home.acts:
+            return
         for job, kill in list(self._table.endings(self._clock())):
             # A plain scancel is SIGTERM for all processes, which ends a worker that drains at once,
             # and SIGKILL after `KillWait`. A batch shell that is killed alone would be a fault of

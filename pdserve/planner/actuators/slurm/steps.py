@@ -196,7 +196,7 @@ class SlurmSteps:
             return await self._miss(record, "its srun was never started")
         if srun.gone or (over and srun.pid is None):
             return await self._miss(record, "its srun is gone and has not told how it ended")
-        if record.until is not None and srun.pid is not None:
+        if record.until is not None and srun.pid is not None and self._home.acts:
             _log.info("slurm: the srun of %s waits, and is ended", record.change)
             await self._disk(end_session, srun.pid)
         return None
@@ -213,7 +213,7 @@ class SlurmSteps:
     async def _follow(self, record: StepRecord, step: str) -> StepRecord:
         """Notes the step's id, and ends it if that was asked for."""
         new = replace(record, ref=step)
-        if new.until is not None:
+        if new.until is not None and self._home.acts:
             try:
                 if new.until <= time.time():
                     await self._commands.told("scancel", "--signal=KILL", step)

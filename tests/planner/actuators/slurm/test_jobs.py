@@ -46,10 +46,10 @@ clusters = (f"c{number}" for number in itertools.count())
 def maker(slurm: Slurm, folder: Path, cluster: str) -> Callable[[], SlurmJobs]:
     """Makes actuators whose workers are a few lines of shell."""
     config = SlurmConfig(directory=str(folder), kinds=KINDS, program=write_program(folder, POLITE))
-    home = Home(cluster, ("--join=127.0.0.1:1",))
     environ = slurm.environ
 
-    def make() -> SlurmJobs:
+    def make(*, acts: bool = True) -> SlurmJobs:
+        home = Home(cluster, ("--join=127.0.0.1:1",), acts=acts)
         return SlurmJobs(config, home, environ=environ, list_interval=0.05, start_interval=0.0)
 
     return make
@@ -143,6 +143,19 @@ async def test_what_can_never_start_fails_with_slurms_reason(make) -> None:
         failed = await until(jobs, kind, "failed")
         assert failed.reason.startswith("it never starts: Partition")
         assert (await jobs.start(kind, "aggregated", kind)).state == "failed"
+
+
+async def test_a_planner_that_advises_withdraws_nothing(make, slurm) -> None:
+    advises = make(acts=False)
+    await advises.start("many", "aggregated", "a")
+    for _ in range(20):
+        waits = await until(advises, "a", "pending")
+        if waits.reason.startswith("Partition"):
+            break
+        await asyncio.sleep(0.1)
+    assert (await until(advises, "a", "pending")).ref == waits.ref
+    assert "PENDING" in slurm.run("squeue", "-h", "-j", waits.ref, "-o%T").stdout
+    await until(make(), "a", "failed")
 
 
 async def test_a_full_cluster_is_waited_for_and_can_be_left(make, slurm) -> None:
