@@ -27,6 +27,7 @@ _WORDS: Final[Mapping[str, str]] = {
     "busy": "with {workers} workers one mode would be {value:.0%} busy, more than {limit:.0%}, "
     "at {work:.2f} work/s ({load})",
     "floor": "at least {floor} workers must serve, and {workers} do",
+    "lease": "{reason}",
     "max": "max is {max} workers, and there are {workers}",
     "budget": "the budget of {budget:g} leaves {spare:g}, and a worker costs {price:g}",
     "slots": "all {slots} slots of kind {kind} are in use",

@@ -730,6 +730,22 @@ def test_the_floor_is_kept_whatever_the_load():
     assert actions(blind_bench.tick()) == [START]
 
 
+def test_a_drain_is_taken_back_for_the_floor_before_a_worker_is_started():
+    """A start takes minutes. It does not matter that nobody asks for anything."""
+    bench = calm(2, 0.1)
+    bench.until(65)
+    assert actions(bench.last) == ["begin stop w1"]
+    bench.load(0.0)
+    going = mine(1, state="draining", ordered=True)
+    bench.see(going, mine(2))
+    bench.tick()
+    bench.see(going)
+    assert actions(bench.tick()) == ["begin undo_drain w1"]
+    assert actions(bench.tick()) == ["begin undo_drain w1"]
+    bench.see(mine(1))
+    assert actions(bench.tick()) == []
+
+
 def test_an_empty_pool_is_started_without_any_demand():
     bench = Bench()
     assert actions(bench.tick()) == [START]
@@ -799,6 +815,7 @@ def test_a_worker_that_ends_gets_its_successor_in_time():
     bench.see(mine(1, hard_end=185.0), mine(2))
     assert actions(bench.tick()) == [START]
     assert bench.last.orders[0].change.reason == "w1 will be ended from outside"
+    assert binding(bench.last) == "w1 will be ended from outside"
     shown = (instance(names(bench)[0], "booting"),)
     bench.see(mine(1, hard_end=100.0), mine(2), instances=shown)
     bench.until(20)

@@ -1,7 +1,7 @@
 """Decides for one model: goes through the rules in their order at each tick. Pure.
 
     pause, pin         the operator's word comes first
-    floor, leases      starts that do not depend on the load
+    floor, leases      drains taken back, and starts, that do not depend on the load
     blind              nothing is known: hold, or add one if requests wait
     up                 the objective will be missed: the cheapest lever that is enough
     panic              the load has left the forecast: nothing is removed for a while
@@ -20,8 +20,10 @@ from pdserve.planner.explain import Binding
 from pdserve.planner.levers import raise_capacity, undo_steps
 from pdserve.planner.outlook import Horizon, Load, PoolOutcome
 from pdserve.planner.rules.obligations import (
+    ending_soon,
     pin_steps,
     required_starts,
+    required_undos,
     start_steps,
     wrong_stops,
 )
@@ -114,9 +116,8 @@ class ModelPlanner:
             words = ", ".join(f"{mode}={count}" for mode, count in sorted(fixed.items()))
             binding = Binding("pinned", {"reason": words})
             return Decision(tuple(pin_steps(scene, fixed)), binding, pin=fixed)
-        if steps := required_starts(scene):
-            binding = Binding("floor", {"floor": scene.floor, "workers": len(scene.pool.serving)})
-            return Decision(tuple(steps), binding)
+        if steps := required_undos(scene) or required_starts(scene):
+            return Decision(tuple(steps), _floor_or_lease(scene, steps[0]))
         if sight.blind or forecast is None or scene.demand is None:
             return self._blind(scene, sight)
         return self._by_load(scene, sight, scene.demand, forecast)
@@ -346,6 +347,14 @@ class ModelPlanner:
 
     def _soon_after_removal(self, now: Seconds) -> bool:
         return self._removed is not None and now - self._removed < self._config.stable
+
+
+def _floor_or_lease(scene: Scene, step: Step) -> Binding:
+    """What a change is for that does not depend on the load: the floor, or a worker that ends."""
+    size = len(scene.pool.serving)
+    if ending_soon(scene) and size >= scene.floor:
+        return Binding("lease", {"reason": step.reason})
+    return Binding("floor", {"floor": scene.floor, "workers": size})
 
 
 def _price_ratio(scene: Scene) -> float:

@@ -1,4 +1,4 @@
-"""Starts and stops that do not depend on the load: floors, workers that end, and pins. Pure."""
+"""Changes that do not depend on the load: floors, workers that end, and pins. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.planner.changes.book import Step
 from pdserve.planner.changes.table import Action
+from pdserve.planner.levers import undo_steps
 from pdserve.planner.pool import serves, valid_mix
 from pdserve.planner.rules.scene import STARTED_MODES
 
@@ -17,7 +18,14 @@ if TYPE_CHECKING:
     from pdserve.planner.pool import Mix, Worker
     from pdserve.planner.rules.scene import Scene
 
-__all__ = ["ending_soon", "pin_steps", "required_starts", "start_steps", "wrong_stops"]
+__all__ = [
+    "ending_soon",
+    "pin_steps",
+    "required_starts",
+    "required_undos",
+    "start_steps",
+    "wrong_stops",
+]
 
 
 def ending_soon(scene: Scene) -> list[Worker]:
@@ -32,13 +40,28 @@ def ending_soon(scene: Scene) -> list[Worker]:
     ]
 
 
+def required_undos(scene: Scene) -> list[Step]:
+    """Drains that are taken back because too few workers are left without them: those workers are
+    there at once, and a start takes minutes."""
+    present = len(scene.pool.in_state("ready", "leaving", "proving")) + _undone(scene)
+    reason = f"at least {scene.floor} workers are to serve"
+    found = [step for step, _ in undo_steps(scene, reason)]
+    return found[: max(0, scene.floor - present)]
+
+
+def _undone(scene: Scene) -> int:
+    """Workers that drain and have been told to serve again."""
+    draining = {one.life for one in scene.pool.in_state("draining")}
+    return sum(one.action is Action.UNDO and one.step.life in draining for one in scene.changes)
+
+
 def required_starts(scene: Scene) -> list[Step]:
     """Starts that bring the pool to its floor, and give each worker that ends a successor,
     whatever the load."""
     ending = ending_soon(scene)
     present = scene.pool.in_state("ready", "leaving", "proving")
     want = max(scene.floor, len(present)) if ending else scene.floor
-    missing = want - (scene.pool.size - len(ending))
+    missing = want - (scene.pool.size + _undone(scene) - len(ending))
     reason = f"at least {scene.floor} workers are to serve"
     if ending:
         reason = f"{', '.join(one.node for one in ending)} will be ended from outside"
