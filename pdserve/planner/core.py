@@ -55,6 +55,7 @@ _ALL_MODELS: Final = ""
 _HEAR: Final[Seconds] = 30.0
 """After this time a planner has heard of another one that decides for its models, if that one is in
 its part of the cluster."""
+_NOTHING: Final = (ChangeState.FAILED, ChangeState.GIVEN_UP)
 _NO_START: Final[tuple[str, ...]] = ("failed", "ended")
 
 
@@ -183,6 +184,8 @@ class PlannerCore:
         ended = self._book.advance(now, model, seen)
         self._ended += ended
         self._book.adopt(now, model, seen)
+        if any(one.change.action == "start" and one.state in _NOTHING for one in ended):
+            self._models[model].start_failed()
         self._models[model].wrong |= {one.wrong for one in ended if one.wrong is not None}
         return [ended_line(one) for one in ended]
 

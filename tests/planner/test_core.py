@@ -822,6 +822,22 @@ def test_a_worker_that_ends_gets_its_successor_in_time():
     assert actions(bench.last) == []
 
 
+def test_a_worker_that_ends_gets_one_successor_and_another_if_that_fails():
+    bench = calm(2, 1.0)
+    bench.see(mine(1, hard_end=185.0), mine(2))
+    assert actions(bench.tick()) == [START]
+    name = names(bench)[0]
+    bench.see(mine(1, hard_end=90.0), mine(2), worker(3, change=name))
+    bench.until(40)
+    assert actions(bench.last) == []
+    other = calm(2, 1.0)
+    other.see(mine(1, hard_end=185.0), mine(2))
+    other.tick()
+    other.see(mine(1, hard_end=90.0), mine(2), instances=(instance(names(other)[0], "failed"),))
+    assert actions(other.tick()) == []
+    assert any(actions(output) == [START] for output in other.until(65))
+
+
 def test_a_successor_may_exceed_max_but_not_the_budget():
     bench = Bench(config(pool(max=2)))
     bench.see(mine(1, hard_end=60.0), mine(2))

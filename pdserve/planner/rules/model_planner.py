@@ -87,8 +87,14 @@ class ModelPlanner:
         """Until when, and above which load, nothing is removed: the last removal was too much."""
         self._slow: Binding | None = None
         """What bound the last slow tick."""
+        self._succeeded: set[NodeLife] = set()
+        """Workers with a time limit whose successors were ordered."""
         self.wrong: set[NodeLife] = set()
         """Workers that came in another mode than was asked for."""
+
+    def start_failed(self) -> None:
+        """A start came to nothing; it may have been a successor, and each is ordered anew."""
+        self._succeeded.clear()
 
     def reversal(self, now: Seconds) -> tuple[str, str] | None:
         """Modes, from and to, of a switch that would take the last one back too soon."""
@@ -116,7 +122,7 @@ class ModelPlanner:
             words = ", ".join(f"{mode}={count}" for mode, count in sorted(fixed.items()))
             binding = Binding("pinned", {"reason": words})
             return Decision(tuple(pin_steps(scene, fixed)), binding, pin=fixed)
-        if steps := required_undos(scene) or required_starts(scene):
+        if steps := required_undos(scene) or required_starts(scene, self._succeeded):
             return Decision(tuple(steps), _floor_or_lease(scene, steps[0]))
         if sight.blind or forecast is None or scene.demand is None:
             return self._blind(scene, sight)
@@ -330,6 +336,11 @@ class ModelPlanner:
         if self._config.mode != "act":
             return
         now = scene.now
+        if decision.binding.name in ("lease", "floor") and decision.steps:
+            started = sum(step.action is Action.START for step in decision.steps)
+            new = [one.life for one in ending_soon(scene) if one.life not in self._succeeded]
+            self._succeeded.update(new[:started])
+        self._succeeded = {life for life in self._succeeded if scene.pool.worker(life)}
         work = 0.0 if scene.demand is None else scene.demand.level
         # What was judged: a load that has just begun is little in the mean of 30 s.
         work = work if forecast is None else max(work, forecast.p90)

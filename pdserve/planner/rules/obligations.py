@@ -12,7 +12,7 @@ from pdserve.planner.pool import serves, valid_mix
 from pdserve.planner.rules.scene import STARTED_MODES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from pdserve.ids import NodeLife
     from pdserve.planner.pool import Mix, Worker
@@ -55,17 +55,21 @@ def _undone(scene: Scene) -> int:
     return sum(one.action is Action.UNDO and one.step.life in draining for one in scene.changes)
 
 
-def required_starts(scene: Scene) -> list[Step]:
+def required_starts(scene: Scene, succeeded: Collection[NodeLife] = ()) -> list[Step]:
     """Starts that bring the pool to its floor, and give each worker that ends a successor,
-    whatever the load."""
+    whatever the load. `succeeded`: workers whose successor was ordered before."""
     ending = ending_soon(scene)
+    new = [one for one in ending if one.life not in succeeded]
     present = scene.pool.in_state("ready", "leaving", "proving")
-    want = max(scene.floor, len(present)) if ending else scene.floor
-    missing = want - (scene.pool.size + _undone(scene) - len(ending))
+    coming = scene.pool.size - len(present)
+    to_floor = scene.floor - (scene.pool.size + _undone(scene) - len(ending))
+    # A start under way is a successor, too, unless it is that of a worker of before.
+    unsucceeded = len(new) - max(0, coming - (len(ending) - len(new)))
     reason = f"at least {scene.floor} workers are to serve"
     if ending:
         reason = f"{', '.join(one.node for one in ending)} will be ended from outside"
-    modes = _wanted_modes(scene, [one.mode for one in ending], max(0, missing))
+    count = max(0, to_floor, unsucceeded)
+    modes = _wanted_modes(scene, [one.mode for one in new], count)
     return start_steps(scene, modes, reason, replacing=len(ending))
 
 

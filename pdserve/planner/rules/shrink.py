@@ -17,6 +17,7 @@ from pdserve.planner.changes.table import Action, ChangeState
 from pdserve.planner.explain import Binding
 from pdserve.planner.outlook import PoolCandidate, Slot
 from pdserve.planner.pool import valid_mix
+from pdserve.planner.rules.obligations import ending_soon
 from pdserve.planner.rules.scene import mix_of, slot_of
 
 if TYPE_CHECKING:
@@ -26,7 +27,16 @@ if TYPE_CHECKING:
     from pdserve.planner.pool import Mix, Worker
     from pdserve.planner.rules.scene import Scene
 
-__all__ = ["Loads", "Shrunk", "hardened", "removable", "shrink", "surplus_start", "victims"]
+__all__ = [
+    "Loads",
+    "Shrunk",
+    "hardened",
+    "removable",
+    "shrink",
+    "staying",
+    "surplus_start",
+    "victims",
+]
 
 _AROUND: Final = 2
 """Workers of each mode by which a mix may differ from the present one."""
@@ -56,18 +66,24 @@ class Shrunk:
     """The mix that is wanted in the end; None: the present one."""
 
 
+def staying(scene: Scene) -> list[Worker]:
+    """Workers that serve, and are not about to be ended from outside."""
+    ending = {one.life for one in ending_soon(scene)}
+    return [one for one in scene.pool.serving if one.life not in ending]
+
+
 def removable(scene: Scene, worker: Worker) -> str:
     """Why the worker must stay; empty: it may go."""
     if why := scene.tenure.may_remove(scene.now, worker):
         return why
-    if len(scene.pool.serving) - 1 < scene.floor:
+    if len(staying(scene)) - 1 < scene.floor:
         return f"at least {scene.floor} workers must serve"
     return ""
 
 
 def victims(scene: Scene, mode: str) -> list[Worker]:
     """Workers of a mode that may be removed, the one whose loss costs least first."""
-    found = [one for one in scene.pool.serving if one.mode == mode and not removable(scene, one)]
+    found = [one for one in staying(scene) if one.mode == mode and not removable(scene, one)]
     return sorted(found, key=lambda one: (_loss(scene, one), -_price(scene, one), one.life))
 
 
@@ -93,7 +109,7 @@ def _price(scene: Scene, worker: Worker) -> float:
 
 def shrink(scene: Scene, loads: Loads) -> Shrunk:
     """The step towards the smallest mix that keeps the objective, if a step may be made."""
-    base = scene.candidate(slot_of(one) for one in scene.pool.serving)
+    base = scene.candidate(slot_of(one) for one in staying(scene))
     present = mix_of(base.slots)
     tightest: Binding | None = None
     failed: list[Mix] = []
@@ -117,8 +133,8 @@ def _within(mix: Mix, larger: Mix) -> bool:
 
 def _no_victim(scene: Scene) -> Binding:
     """What keeps every worker."""
-    reasons = [why for one in scene.pool.serving if (why := removable(scene, one))]
-    size, floor = len(scene.pool.serving), scene.floor
+    reasons = [why for one in staying(scene) if (why := removable(scene, one))]
+    size, floor = len(staying(scene)), scene.floor
     if size - 1 < floor:
         return Binding("floor", {"floor": floor, "workers": size})
     return Binding("operator", {"reason": reasons[0] if reasons else "no worker may be removed"})
@@ -155,7 +171,7 @@ def _candidate(scene: Scene, mix: Mix, present: Mix) -> PoolCandidate:
     """The pool that a mix makes of the present workers, the ones with the greatest loss kept."""
     kept, spare = [], []
     for mode in present:
-        workers = [one for one in scene.pool.serving if one.mode == mode]
+        workers = [one for one in staying(scene) if one.mode == mode]
         order = sorted(workers, key=lambda one: (-_loss(scene, one), one.life))
         kept += [slot_of(one) for one in order[: mix.get(mode, 0)]]
         spare += [slot_of(one) for one in order[mix.get(mode, 0) :]]
@@ -172,7 +188,7 @@ def judged(
     workers holds less of the prompts."""
     higher = loads.ahead.work > loads.peak.work
     name, load = ("ahead", loads.ahead) if higher else ("peak", loads.peak)
-    kept = min(1.0, size / max(1, len(scene.pool.serving)))
+    kept = min(1.0, size / max(1, len(staying(scene))))
     outcome = scene.predict(load._replace(cached=kept), [candidate])[0]
     return outcome, _breaks(scene, outcome, load, name, size)
 
@@ -223,7 +239,7 @@ def surplus_start(scene: Scene, loads: Loads) -> Underway | None:
     waiting = [one for one in scene.starts() if one.state in _NOT_RUN]
     if not waiting or scene.pool.size - 1 < scene.floor:
         return None
-    slots = [slot_of(one) for one in scene.pool.serving]
+    slots = [slot_of(one) for one in staying(scene)]
     slots += [Slot(one.mode) for one in scene.pool.coming if one.state not in _NOT_RUN_NAMES]
     _, why = judged(scene, loads, scene.candidate(slots), len(slots))
     return waiting[-1] if why is None else None
@@ -235,7 +251,7 @@ _NOT_RUN_NAMES: Final = frozenset(state.value for state in _NOT_RUN)
 
 def hardened(scene: Scene, loads: Loads) -> Step | None:
     """Sets an eased threshold back to what the operator has configured, if that is enough."""
-    base = scene.candidate(slot_of(one) for one in scene.pool.serving)
+    base = scene.candidate(slot_of(one) for one in staying(scene))
     for knob in scene.knobs:
         if knob.value == knob.calm:
             continue
