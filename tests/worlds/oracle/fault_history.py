@@ -66,6 +66,10 @@ class FaultHistory:
         """A fault has lasted since then; `disturbing`: one that keeps words from arriving."""
         return any(span.fault.disturbs or not disturbing for span in self._since(since))
 
+    def any_but(self, kinds: Container[str], since: Seconds) -> bool:
+        """A fault of another kind than these has lasted since then."""
+        return any(span.fault.kind not in kinds for span in self._since(since))
+
     def touched(self, hosts: Container[str], since: Seconds, *, but: Container[str] = ()) -> bool:
         """A fault that concerns one of these hosts, of another kind than `but`, has lasted since
         then."""

@@ -106,6 +106,22 @@ def _of_machine(name: str) -> Callable[[World, Fault], Awaitable[bool]]:
     return do
 
 
+async def _of_agent(world: World, fault: Fault) -> bool:
+    """An agent dies when it has started a worker, and comes back when that is over."""
+    machine, host = _stage(world).machines.get(fault.a), world.hosts[fault.a]
+    if machine is None:
+        return False
+    before = machine.processes.asked
+    machine.processes.agent_dies = True
+    await asyncio.sleep(fault.lasts)
+    machine.processes.agent_dies = False
+    died = machine.processes.asked > before
+    await asyncio.sleep(fault.amount)
+    if host.wanted and not host.busy:
+        world.start(host)
+    return died
+
+
 # ---------------------------------------------------------------------------- at the moment
 
 
@@ -158,6 +174,24 @@ async def _crowd_at_drain(world: World, fault: Fault) -> bool:
                     for _ in range(int(fault.amount)):
                         host.process.context.copy().run(host.callers.ask)
             return True
+        await asyncio.sleep(_LOOKS)
+    return False
+
+
+async def _others_die(world: World, fault: Fault) -> bool:
+    """All other workers die when a planner has told one to drain."""
+    until = world.loop.time() + fault.lasts
+    while world.loop.time() < until:
+        drained = [host for host in world.of_role("worker") if _is_drained(host)]
+        others = [host for host in world.of_role("worker") if host.up and host not in drained]
+        if drained:
+            for host in others:
+                world.kill(host)
+            await asyncio.sleep(fault.amount)
+            for host in others:
+                if host.wanted and not host.busy:
+                    world.start(host)
+            return bool(others)
         await asyncio.sleep(_LOOKS)
     return False
 
@@ -239,11 +273,13 @@ PLANNER_FAULTS: Final[dict[str, Callable[[World, Fault], Awaitable[bool]]]] = {
     "lease": _lease,
     "launch-fails": _of_machine("fails"),
     "launch-never-ready": _of_machine("never_ready"),
+    "agent-dies-starting": _of_agent,
     "planner-dies-starting": _planner_dies("start"),
     "planner-dies-draining": _planner_dies("stop"),
     "planner-dies-switching": _planner_dies("mode"),
     "changing-worker-dies": _worker_dies,
     "crowd-at-drain": _crowd_at_drain,
+    "others-die-at-drain": _others_die,
     "paused": _operated("pause"),
     "pinned": _operated("pin"),
     "drained-by-hand": _drained_by_hand,

@@ -19,7 +19,7 @@ from pdserve.ids import NodeId
 from pdserve.testing.actuators.fake import FakeHosts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pdserve.agent.records import WorkerRecord
     from pdserve.ids import Seconds
@@ -65,7 +65,7 @@ class Machine:
         self.group = "gpu"
         self.slots = slots
         self.store = MemoryStore(name)
-        self.processes = VirtualProcesses(world)
+        self.processes = VirtualProcesses(world, name)
         for slot in range(slots):
             host = world.add(f"{name}-{self.group}-{slot}", "worker", settings)
             host.wanted = False
@@ -74,8 +74,9 @@ class Machine:
 class VirtualProcesses:
     """The processes of a machine; implements `agent.processes.Processes`."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, name: str) -> None:
         self._world = world
+        self._name = name
         self._words: dict[Started, tuple[VirtualHost, int, tuple[str, ...]]] = {}
         self._own: set[Started] = set()
         """Processes that the present agent has started."""
@@ -85,6 +86,8 @@ class VirtualProcesses:
         """Nothing can be started now."""
         self.never_ready = False
         """What is started now loads for ever."""
+        self.agent_dies = False
+        """The agent dies with each start, before it answers."""
 
     def begin(self) -> None:
         """Another agent begins: it knows no exit status of what it did not start."""
@@ -102,6 +105,8 @@ class VirtualProcesses:
         started = Started(100 + len(self._words), life)
         self._words[started] = (host, life, tuple(command))
         self._own.add(started)
+        if self.agent_dies:
+            self._world.kill(self._world.hosts[self._name])
         return started
 
     def find(self, argument: str) -> Started | None:
@@ -140,6 +145,8 @@ def launch(world: World, host: VirtualHost, mode: str, change: str, *, never: bo
     """Starts a worker's process; returns the number of its life."""
     if host.process is not None:
         world.complain(f"{host.name} is started for {change}, and {host.settings.change} runs")
+    assert world.stage is not None
+    world.stage.oracle.launched(change, host)
     usual = host.settings if host.usual is None else host.usual
     host.usual = usual
     load = NEVER if never else usual.load_time
@@ -167,6 +174,7 @@ class BatchHosts(FakeHosts):
 
     world: World = field(kw_only=True)
     hosts: list[VirtualHost] = field(kw_only=True)
+    on_time_over: Callable[[VirtualHost], None] = field(kw_only=True)
     runs: dict[str, _Run] = field(default_factory=dict)
 
     def advance(self) -> None:
@@ -182,6 +190,14 @@ class BatchHosts(FakeHosts):
                 self._over(worker, run, now)
             elif worker.stopped is not None or _is_over(worker, now):
                 self._end(worker, run, now)
+
+    def limited(self) -> set[str]:
+        """Hosts of jobs with a time limit."""
+        return {
+            self.runs[worker.change].host.name
+            for worker in self.workers.values()
+            if worker.hard_end is not None and worker.change in self.runs
+        }
 
     def _begin(self, worker: FakeWorker, now: Seconds) -> None:
         if worker.stopped is not None:
@@ -204,6 +220,7 @@ class BatchHosts(FakeHosts):
 
     def _end(self, worker: FakeWorker, run: _Run, now: Seconds) -> None:
         if worker.stopped is None:
+            self.on_time_over(run.host)
             worker.stopped, worker.grace, worker.reason = now, 5.0, "its time is over"
         if not run.ending:
             run.ending = True

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from pdserve.agent.records import WorkerRecord
-    from pdserve.ids import Seconds
+    from pdserve.ids import NodeId, Seconds
     from pdserve.messages.planner import ScalingPlan
+    from pdserve.messages.status import DrainOrder, DrainState, UndoDrain
     from pdserve.planner.actuators.base import Actuator
     from pdserve.planner.config import PlannerConfig
     from pdserve.planner.outlook import PoolCandidate, PoolOutcome
@@ -39,15 +40,15 @@ if TYPE_CHECKING:
     from tests.worlds.planner.machines import Machine
     from tests.worlds.roles import NodeSettings
 
-__all__ = ["DRAIN_TIMEOUT", "Agent", "OrderedWorker", "Planner"]
+__all__ = ["DRAIN_TIMEOUT", "HASTE", "SERVED", "Agent", "OrderedWorker", "Planner"]
 
 DRAIN_TIMEOUT: Final[Seconds] = 6.0
 """Most seconds for which a worker drains."""
 
-_SERVED: Final = 0.09
+SERVED: Final = 0.09
 """Work that a worker does in a second: it runs eight sequences for some eight seconds each, and a
 prompt's work is half a step and more."""
-_HASTE: Final = 10.0
+HASTE: Final = 10.0
 """Times of these worlds are a tenth of the usual ones, and so is that in which waiting work is to
 be done."""
 
@@ -64,12 +65,14 @@ class OrderedWorker(Worker):
         fabric: FakeFabric,
         on_death: Callable[[str], None],
         *,
-        on_drained: Callable[[], None],
+        on_drained: Callable[[int], None],
+        on_obeyed: Callable[[tuple[int, int], tuple[int, int]], None],
         wall: Callable[[], float],
     ) -> None:
-        """`on_drained`: an order has drained it, so its process ends."""
+        """`on_drained`: an order has drained it, so its process ends; gets the planner's term.
+        `on_obeyed` gets each order that it obeys, and the newest one before."""
         super().__init__(node, settings, fabric, on_death)
-        self.orders = Drain([_DrainedWorker(self)], DRAIN_TIMEOUT, on_drained)
+        self.orders = WatchedDrain(_DrainedWorker(self), on_drained, on_obeyed)
         self.orders.serve(node)
         StatusService(node, self._report, wall)
         self._begins: asyncio.Task[None] | None = None
@@ -93,6 +96,35 @@ class OrderedWorker(Worker):
             await self.orders.finish(within)
         await self.orders.close()
         await self.close(leave=leave)
+
+
+class WatchedDrain(Drain):
+    """The product's, with an account of the orders that are obeyed."""
+
+    def __init__(
+        self,
+        part: _DrainedWorker,
+        on_drained: Callable[[int], None],
+        on_obeyed: Callable[[tuple[int, int], tuple[int, int]], None],
+    ) -> None:
+        super().__init__([part], DRAIN_TIMEOUT, lambda: on_drained(self._term))
+        self._on_obeyed = on_obeyed
+        self._newest = (0, 0)
+
+    def ordered(self, node: Node, order: DrainOrder, by: NodeId) -> DrainState:
+        state = super().ordered(node, order, by)
+        self._note(order.term, order.number, state)
+        return state
+
+    async def undo(self, node: Node, order: UndoDrain, by: NodeId) -> DrainState:
+        state = await super().undo(node, order, by)
+        self._note(order.term, order.number, state)
+        return state
+
+    def _note(self, term: int, number: int, state: DrainState) -> None:
+        if term and not state.refused:
+            self._on_obeyed((term, number), self._newest)
+            self._newest = max(self._newest, (term, number))
 
 
 class _DrainedWorker:
@@ -126,7 +158,7 @@ class RateJudge(LinearJudge):
         load: Load,
         candidates: Sequence[PoolCandidate],
     ) -> list[PoolOutcome]:
-        scaled = Load(load.work / _SERVED, _HASTE * load.backlog / _SERVED, load.cached)
+        scaled = Load(load.work / SERVED, HASTE * load.backlog / SERVED, load.cached)
         self.asked.clear()
         return list(super().judge(traffic, objectives, scaled, candidates))
 
@@ -145,13 +177,14 @@ class Planner(PlannerNode):
         """`on_decided` is called at each tick with what was seen and what was decided."""
         metrics = Metrics()
         self.degradations = Degradations(metrics)
+        self.judge = RateJudge()
         super().__init__(
             node,
             config,
             plain_card(node),
             make_secrets(node),
             actuators,
-            judge=RateJudge(),
+            judge=self.judge,
             forecaster=lambda: LoadForecaster(wall),
             wall=wall,
             log=DecisionLog(wall),

@@ -69,6 +69,7 @@ class Stage:
             boot=setup.worker.load_time,
             world=world,
             hosts=hosts,
+            on_time_over=self.oracle.time_over,
         )
 
     def watch(self) -> None:
@@ -105,10 +106,12 @@ class Stage:
             world.fabric,
             partial(world.engine_died, host),
             on_drained=partial(self._drained, host),
+            on_obeyed=partial(self.oracle.obeyed, host),
             wall=partial(world.wall, host),
         )
 
-    def _drained(self, host: VirtualHost) -> None:
+    def _drained(self, host: VirtualHost, term: int) -> None:
         """A worker was told to go: no service manager starts it again."""
+        self.oracle.drained(host, term)
         host.wanted = False
         self.world.terminate(host)

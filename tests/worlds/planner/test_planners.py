@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.worlds.faults import PLANNER_KINDS, Fault
 from tests.worlds.oracle.coverage import count_visits
+from tests.worlds.planner.coverage import ALL_CHANGE_CELLS, CHANGE_CELLS, NEVER, RARE
 from tests.worlds.planner.plans import planned
+from tests.worlds.planner.planted_bugs import PLANNER_BUGS, UNSEEN
 from tests.worlds.planner.scenarios import PLANNER_TROUBLES, draw_planners
-from tests.worlds.run import run_plan
+from tests.worlds.run import WorldFailure, run_plan
 
 if TYPE_CHECKING:
     from pdserve.messages.handoff import WorkerMode
@@ -23,7 +26,7 @@ SEEDS = 3
 
 @pytest.mark.timeout(240)
 def test_a_slice_of_worlds_with_planners(seed: int, long: bool) -> None:
-    for number in range(40 if long else SEEDS):
+    for number in range(20 if long else SEEDS):
         run_plan(draw_planners(seed % 10**9 + number))
 
 
@@ -45,12 +48,67 @@ def test_a_drain_is_undone_when_the_load_returns(seed: int) -> None:
     assert failed <= {"failed DeadlineExceeded"}
 
 
+# ---------------------------------------------------------------------- planted bugs
+
+
+def some_bugs(seed: int, *, long: bool) -> list[str]:
+    """Two, others with every commit; all in long mode."""
+    names = list(PLANNER_BUGS)
+    return names if long else [names[(seed + i) % len(names)] for i in range(2)]
+
+
+@pytest.mark.timeout(900)
+def test_planted_bugs_of_planners_are_caught(seed: int, long: bool) -> None:
+    for name in some_bugs(seed, long=long):
+        with pytest.MonkeyPatch.context() as patch:
+            PLANNER_BUGS[name].plant(patch)
+            with pytest.raises(WorldFailure):
+                run_plan(PLANNER_BUGS[name].world(0))
+
+
+@pytest.mark.timeout(900)
+def test_their_worlds_pass_without_them(seed: int, long: bool) -> None:
+    for name in some_bugs(seed, long=long):
+        run_plan(PLANNER_BUGS[name].world(0))
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_no_world_shows_is_shown_elsewhere(name: str) -> None:
+    file, why = UNSEEN[name]
+    assert (Path(__file__).parents[2] / file).exists()
+    assert why
+
+
 def test_a_plan_is_its_seeds(seed: int) -> None:
     assert draw_planners(seed) == draw_planners(seed)
     assert draw_planners(seed) != draw_planners(seed + 1)
 
 
 def test_every_fault_is_drawn() -> None:
-    drawn = {fault.kind for seed in range(60) for fault in draw_planners(seed).faults}
+    drawn = {fault.kind for seed in range(400) for fault in draw_planners(seed).faults}
     assert PLANNER_KINDS.keys() <= drawn
     assert len(PLANNER_TROUBLES) >= 30
+
+
+# ---------------------------------------------------------------------- coverage
+
+
+def test_every_cell_of_changes_is_accounted_for() -> None:
+    never = ALL_CHANGE_CELLS - CHANGE_CELLS - RARE
+    assert CHANGE_CELLS <= ALL_CHANGE_CELLS
+    assert never
+    assert not never & CHANGE_CELLS
+    assert all(NEVER)
+
+
+@pytest.mark.timeout(3600)
+def test_many_worlds_visit_the_cells_of_changes(seed: int, long: bool) -> None:
+    if not long:
+        pytest.skip("minutes: PDSERVE_TEST_LONG=1")
+    cells: Cells = Counter()
+    with count_visits(cells):
+        for number in range(60):
+            run_plan(draw_planners(seed % 10**9 + number))
+    assert sorted(CHANGE_CELLS - cells.keys()) == []
+    never = ALL_CHANGE_CELLS - CHANGE_CELLS - RARE
+    assert sorted(never & cells.keys()) == []
