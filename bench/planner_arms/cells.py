@@ -44,6 +44,9 @@ KIND: Final = KINDS[1]
 """h100-70b-tp4: a first token within 1 s + twice the prompt's own time, tokens within 40 ms."""
 MOST: Final = 8
 """Most workers."""
+SHARE: Final = 0.98
+"""Share of the requests that is to keep the objective, of arms that take one: about what the best
+fixed size keeps."""
 SLOTS: Final = 6
 """Requests that one worker bears: what each of four has on average at the highest constant load at
 which 95% of the requests are good, as the page's table of constant loads shows. Rules over
@@ -117,7 +120,7 @@ def _rule(cell: Cell, trace: list[TraceRequest]) -> Rule:
             return Saturation()
         case "clairvoyant":
             objective = LatencyObjective(KIND.ttft, KIND.itl, idle_factor=2.0)
-            by_window = sizes(trace, learnt(KIND.preset), objective, _KV_TOKENS, MOST)
+            by_window = sizes(trace, learnt(KIND.preset), objective, _KV_TOKENS, MOST, 1 - SHARE)
             return Clairvoyant(by_window, cell.start().p90)
         case "Dynamo (rewritten)":
             token = learnt(KIND.preset).per_token
@@ -132,6 +135,7 @@ def _planner(cell: Cell) -> PlannerScaler:
         model=MODEL,
         ttft=KIND.ttft,
         itl=KIND.itl,
+        share=SHARE,
         modes=("prefill", "decode") if split else ("aggregated",),
         min=split.workers if split else 1,
         max=split.workers if split else MOST,

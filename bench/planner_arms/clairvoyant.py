@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["Clairvoyant", "sizes"]
 
 WINDOW: Final[Seconds] = 30.0
-_ALLOWED: Final = 0.05
 _WARM: Final[Seconds] = 30.0
 """Requests of so long before a window are replayed too: it does not begin idle."""
 
@@ -36,8 +35,9 @@ def sizes(
     objective: LatencyObjective,
     kv_tokens: int,
     most: int,
+    allowed: float,
 ) -> list[int]:
-    """The smallest pool for each window that keeps the objective for 95% of its requests."""
+    """The smallest pool for each window of whose requests at most `allowed` miss the objective."""
     finished = [(length_of(one.pieces), one.output_tokens) for one in trace]
     arrivals = [RecentArrival(one.at, length_of(one.pieces)) for one in trace]
     found: list[int] = []
@@ -45,14 +45,14 @@ def sizes(
         begin = index * WINDOW
         near = [one for one in arrivals if begin - _WARM <= one.at < begin + WINDOW]
         what_if = WhatIf(model, objective, near, finished, seeds=1)
-        found.append(_smallest(what_if, kv_tokens, most, found[-1] if found else 1))
+        found.append(_smallest(what_if, kv_tokens, most, allowed, found[-1] if found else 1))
     return found
 
 
-def _smallest(what_if: WhatIf, kv_tokens: int, most: int, guess: int) -> int:
+def _smallest(what_if: WhatIf, kv_tokens: int, most: int, allowed: float, guess: int) -> int:
     def keeps(n: int) -> bool:
         pool = CandidatePool(f"{n}", (CandidateWorker(kv_tokens=kv_tokens),) * n)
-        return what_if.evaluate(pool).miss <= _ALLOWED
+        return what_if.evaluate(pool).miss <= allowed
 
     if not what_if.requests:
         return 1

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pdserve.sim.replay.cluster import ReplayCluster, ReplayWorker
     from pdserve.sim.replay.scaling import Scaler
 
-__all__ = ["ModeSeen", "Watched", "followed"]
+__all__ = ["ModeSeen", "Watched", "followed", "nearly_followed"]
 
 _EVERY: Final[Seconds] = 0.1
 _SERVING: Final = "serving"
@@ -57,6 +57,14 @@ def followed(
     change."""
     times = [at for at, _ in ratios if shift < at < until]
     return times[-1] - shift if times else None
+
+
+def nearly_followed(
+    ratios: Sequence[tuple[Seconds, str]], shift: Seconds, until: Seconds
+) -> Seconds | None:
+    """The same, to a ratio that differs from it by one worker."""
+    times = [at for at, _ in ratios if shift < at < until]
+    return times[max(0, len(times) - 2)] - shift if times else None
 
 
 class Watched:

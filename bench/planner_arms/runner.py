@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pdserve
 from bench.machine import commit
-from bench.planner_arms.cells import MOST, SLOTS, run_one
+from bench.planner_arms.cells import MOST, SHARE, SLOTS, run_one
 from bench.planner_arms.loads import load_of, requests
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Results"]
 
 _NICE: Final = 15
-_RULES: Final = ("aibrix", "base", "clairvoyant", "driver", "dynamo", "fixed", "hpa", "llm_d")
+_RULES: Final = ("aibrix", "base", "driver", "dynamo", "fixed", "hpa", "llm_d")
 _PLANNING: Final = ("pdserve", "clairvoyant")
 """Arms that use the product's planner."""
 
@@ -53,7 +53,9 @@ class Results:
         """`files`: public traces by name; cells of others do not run."""
         self._data, self._files = data, dict(files)
         self._rules = _digest(Path(__file__).parent / f"{name}.py" for name in _RULES)
-        self._planner = _digest((Path(pdserve.__file__).parent / "planner").rglob("*.py"))
+        planner = Path(pdserve.__file__).parent / "planner"
+        decisions = [one for one in planner.rglob("*.py") if "actuators" not in one.parts]
+        self._planner = _digest([Path(__file__).parent / "clairvoyant.py", *decisions])
         self._lines: dict[str, dict[str, Any]] = {}
         if data.exists():
             for text in data.read_text(encoding="utf-8").splitlines():
@@ -108,7 +110,7 @@ class Results:
 
     def _key(self, cell: Cell) -> str:
         sources = self._planner if cell.arm in _PLANNING else self._rules
-        text = json.dumps([sources, SLOTS, MOST, asdict(cell), _world(cell.load, cell.seed)])
+        text = json.dumps([sources, SLOTS, MOST, SHARE, asdict(cell), _world(cell.load, cell.seed)])
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 

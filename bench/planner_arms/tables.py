@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from bench.planner_arms.loads import LOADS, load_of
-from bench.planner_arms.mode_watch import followed
+from bench.planner_arms.mode_watch import followed, nearly_followed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,12 +95,16 @@ class Table:
         """True if `ours` keeps as much at no higher cost."""
         return self.good(ours) >= self.good(theirs) and self.hours(ours) <= self.hours(theirs)
 
-    def followed(self) -> list[Seconds | None]:
-        """Seconds from each shift of lengths until pdserve's pool had the ratio that it kept."""
+    def followed(self) -> list[tuple[Seconds | None, Seconds | None]]:
+        """Seconds from each shift of lengths until pdserve's pool had, but for one worker, the
+        ratio that it kept, and until it had that."""
         load = load_of(self.load)
         ends = (*load.shifts[1:], load.seconds)
         ratios = [(float(at), str(ratio)) for at, ratio in self.arms[OURS]["ratios"]]
-        return [followed(ratios, at, until) for at, until in zip(load.shifts, ends, strict=True)]
+        return [
+            (nearly_followed(ratios, at, until), followed(ratios, at, until))
+            for at, until in zip(load.shifts, ends, strict=True)
+        ]
 
 
 def tables(found: Mapping[Cell, Numbers]) -> list[Table]:

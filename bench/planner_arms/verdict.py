@@ -56,10 +56,13 @@ def _reached(is_so: bool) -> str:
 
 def _switching(one: Table) -> Iterator[str]:
     numbers, times = one.arms[OURS], one.followed()
-    said = ["the ratio stayed" if at is None else f"{at:.0f} s" for at in times]
-    in_time = all(at is not None and at <= _FOLLOWED for at in times) and not numbers["starts"]
+    said = [
+        "the ratio stayed" if near is None else f"{near:.0f} s but for one worker, whole {at:.0f} s"
+        for near, at in times
+    ]
+    in_time = all(at is not None and at <= _FOLLOWED for _, at in times) and not numbers["starts"]
     yield (
-        f"- {one.words}: the ratio that it kept came after {', '.join(said)}, with "
+        f"- {one.words}: after each shift the ratio that it kept came in {'; '.join(said)}, with "
         f"{numbers['starts']} starts; aim {_FOLLOWED:g} s by switches alone "
         f"({_reached(in_time)})."
     )

@@ -142,7 +142,12 @@ def test_clairvoyant_sizes_follow_the_trace() -> None:
     times = [n * 2.0 for n in range(30)] + [60 + n / 8 for n in range(240)]
     trace = [at(second, number) for number, second in enumerate(times)]
     found = sizes(
-        trace, learnt("h100-70b-tp4"), LatencyObjective(1.0, 0.04, idle_factor=2.0), 400_000, 8
+        trace,
+        learnt("h100-70b-tp4"),
+        LatencyObjective(1.0, 0.04, idle_factor=2.0),
+        400_000,
+        8,
+        0.05,
     )
     assert found[0] == 1
     assert found[2] > 2
