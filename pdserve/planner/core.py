@@ -361,9 +361,14 @@ class PlannerCore:
                 yield self._order("end", one, one.instance)
 
     def _order(self, verb: str, one: Underway, instance: str = "") -> Order:
-        begin = verb == "begin"
         return Order(
-            "begin" if begin else "end", one.record, one.model, self._term, one.number, instance
+            "begin" if verb == "begin" else "end",
+            one.record,
+            one.model,
+            self._term,
+            one.number,
+            instance,
+            last=one.step.last,
         )
 
 

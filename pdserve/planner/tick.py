@@ -95,6 +95,8 @@ class Order:
     number: int
     instance: str = ""
     """With `end`: the id of the change that started it; empty: nobody can end it."""
+    last: bool = False
+    """Of a mode switch: also if no other worker would do what this one does now."""
 
 
 @dataclass(frozen=True, slots=True)

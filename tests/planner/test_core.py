@@ -1015,6 +1015,32 @@ def test_a_pin_keeps_the_last_worker_that_takes_requests(state):
     assert {*stopped} == {"begin stop w1"}
 
 
+def test_a_pin_starts_nothing_that_the_next_switch_brings():
+    bench = Bench(config(pool(modes=("aggregated", "prefill", "decode"))))
+    bench.see(*crowd(3), pins={MODEL: {"prefill": 1, "decode": 2}})
+    assert actions(bench.tick()) == ["begin mode w1>decode"]
+    changing = replace(bench.seen.workers[0], state="leaving", target="decode")
+    bench.see(changing, *crowd(3)[1:], pins={MODEL: {"prefill": 1, "decode": 2}})
+    assert actions(bench.tick()) == []
+    bench.see(changing, *crowd(3)[1:], pins={MODEL: {"prefill": 2, "decode": 2}})
+    assert actions(bench.tick()) == ["begin start decode"]
+
+
+def test_a_pin_takes_the_last_decode_and_the_last_prefill_worker():
+    bench = Bench(config(pool(modes=("aggregated", "prefill", "decode"))))
+    workers = (worker(1, "prefill"), worker(2, "decode"))
+    bench.see(*workers, pins={MODEL: {"aggregated": 2}})
+    (order,) = bench.tick().orders
+    assert (order.change.node, order.change.mode, order.last) == ("w1", "aggregated", True)
+    bench.see(worker(1), worker(2, "decode"), pins={MODEL: {"aggregated": 2}})
+    (order,) = bench.tick().orders
+    assert (order.change.node, order.change.mode, order.last) == ("w2", "aggregated", True)
+    bench = Bench(config(pool(modes=("prefill", "decode"))))
+    disagg(bench, pins={MODEL: {"prefill": 1, "decode": 3}})
+    (order,) = bench.tick().orders
+    assert not order.last, "another one computes prompts"
+
+
 def test_a_worker_of_the_wrong_mode_is_drained():
     bench = Bench(config(pool(modes=("prefill", "decode"))))
     disagg(bench)

@@ -58,6 +58,8 @@ class Step:
     share: float = 0.0
     knob: str = ""
     value: float = 0.0
+    last: bool = False
+    """Of a switch: also if no other worker would do what this one does now."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -292,7 +294,8 @@ class ChangeBook:
             self._blame(now, one, refusal)
         elif instance is not None:
             event = _SEEN_INSTANCE.get(instance.state)
-            one.failure = instance.reason if event is E.FAILED else one.failure
+            if event is E.FAILED and one.state is not S.ENDING:  # it ends for a reason of its own
+                one.failure = instance.reason
         else:
             event = E.GONE if one.unseen >= _UNSEEN else None
         if _isolated(seen):

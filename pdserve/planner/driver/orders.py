@@ -176,6 +176,7 @@ class Orders:
         message = SetMode(
             mode=order.change.mode,
             share=order.change.share or _SHARE,
+            last=order.last,
             term=order.term,
             number=order.number,
         )

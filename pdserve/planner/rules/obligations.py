@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pdserve.planner.changes.book import Step
 from pdserve.planner.changes.table import Action
@@ -130,10 +130,12 @@ def pin_steps(scene: Scene, pin: Mapping[str, int]) -> list[Step]:
     present = Counter(scene.pool.mix) + Counter(one.mode for one in scene.pool.coming)
     missing, surplus = _difference(pin, present), _difference(present, pin)
     reason = "an operator has pinned the pool"
-    step = None if scene.removing is not None else _pin_switch(scene, missing, surplus, reason)
-    if step is not None:
-        return [step]
-    steps = start_steps(scene, missing.elements(), reason)
+    switch = _pin_switch(scene, missing, surplus, reason)
+    if switch is not None and scene.removing is None:
+        return [switch]
+    # What a switch will bring once it may begin is not started: it would be one too many.
+    coming = _switchable(scene, surplus) if switch is not None else 0
+    steps = start_steps(scene, list(missing.elements())[coming:], reason)
     if not steps and not missing and scene.removing is None:
         steps = list(_pin_stops(scene, surplus, reason))[:1]
     return steps
@@ -146,12 +148,45 @@ def _difference(one: Mapping[str, int], other: Mapping[str, int]) -> Counter[str
 def _pin_switch(scene: Scene, missing: Mix, surplus: Mix, reason: str) -> Step | None:
     for target in sorted(missing):
         for mode in sorted(surplus):
-            for one in scene.pool.serving:
-                if not scene.book.may_switch(scene.now, one.life):
-                    continue
-                if one.mode == mode and one.can_switch and _may_leave(scene, one):
-                    return Step(action=Action.SWITCH, reason=reason, mode=target, life=one.life)
+            for one in _switchable_in(scene, mode):
+                last = _last_of_its_job(scene.pool.mix, mode, target)
+                return Step(
+                    action=Action.SWITCH, reason=reason, mode=target, life=one.life, last=last
+                )
     return None
+
+
+def _last_of_its_job(mix: Mix, mode: str, target: str) -> bool:
+    """True if a switch leaves decoding or prompts to nobody, on the way to what the operator
+    wants. A worker refuses that unless it is told so."""
+    others = Counter(mix) - Counter([mode])
+    alike = _ALIKE.get(mode, frozenset())
+    return bool(alike) and target not in alike and not any(others[one] for one in alike)
+
+
+_ALIKE: Final[Mapping[str, frozenset[str]]] = {
+    "decode": frozenset(("decode",)),
+    "prefill": frozenset(("prefill", "both")),
+    "both": frozenset(("prefill", "both")),
+}
+"""Modes of the workers that do what one of this mode does, besides taking requests."""
+
+
+def _switchable_in(scene: Scene, mode: str) -> list[Worker]:
+    """Workers of a mode that can change it, and did not refuse to of late."""
+    return [
+        one
+        for one in scene.pool.serving
+        if one.mode == mode
+        and one.can_switch
+        and _may_leave(scene, one)
+        and scene.book.may_switch(scene.now, one.life)
+    ]
+
+
+def _switchable(scene: Scene, surplus: Mix) -> int:
+    """Workers too many in their modes that could change them."""
+    return sum(min(many, len(_switchable_in(scene, mode))) for mode, many in surplus.items())
 
 
 def _pin_stops(scene: Scene, surplus: Mix, reason: str) -> Iterator[Step]:

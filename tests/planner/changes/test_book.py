@@ -119,6 +119,8 @@ def test_a_worker_that_never_becomes_ready_is_ended_and_counts_as_a_failure(book
     assert state_of(one) is S.ENDING  # three times the p90 after its process began
     assert "was not ready 90 s after" in books.health.blocked("gpu", books.now)
     assert books.times.p90("boot", "gpu") == 30.0
+    (ended,) = books.see(instances=running("failed", reason="killed"))
+    assert "was not ready 90 s after" in ended.change.reason, "it was killed because of that"
 
 
 def test_three_failures_disable_the_kind(books):
