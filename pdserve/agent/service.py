@@ -39,6 +39,8 @@ class AgentService:
         self._node = node
         self._degradations = degradations
         self._workers: Workers | None = None
+        self._trouble = ""
+        """Why the last look at the workers failed; empty: it did not."""
         self.draining = False
         """True: it starts nothing more. It still answers, and ends workers."""
         node.host(self)
@@ -86,15 +88,27 @@ class AgentService:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_POLL)
+            why = ""
             try:
                 self._look()
                 self.workers.bound_logs()
             except OSError as error:
-                self._degradations.add(
-                    "agent_watch", f"workers cannot be looked after: {error}; make room or restart"
-                )
-            else:
-                self._degradations.clear("agent_watch")
+                why = f"{error}; make room or restart"
+            except Exception as error:
+                # A defect must not leave workers unwatched: what is to be killed has a deadline.
+                why = f"{type(error).__name__}, see the agent's log; its workers serve on"
+                if why != self._trouble:
+                    _log.exception("a look at the workers")
+            self._note(why)
+
+    def _note(self, why: str) -> None:
+        """Begins, changes or ends the degradation."""
+        if why == self._trouble:
+            return
+        self._trouble = why
+        self._degradations.clear("agent_watch")
+        if why:
+            self._degradations.add("agent_watch", f"workers cannot be looked after: {why}")
 
     def _look(self) -> None:
         cards = (member for member in self._node.registry if member.card is not None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ORDER = StartWorker(change="a", kind="cpu", mode="aggregated")
+ORDER_B = StartWorker(change="b", kind="cpu", mode="aggregated")
 
 
 @virtually
@@ -48,7 +51,7 @@ async def test_it_answers_once_it_has_read_its_records(tmp_path: Path) -> None:
 
 @virtually
 async def test_it_looks_at_workers_by_itself_and_tells_what_keeps_it_from_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with cluster() as made:
         node = await made.add("agent", role="agent")
@@ -61,12 +64,19 @@ async def test_it_looks_at_workers_by_itself_and_tells_what_keeps_it_from_it(
         workers.start(ORDER, node.now())
         processes.end(100, 1)
         await made.until(lambda: workers.running == 0, 2.0)
-        full = OSError(28, "No space left on device")
+        for error, words in (
+            (OSError(28, "No space left on device"), "No space left"),
+            (KeyError("a defect"), "KeyError, see the agent's log"),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(workers, "poll", Mock(side_effect=error))
+                await made.until(partial(told, degradations, words), 2.0)
+            await made.until(lambda: "agent_watch" not in degradations.reasons(), 2.0)
+        assert len([record for record in caplog.records if record.exc_info]) == 1
+        workers.start(ORDER_B, node.now())
+        processes.end(101, 1)
+        await made.until(lambda: workers.running == 0, 2.0)
 
-        def fail() -> None:
-            raise full
 
-        with monkeypatch.context() as patch:
-            patch.setattr(workers, "bound_logs", fail)
-            await made.until(lambda: "agent_watch" in degradations.reasons(), 2.0)
-        await made.until(lambda: "agent_watch" not in degradations.reasons(), 2.0)
+def told(degradations: Degradations, words: str) -> bool:
+    return words in degradations.reasons().get("agent_watch", "")
