@@ -95,7 +95,7 @@ def _load(plan: ScalingPlan) -> str:
 
 
 def _change(change: Change) -> str:
-    what = change.node or change.kind or change.knob
+    what = change.node or change.kind
     to = f" as {change.mode}" if change.mode else ""
     state = f" ({change.state})" if change.state else ""
     return f"{_DOING.get(change.action, change.action)} {what}{to}{state}: {change.reason}"
@@ -106,7 +106,6 @@ _DOING: Final = {
     "stop": "drain",
     "mode": "switch",
     "undo_drain": "take back the drain of",
-    "soften": "ease",
 }
 
 

@@ -67,7 +67,7 @@ class Change(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     id: str
     action: str
-    """`start`, `stop`, `mode`, `undo_drain` or `soften`."""
+    """`start`, `stop`, `mode` or `undo_drain`."""
     kind: str = ""
     """Of `start`: which kind of worker."""
     mode: str = ""
@@ -77,9 +77,6 @@ class Change(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The life of the worker that is meant; an order for another life is stale."""
     share: float = 0.0
     """Of mode `both`: the share of a step for other workers' prompts."""
-    knob: str = ""
-    value: float = 0.0
-    """Of `soften`: the threshold and its new value."""
     state: str = ""
     """How far it is."""
     reason: str = ""

@@ -247,7 +247,6 @@ class PlannerCore:
             book=self._book,
             times=self._times,
             tenure=self._tenure,
-            knobs=tuple(seen.knobs.get(target.model, ())),
             reversal=self._models[target.model].reversal(now),
             judge=judge,
         )

@@ -91,9 +91,8 @@ def ended_line(one: Ended) -> str:
 
 
 def _doing(change: Change) -> str:
-    what = change.node or change.kind or change.knob
+    what = change.node or change.kind
     to = f" as {change.mode}" if change.mode else ""
-    to = f" = {change.value:g}" if change.knob else to
     return f"{change.action} {what}{to}"
 
 

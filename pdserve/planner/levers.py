@@ -1,12 +1,11 @@
 """Adds capacity: the cheapest lever that is enough, in a fixed order. Pure.
 
     undo     cancel a drain: the worker is there and warm
-    ease     let decode workers take more of the prompts
     switch   change a worker's mode: seconds
     start    the fewest new workers that are enough: minutes, and money
 
-The first two cost nothing, so they stay in force while later ones are tried. Each lever is judged
-by what it would make of the load.
+The first costs nothing, so it stays in force while later ones are tried. Each lever is judged by
+what it would make of the load.
 """
 
 from __future__ import annotations
@@ -82,11 +81,9 @@ _BETTER_KNOWN: Final = 20
 
 def raise_capacity(scene: Scene, load: Load, stay: PoolOutcome, horizon: float) -> Raised:
     """The first levers that are enough; if none are, those that help most."""
-    now = _Try((), scene.candidate(scene.base(horizon)), stay)
-    for lever in (_undone, _eased):
-        now = lever(scene, load, now)
-        if _fits(scene, now.outcome):
-            return Raised(now.steps, now.outcome, enough=True)
+    now = _undone(scene, load, _Try((), PoolCandidate(scene.base(horizon)), stay))
+    if _fits(scene, now.outcome):
+        return Raised(now.steps, now.outcome, enough=True)
     switched = _switched(scene, load, now)
     if switched is not None and _fits(scene, switched.outcome):
         return Raised(switched.steps, switched.outcome, enough=True)
@@ -125,19 +122,6 @@ def _undone(scene: Scene, load: Load, now: _Try) -> _Try:
         slots = (*now.candidate.slots, slot_of(worker))
         candidate = replace(now.candidate, slots=slots)
         now = now.and_then(step, candidate, scene.predict(load, [candidate])[0])
-    return now
-
-
-def _eased(scene: Scene, load: Load, now: _Try) -> _Try:
-    for knob in scene.knobs:
-        if knob.value == knob.eased:
-            continue
-        candidate = replace(now.candidate, knobs={**now.candidate.knobs, knob.name: knob.eased})
-        outcome = scene.predict(load, [candidate])[0]
-        if outcome.miss <= now.outcome.miss - _BETTER:
-            reason = f"{outcome.miss:.1%} miss instead of {now.outcome.miss:.1%}"
-            step = Step(action=Action.SOFTEN, reason=reason, knob=knob.name, value=knob.eased)
-            now = now.and_then(step, candidate, outcome)
     return now
 
 

@@ -104,8 +104,6 @@ class PoolCandidate:
     """A pool that might be."""
 
     slots: tuple[Slot, ...]
-    knobs: Mapping[str, float] = field(default_factory=dict)
-    """Thresholds that differ from the configured ones."""
 
 
 class Load(NamedTuple):

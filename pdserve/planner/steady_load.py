@@ -16,11 +16,11 @@ from math import sqrt
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from pdserve.ids import Seconds
 
-__all__ = ["Stretch", "beyond_chance", "mean_work", "steady"]
+__all__ = ["Stretch", "beyond_chance", "mean_work", "running", "steady"]
 
 _SIZES: Final = (2, 3, 4, 6, 9, 13, 20, 30)
 """Numbers of newest stretches that are compared with as many before them, or twice as many."""
@@ -39,19 +39,23 @@ class Stretch(NamedTuple):
     """Work of these arrivals."""
 
     def __add__(self, other: Stretch) -> Stretch:  # type: ignore[override]
-        return Stretch(*(a + b for a, b in zip(self, other, strict=True)))
+        return Stretch(self[0] + other[0], self[1] + other[1], self[2] + other[2])
 
     def __sub__(self, other: Stretch) -> Stretch:
-        return Stretch(*(a - b for a, b in zip(self, other, strict=True)))
+        return Stretch(self[0] - other[0], self[1] - other[1], self[2] - other[2])
 
 
-def steady(stretches: Sequence[Stretch], spread: Seconds) -> Stretch:
-    """The newest stretches in which the load has not changed, as one.
+def running(stretches: Iterable[Stretch]) -> list[Stretch]:
+    """The sums of the first stretches: of none, of one, and so on."""
+    return [Stretch(0.0, 0.0, 0.0), *accumulate(stretches, Stretch.__add__)]
 
-    Args: `stretches` in order of time; `spread` is the sum of the squares of requests' work over
-    the sum of their work, 0: unknown."""
-    sums = [Stretch(0.0, 0.0, 0.0), *accumulate(stretches, Stretch.__add__)]
-    first, last = 0, len(stretches)
+
+def steady(sums: Sequence[Stretch], first: int, last: int, spread: Seconds) -> Stretch:
+    """Of the stretches from `first` to before `last` the newest in which the load has not changed,
+    as one.
+
+    Args: `sums` as `running` makes them, of stretches in order of time; `spread` is the sum of the
+    squares of requests' work over the sum of their work, 0: unknown."""
     # The clearest change is looked for first: near it, each other split sees some of it, too.
     while (size := _clearest(sums, first, last, spread)) is not None:
         first = last - size

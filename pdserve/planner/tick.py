@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pdserve.planner.outlook import DemandView
     from pdserve.planner.pool import Mix, Worker
 
-__all__ = ["Knob", "Order", "PlannerInput", "PlannerOutput", "Refusal", "RefusalKind"]
+__all__ = ["Order", "PlannerInput", "PlannerOutput", "Refusal", "RefusalKind"]
 
 RefusalKind = Literal["transient", "denied", "exhausted", "vetoed", "stale"]
 """`transient`: it is tried again at the next tick; `denied` and `exhausted`: what the actuator
@@ -36,18 +36,6 @@ class Refusal:
     """In the words of whoever refused."""
     retry_in: Seconds | None = None
     """With `exhausted`: seconds after which it may work; None: nobody knows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Knob:
-    """A threshold that a planner may ease while a model lacks capacity."""
-
-    name: str
-    value: float
-    """As it is now."""
-    eased: float
-    calm: float
-    """As the operator has configured it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +59,6 @@ class PlannerInput:
     be there."""
     refusals: Mapping[str, Refusal] = field(default_factory=dict)
     """By id of a change: orders that were not carried out since the last tick."""
-    knobs: Mapping[str, tuple[Knob, ...]] = field(default_factory=dict)
-    """By model: thresholds that can be eased."""
     paused: Mapping[str, str] = field(default_factory=dict)
     """By model: who paused it. Nothing is changed there."""
     pins: Mapping[str, Mix] = field(default_factory=dict)
@@ -85,9 +71,8 @@ class Order:
     one that is under way."""
 
     verb: Literal["begin", "end"]
-    """`begin`: carry out the change (start, drain, set the mode, undo the drain, set the
-    threshold). `end`: have the actuator end the instance `instance`, which is drained or never
-    served."""
+    """`begin`: carry out the change (start, drain, set the mode, undo the drain). `end`: have the
+    actuator end the instance `instance`, which is drained or never served."""
     change: Change
     model: str
     term: int

@@ -31,8 +31,6 @@ class LinearJudge:
     def __init__(self) -> None:
         self.asked: list[tuple[Load, tuple[PoolCandidate, ...]]] = []
         self.unreachable = 0.0
-        self.eased = 0.0
-        """Capacity that eased thresholds add."""
         self.decode_weight = 1.0
         """Decode work per prefill work."""
 
@@ -44,8 +42,6 @@ class LinearJudge:
         _, itl = objectives
         mix = Counter(slot.mode for slot in candidate.slots)
         work = load.work * (2.0 - load.cached) + load.backlog / 60.0
-        if candidate.knobs:
-            work = max(0.0, work - self.eased)
         both = mix["aggregated"] + mix["both"]
         busy, causes = {}, {}
         if mix["prefill"] or mix["decode"]:
@@ -168,7 +164,7 @@ def actions(output: PlannerOutput) -> list[str]:
     found = []
     for order in output.orders:
         change = order.change
-        what = change.node or change.mode or change.knob
+        what = change.node or change.mode
         if change.action == "mode":
             what = f"{change.node}>{change.mode}"
         found.append(f"{order.verb} {change.action} {what}")

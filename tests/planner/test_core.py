@@ -14,7 +14,7 @@ from pdserve.planner.changes.ids import change_id
 from pdserve.planner.config import Floor
 from pdserve.planner.core import owner_of
 from pdserve.planner.outlook import PoolOutcome
-from pdserve.planner.tick import Knob, Refusal
+from pdserve.planner.tick import Refusal
 from tests.planner.support import (
     ME,
     MODEL,
@@ -206,19 +206,6 @@ def test_a_drain_is_cancelled_also_without_a_panic():
     bench.load(6.7)
     bench.until(10)
     assert actions(bench.last) == ["begin undo_drain w1"]
-
-
-def test_thresholds_are_eased_before_a_switch():
-    bench = Bench(config(pool(modes=("prefill", "decode"))))
-    bench.judge.eased = 1.0
-    knob = Knob("disagg_max_queue", 10, 2, 10)
-    disagg(bench, knobs={MODEL: (knob,)})
-    bench.load(4.0)
-    bench.until(10)
-    assert actions(bench.last) == ["begin soften disagg_max_queue"]
-    assert bench.last.orders[0].change.value == 2
-    bench.see(*bench.seen.workers, knobs={MODEL: (replace(knob, value=2),)})
-    assert actions(bench.tick()) == []
 
 
 def test_a_mode_is_switched_before_a_worker_is_started():
@@ -576,14 +563,6 @@ def test_a_start_that_runs_is_not_withdrawn():
     bench.see(worker(1), instances=(instance(names(bench)[0], "booting"),))
     bench.load(0.5)
     assert not any(output.orders for output in bench.until(300))
-
-
-def test_eased_thresholds_are_set_back_when_it_is_calm():
-    bench = calm(2, 0.5)
-    bench.see(*crowd(2), knobs={MODEL: (Knob("disagg_max_queue", 2, 2, 10),)})
-    bench.until(65)
-    assert actions(bench.last) == ["begin soften disagg_max_queue"]
-    assert bench.last.orders[0].change.value == 10
 
 
 # ---------------------------------------------------------------------- panic

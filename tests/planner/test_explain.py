@@ -75,9 +75,6 @@ def test_a_change_that_ended_is_one_line():
     done = Change(id="x", action="mode", node="w1", mode="prefill")  # type: ignore[arg-type]
     ended = Ended(done, "m", ChangeState.DONE, 3.2)
     assert ended_line(ended) == "m: mode w1 as prefill after 3 s: done"
-    eased = Change(id="x", action="soften", knob="q", value=2, reason="no such worker")
-    ended = Ended(eased, "m", ChangeState.GIVEN_UP, 3.2)
-    assert ended_line(ended) == "m: soften q = 2 after 3 s: given_up: no such worker"
 
 
 # ---------------------------------------------------------------------- the oracle

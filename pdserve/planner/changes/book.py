@@ -56,8 +56,6 @@ class Step:
     mode: str = ""
     life: NodeLife | None = None
     share: float = 0.0
-    knob: str = ""
-    value: float = 0.0
     last: bool = False
     """Of a switch: also if no other worker would do what this one does now."""
 
@@ -123,8 +121,6 @@ class Underway:
             node=step.life.node if step.life else None,
             epoch=step.life.epoch if step.life else 0,
             share=step.share,
-            knob=step.knob,
-            value=step.value,
             state=self.state.value,
             reason=self.failure or step.reason,
         )
@@ -335,8 +331,6 @@ class ChangeBook:
         if refusal is not None and refusal.kind != "transient":
             one.failure = refusal.reason
             return E.REFUSED
-        if one.action is Action.SOFTEN:
-            return E.READY if now > one.entered else None  # no refusal: the order was obeyed
         if worker is None:
             return E.GONE
         one.instance = worker.change

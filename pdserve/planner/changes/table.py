@@ -39,7 +39,6 @@ class Action(Enum):
     STOP = "stop"
     SWITCH = "mode"
     UNDO = "undo_drain"
-    SOFTEN = "soften"
 
 
 class ChangeState(Enum):
@@ -172,24 +171,6 @@ TABLES: Final[Mapping[Action, _Table]] = {
         WITHDRAWN  given_up  given_up  given_up
     """),
     Action.UNDO: _read("""
-        event      ordered
-        PENDING    -
-        BOOTING    -
-        LOADING    -
-        READY      done
-        WRONG      -
-        DRAINING   -
-        LEAVING    -
-        PROVING    -
-        BACK       done
-        FAILED     given_up
-        GONE       given_up
-        REFUSED    given_up
-        LATE       given_up
-        WITHDRAWN  given_up
-    """),
-    # A threshold has no state that could be watched: the answer to the order is all there is.
-    Action.SOFTEN: _read("""
         event      ordered
         PENDING    -
         BOOTING    -

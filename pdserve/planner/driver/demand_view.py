@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.planner.demand_series import believed_speed
 from pdserve.planner.outlook import DemandView
-from pdserve.planner.steady_load import Stretch, mean_work, steady
+from pdserve.planner.steady_load import Stretch, mean_work, running, steady
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -97,11 +97,10 @@ def _levels(
 ) -> list[float]:
     """The level of the load now, and every 15 s before as far as peaks are looked for, while there
     is enough of the load to tell."""
-    last = len(stretches)
+    sums, last = running(stretches), len(stretches)
     past = range(last - _EVERY, max(last - recent, _FEW) - 1, -_EVERY)
     return [
-        mean_work(steady(stretches[max(0, end - _RANGE) : end], spread), request)
-        for end in (last, *past)
+        mean_work(steady(sums, max(0, end - _RANGE), end, spread), request) for end in (last, *past)
     ]
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from pdserve.planner.changes.table import Action, ChangeState
 from pdserve.planner.explain import Binding
 from pdserve.planner.levers import raise_capacity, undo_steps
-from pdserve.planner.outlook import Horizon, Load, PoolOutcome
+from pdserve.planner.outlook import Horizon, Load, PoolCandidate, PoolOutcome
 from pdserve.planner.rules.obligations import (
     ending_soon,
     pin_steps,
@@ -28,7 +28,7 @@ from pdserve.planner.rules.obligations import (
     wrong_stops,
 )
 from pdserve.planner.rules.sanity import Sanity
-from pdserve.planner.rules.shrink import Loads, hardened, shrink, surplus_start
+from pdserve.planner.rules.shrink import Loads, shrink, surplus_start
 from pdserve.planner.rules.surge import Surge
 from pdserve.planner.rules.switches import LastSwitch, rebalance
 from pdserve.planner.rules.votes import Votes
@@ -184,7 +184,7 @@ class ModelPlanner:
             return Decision(tuple(step for step, _ in undone), self._panic_binding(scene.now))
         horizon = scene.start_p90 + _SETTLE
         load = Load(forecast.p90, demand.held_work + demand.queued_work)
-        stay = scene.predict(load, [scene.candidate(scene.base(horizon))])[0]
+        stay = scene.predict(load, [PoolCandidate(scene.base(horizon))])[0]
         decision = self._up(scene, demand, load, stay)
         if self._slow_due(scene.now) and (decision is None or not decision.steps):
             slow = self._slower(scene, sight, demand, load, shrinks=decision is None)
@@ -268,9 +268,7 @@ class ModelPlanner:
         return Decision((), Binding("unwanted", figures), withdrawn=one.id)
 
     def _smaller(self, scene: Scene, demand: DemandView) -> Decision | None:
-        """Thresholds as configured, or one worker less; None: all is needed, or it is too soon."""
-        if scene.knobs and (step := hardened(scene, self._loads(scene, demand))) is not None:
-            return self._decided(scene, step, None)
+        """One worker less; None: all is needed, or it is too soon."""
         self._slow = self._cooling(scene.now, demand)
         if self._slow is not None:
             return None

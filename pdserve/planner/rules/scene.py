@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from pdserve.planner.outlook import DemandView
     from pdserve.planner.pool import Mix, Pool, Worker
     from pdserve.planner.rules.tenure import Tenure
-    from pdserve.planner.tick import Knob
 
 __all__ = ["STARTED_MODES", "Scene", "mix_of", "slot_of"]
 
@@ -55,7 +54,6 @@ class Scene:
     book: ChangeBook
     times: StartTimes
     tenure: Tenure
-    knobs: tuple[Knob, ...]
     reversal: tuple[str, str] | None
     """Modes, from and to, of a switch that would take the model's last one back too soon."""
     judge: Callable[[Load, Sequence[PoolCandidate]], Sequence[PoolOutcome]]
@@ -143,11 +141,6 @@ class Scene:
             if one.ready_in is not None and one.ready_in <= horizon
         ]
         return tuple(slots)
-
-    def candidate(self, slots: Iterable[Slot]) -> PoolCandidate:
-        """A pool with thresholds as they are now."""
-        eased = {one.name: one.value for one in self.knobs if one.value != one.calm}
-        return PoolCandidate(tuple(slots), eased)
 
     def predict(self, load: Load, candidates: Sequence[PoolCandidate]) -> list[PoolOutcome]:
         """The outcome of each candidate. Without load nothing is missed; a pool that cannot serve

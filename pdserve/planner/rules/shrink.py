@@ -27,16 +27,7 @@ if TYPE_CHECKING:
     from pdserve.planner.pool import Mix, Worker
     from pdserve.planner.rules.scene import Scene
 
-__all__ = [
-    "Loads",
-    "Shrunk",
-    "hardened",
-    "removable",
-    "shrink",
-    "staying",
-    "surplus_start",
-    "victims",
-]
+__all__ = ["Loads", "Shrunk", "removable", "shrink", "staying", "surplus_start", "victims"]
 
 _AROUND: Final = 2
 """Workers of each mode by which a mix may differ from the present one."""
@@ -109,7 +100,7 @@ def _price(scene: Scene, worker: Worker) -> float:
 
 def shrink(scene: Scene, loads: Loads) -> Shrunk:
     """The step towards the smallest mix that keeps the objective, if a step may be made."""
-    base = scene.candidate(slot_of(one) for one in staying(scene))
+    base = PoolCandidate(tuple(slot_of(one) for one in staying(scene)))
     present = mix_of(base.slots)
     tightest: Binding | None = None
     failed: list[Mix] = []
@@ -178,7 +169,7 @@ def _candidate(scene: Scene, mix: Mix, present: Mix) -> PoolCandidate:
     for mode, count in mix.items():
         for _ in range(count - present.get(mode, 0)):
             kept.append(spare.pop()._replace(mode=mode))
-    return scene.candidate(kept)
+    return PoolCandidate(tuple(kept))
 
 
 def judged(
@@ -217,7 +208,7 @@ def _removal(
     """Removes one worker, if the pool without it and before any other step keeps the objective."""
     slots = list(base.slots)
     slots.remove(slot_of(worker))
-    outcome, why = judged(scene, loads, scene.candidate(slots), len(slots))
+    outcome, why = judged(scene, loads, PoolCandidate(tuple(slots)), len(slots))
     if why is not None:
         return None, why, outcome
     reason = (
@@ -241,23 +232,9 @@ def surplus_start(scene: Scene, loads: Loads) -> Underway | None:
         return None
     slots = [slot_of(one) for one in staying(scene)]
     slots += [Slot(one.mode) for one in scene.pool.coming if one.state not in _NOT_RUN_NAMES]
-    _, why = judged(scene, loads, scene.candidate(slots), len(slots))
+    _, why = judged(scene, loads, PoolCandidate(tuple(slots)), len(slots))
     return waiting[-1] if why is None else None
 
 
 _NOT_RUN: Final = (ChangeState.ASKED, ChangeState.PENDING)
 _NOT_RUN_NAMES: Final = frozenset(state.value for state in _NOT_RUN)
-
-
-def hardened(scene: Scene, loads: Loads) -> Step | None:
-    """Sets an eased threshold back to what the operator has configured, if that is enough."""
-    base = scene.candidate(slot_of(one) for one in staying(scene))
-    for knob in scene.knobs:
-        if knob.value == knob.calm:
-            continue
-        rest = {name: value for name, value in base.knobs.items() if name != knob.name}
-        _, why = judged(scene, loads, PoolCandidate(base.slots, rest), len(base.slots))
-        if why is None:
-            reason = "the load is calm"
-            return Step(action=Action.SOFTEN, reason=reason, knob=knob.name, value=knob.calm)
-    return None

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pdserve.planner.changes.book import Step
 from pdserve.planner.changes.table import Action
+from pdserve.planner.outlook import PoolCandidate
 from pdserve.planner.pool import valid_mix
 from pdserve.planner.rules.scene import mix_of, slot_of
 
 if TYPE_CHECKING:
     from pdserve.ids import Seconds
-    from pdserve.planner.outlook import Load, PoolCandidate, PoolOutcome
+    from pdserve.planner.outlook import Load, PoolOutcome
     from pdserve.planner.pool import Worker
     from pdserve.planner.rules.scene import Scene
 
@@ -82,7 +83,7 @@ class BetterRatio:
 
 def rebalance(scene: Scene, load: Load, *, back: bool) -> BetterRatio | None:
     """The switch that lets the fewest requests miss, if it is worth its cost."""
-    base = scene.candidate(slot_of(one) for one in scene.pool.serving)
+    base = PoolCandidate(tuple(slot_of(one) for one in scene.pool.serving))
     found = switches(scene, base, back=back)
     if not found:
         return None

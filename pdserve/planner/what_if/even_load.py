@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pdserve.planner.steady_load import Stretch, steady
+from pdserve.planner.steady_load import Stretch, running, steady
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,9 +55,10 @@ def _bins(arrivals: Sequence[RecentArrival]) -> list[Stretch]:
 def _parts(bins: list[Stretch], end: Seconds) -> list[_Part]:
     """The times between two changes of the load, the newest first."""
     found: list[_Part] = []
-    while bins:
-        total = steady(bins, 0.0)
-        bins = bins[: -round(total.seconds / _BIN)]
+    sums, last = running(bins), len(bins)
+    while last:
+        total = steady(sums, 0, last, 0.0)
+        last -= round(total.seconds / _BIN)
         end -= total.seconds
         found.append(_Part(end, total))
     return found

@@ -1,13 +1,12 @@
 """Judges the candidates of the planner's core by what-if; implements `outlook.Judge`.
 
 It translates: the demand series becomes recent requests and a latency model, the forecast work a
-factor on the rate of those that came since lengths last shifted, slots become workers, and softened
-thresholds rules of handoff. It decides nothing.
+factor on the rate of those that came since lengths last shifted, and slots become workers. It
+decides nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from pdserve.planner.demand_series import DemandSeries
@@ -25,7 +24,7 @@ from pdserve.planner.what_if.records import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from pdserve.ids import Seconds
     from pdserve.planner.outlook import Load, PoolCandidate, Slot
@@ -81,35 +80,23 @@ class WhatIfJudge:
             return [PoolOutcome(miss=0.0) for _ in candidates]
         ttft, itl = objectives
         objective = LatencyObjective(ttft or 0.0, itl or 0.0, self._idle_factor if ttft else 0.0)
-        questions: dict[Handoffs, WhatIf] = {}
+        question = WhatIf(
+            traffic.times,
+            objective,
+            arrivals,
+            [(one.prompt_tokens, one.output_tokens) for one in traffic.lengths],
+            factor=factor,
+            handoffs=self._handoffs,
+            seeds=self._seeds,
+        )
         found = []
         for number, candidate in enumerate(candidates):
-            handoffs = self._softened(candidate.knobs)
-            if handoffs not in questions:
-                questions[handoffs] = WhatIf(
-                    traffic.times,
-                    objective,
-                    arrivals,
-                    [(one.prompt_tokens, one.output_tokens) for one in traffic.lengths],
-                    factor=factor,
-                    handoffs=handoffs,
-                    seeds=self._seeds,
-                )
             workers = tuple(self._worker(slot) for slot in candidate.slots)
             pool = CandidatePool(
                 f"candidate {number}", workers, load.cached, _held(traffic, load, workers, mean)
             )
-            found.append(_answer(questions[handoffs].evaluate(pool)))
+            found.append(_answer(question.evaluate(pool)))
         return found
-
-    def _softened(self, knobs: Mapping[str, float]) -> Handoffs:
-        """The rules of handoff with other thresholds; knobs of other parts are ignored."""
-        own = self._handoffs
-        return replace(
-            own,
-            min_tokens=int(knobs.get("disagg_min_tokens", own.min_tokens)),
-            max_queue=int(knobs.get("disagg_max_queue", own.max_queue)),
-        )
 
     def _worker(self, slot: Slot) -> CandidateWorker:
         mode: PoolMode = next((one for one in MODES if one == slot.mode), "aggregated")

@@ -86,7 +86,6 @@ def test_what_is_over_stays_over(action, event):
         (Action.SWITCH, [E.LEAVING, E.GONE], S.GIVEN_UP),
         (Action.UNDO, [E.DRAINING, E.READY], S.DONE),
         (Action.UNDO, [E.GONE], S.GIVEN_UP),
-        (Action.SOFTEN, [E.READY], S.DONE),
     ],
 )
 def test_ways_through_a_table(action, events, end):

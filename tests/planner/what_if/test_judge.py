@@ -98,22 +98,6 @@ def test_slots_keep_their_fields():
     assert plain.miss < min(slow.miss, late.miss, full.miss)
 
 
-def test_softened_thresholds_change_where_prompts_go():
-    work = rate_of(series())
-    pool = (Slot("prefill"), Slot("decode"))
-    usual, local = judged(
-        Load(work), PoolCandidate(pool), PoolCandidate(pool, {"disagg_min_tokens": 100_000})
-    )
-    assert usual.utilisation["prefill"] > 0.2
-    assert local.utilisation["prefill"] == 0
-
-
-def test_knobs_of_other_parts_change_nothing():
-    pool = slots("aggregated", 2)
-    one, other = judged(Load(1.0), pool, PoolCandidate(pool.slots, {"hold_work": 0.3}))
-    assert one == other
-
-
 def test_fewer_workers_may_remember_less():
     arrivals = tuple(
         one._replace(cached_tokens=one.prompt_tokens // 2, work=one.work / 2)

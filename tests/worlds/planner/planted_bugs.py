@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pdserve.planner import levers
 from pdserve.planner import pool as pools
 from pdserve.planner.changes.book import ChangeBook
+from pdserve.planner.outlook import PoolCandidate
 from pdserve.planner.rules import model_planner, obligations, sanity, shrink
 from pdserve.planner.rules.sanity import Sanity, Sight
 from pdserve.planner.rules.scene import Scene, slot_of
@@ -61,7 +62,7 @@ def _all_stay(patch: Patch) -> None:
     judged = shrink.judged
 
     def with_all(scene: Any, loads: Any, candidate: Any, size: int) -> Any:
-        all_of_them = scene.candidate(slot_of(one) for one in scene.pool.serving)
+        all_of_them = PoolCandidate(tuple(slot_of(one) for one in scene.pool.serving))
         return judged(scene, loads, all_of_them, size)
 
     patch.setattr(shrink, "judged", with_all)
