@@ -38,11 +38,8 @@ NEVER: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "undo_drain": (*_OF_STARTS, *_OF_WORKERS),
     },
     "a worker that serves has it, and the change is about one that begins": {"start": _OF_WORKERS},
-    "the driver gives the core no thresholds to ease": {
-        "soften": (*_OF_STARTS, *_OF_WORKERS, "seen ready", *("gone", "refused", "timed out")),
-    },
     "only starts and stops are withdrawn": {
-        action: ("withdrawn",) for action in ("mode", "undo_drain", "soften")
+        action: ("withdrawn",) for action in ("mode", "undo_drain")
     },
 }
 """Events that a kind of change never meets, by the reason."""
