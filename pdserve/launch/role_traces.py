@@ -14,7 +14,6 @@ from pdserve.clock import SystemClock
 from pdserve.errors import ConfigError
 from pdserve.runtime.traces import TraceService
 from pdserve.tracing.answers import TraceAnswers
-from pdserve.tracing.export.collector_http import HttpCollector
 from pdserve.tracing.export.exporter import TraceExporter
 from pdserve.tracing.export.otel_env import without_password
 from pdserve.tracing.export.otlp import RequestFrame
@@ -84,6 +83,9 @@ def _exporter(context: RoleContext, node: Node, where: str) -> TraceExporter | N
     if config.otel.disabled:
         _log.warning("OTEL_SDK_DISABLED or OTEL_TRACES_EXPORTER: no traces go to %s", where)
         return None
+    # Imports aiohttp: only who exports pays for it at the start.
+    from pdserve.tracing.export.collector_http import HttpCollector
+
     try:
         collector = HttpCollector(config.otlp_endpoint, config.otel)
     except ConfigError as error:
