@@ -140,9 +140,10 @@ def _until_a_problem(loop: ReplayLoop, work: Coroutine[Any, Any, ReplayResult]) 
 @contextlib.contextmanager
 def _collecting_rarely() -> Iterator[None]:
     """Runs the garbage collector rarely. Prompts are long lists without cycles, and it would scan
-    them again and again. What a caller has frozen stays so."""
+    them again and again. At the end it scans what the replay has made; what the process had before
+    is frozen until then, and a large process would pay for it in each replay. What a caller has
+    frozen stays so."""
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
-    gc.collect()
     if not frozen:
         gc.freeze()
     gc.set_threshold(100_000, 50, 100)
@@ -150,6 +151,7 @@ def _collecting_rarely() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+        gc.collect()
         if not frozen:
             gc.unfreeze()
 
