@@ -47,6 +47,15 @@ def test_the_last_one_is_needed_for_the_jobs_that_it_gives_up() -> None:
     assert undone("prefill", "decode", swing) == ""
 
 
+def test_nobody_needs_prompts_where_nobody_decodes() -> None:
+    assert undone("prefill", "", worker("a", "aggregated")) == ""
+    assert undone("prefill", "aggregated", worker("a", "aggregated")) == ""
+    assert undone("prefill", "", worker("d", "decode", models=())) == ""
+    resting = worker("d", "decode", suspect=True, reason="the engine restarts")
+    assert "computes prompts" in undone("prefill", "", resting)
+    assert "computes prompts" in undone("prefill", "decode", worker("a", "aggregated"))
+
+
 def test_others_count_only_if_they_are_there_and_ready() -> None:
     for other in (
         worker("d", "decode", suspect=True),
