@@ -978,6 +978,21 @@ def test_a_pin_does_not_repeat_a_switch_that_was_refused():
     assert actions(bench.tick(20)) == ["begin mode w1>decode"]
 
 
+def test_a_pin_does_not_repeat_a_stop_that_was_refused():
+    bench = Bench(config(pool()))
+    bench.see(*crowd(3), pins={MODEL: {"aggregated": 2}})
+    bench.load(0.5)
+    assert actions(bench.tick()) == ["begin stop w1"]
+    refused = {names(bench)[0]: Refusal("vetoed", "it is needed")}
+    assert actions(bench.tick(refusals=refused)) == ["begin stop w2"]
+    refused = {names(bench)[0]: Refusal("vetoed", "it is needed")}
+    assert actions(bench.tick(refusals=refused)) == ["begin stop w3"]
+    refused = {names(bench)[0]: Refusal("vetoed", "it is needed")}
+    assert actions(bench.tick(refusals=refused)) == []
+    assert not any(output.orders for output in bench.until(280))
+    assert actions(bench.tick(30)) == ["begin stop w1"]
+
+
 @pytest.mark.parametrize("state", ["pending", "booting"])
 def test_a_pin_keeps_the_last_worker_that_takes_requests(state):
     """The pinned workers are only coming, and a prefill worker takes none."""

@@ -151,7 +151,7 @@ class ChangeBook:
         self._broken: dict[str, tuple[str, Seconds]] = {}
         """Kind of the workers that served and load again, and since when, by the change that
         started them."""
-        self._refused_until: dict[NodeLife, Seconds] = {}
+        self._refused_until: dict[tuple[NodeLife, Action], Seconds] = {}
 
     def of(self, model: str) -> tuple[Underway, ...]:
         """The changes of a model that are under way, the oldest first."""
@@ -210,9 +210,9 @@ class ChangeBook:
         spent = now - one.booted if one is not None and one.booted is not None else 0.0
         return max(0.0, self._times.p90("boot", kind) - spent)
 
-    def may_switch(self, now: Seconds, life: NodeLife) -> bool:
-        """False for a while after a switch of the worker that did not happen."""
-        return now >= self._refused_until.get(life, 0.0)
+    def may_order(self, now: Seconds, action: Action, life: NodeLife) -> bool:
+        """False for a while after a switch or a stop of the worker that did not happen."""
+        return now >= self._refused_until.get((life, action), 0.0)
 
     # ------------------------------------------------------------------ what the lists show
 
@@ -363,8 +363,10 @@ class ChangeBook:
             self._start_over(now, one, wrong)
         elif one.action is Action.STOP and one.state is S.DONE and not one.adopted:
             self._times.add("drain", one.step.kind, now - one.began)
-        elif one.action is Action.SWITCH and one.state is S.GIVEN_UP and one.step.life:
-            self._refused_until[one.step.life] = now + self._config.switch_retry
+        elif one.state is S.GIVEN_UP and one.step.life:
+            later = {key: until for key, until in self._refused_until.items() if until > now}
+            later[one.step.life, one.action] = now + self._config.switch_retry
+            self._refused_until = later
         return Ended(one.record, one.model, one.state, now - one.began, wrong)
 
     def _start_over(self, now: Seconds, one: Underway, wrong: NodeLife | None) -> None:

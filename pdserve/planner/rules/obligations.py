@@ -118,7 +118,9 @@ def wrong_stops(scene: Scene, wrong: Iterable[NodeLife]) -> list[Step]:
         return []
     for life in wrong:
         worker = scene.pool.worker(life)
-        if worker is not None and worker.state == "ready":
+        if worker is None or not scene.book.may_order(scene.now, Action.STOP, life):
+            continue
+        if worker.state == "ready":
             reason = f"it came as {worker.mode}, which was not asked for"
             return [Step(action=Action.STOP, reason=reason, kind=worker.kind, life=life)]
     return []
@@ -180,7 +182,7 @@ def _switchable_in(scene: Scene, mode: str) -> list[Worker]:
         if one.mode == mode
         and one.can_switch
         and _may_leave(scene, one)
-        and scene.book.may_switch(scene.now, one.life)
+        and scene.book.may_order(scene.now, Action.SWITCH, one.life)
     ]
 
 
@@ -191,7 +193,8 @@ def _switchable(scene: Scene, surplus: Mix) -> int:
 
 def _pin_stops(scene: Scene, surplus: Mix, reason: str) -> Iterator[Step]:
     for one in sorted(scene.pool.serving, key=lambda one: (one.live_tokens, one.life)):
-        if surplus.get(one.mode, 0) > 0 and _may_leave(scene, one):
+        refused = not scene.book.may_order(scene.now, Action.STOP, one.life)
+        if surplus.get(one.mode, 0) > 0 and _may_leave(scene, one) and not refused:
             yield Step(action=Action.STOP, reason=reason, kind=one.kind, life=one.life)
 
 

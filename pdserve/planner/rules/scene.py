@@ -162,7 +162,7 @@ class Scene:
             if one.mode == mode
             and one.can_switch
             and not self.tenure.may_switch(self.now, one)
-            and self.book.may_switch(self.now, one.life)
+            and self.book.may_order(self.now, Action.SWITCH, one.life)
             and self.tenure.dwell(self.now, one.life) >= self.config.dwell
             and self.tenure.switches(self.now, one.life) < self.config.switches_per_hour
         ]

@@ -264,7 +264,7 @@ def test_a_switch_from_the_order_to_the_new_mode(books):
     (ended,) = books.see(joined(mode="prefill"))
     assert states == [S.ORDERED, S.LEAVING, S.PROVING]
     assert ended.state is S.DONE
-    assert books.book.may_switch(books.now, life(1))
+    assert books.book.may_order(books.now, Action.SWITCH, life(1))
 
 
 def test_a_switch_that_did_not_happen_is_not_tried_again_at_once(books):
@@ -272,9 +272,9 @@ def test_a_switch_that_did_not_happen_is_not_tried_again_at_once(books):
     books.see(joined(state="leaving", target="prefill"))
     (ended,) = books.see(joined(failed="streams were left after 60 s"))
     assert (ended.state, ended.change.reason) == (S.GIVEN_UP, "streams were left after 60 s")
-    assert not books.book.may_switch(books.now + 299, life(1))
-    assert books.book.may_switch(books.now + 300, life(1))
-    assert books.book.may_switch(books.now, life(2))
+    assert not books.book.may_order(books.now + 299, Action.SWITCH, life(1))
+    assert books.book.may_order(books.now + 300, Action.SWITCH, life(1))
+    assert books.book.may_order(books.now, Action.SWITCH, life(2))
 
 
 def test_a_switch_has_a_deadline(books):
