@@ -13,7 +13,9 @@ from pdserve.cli.main import main
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-BOARDS = {f"boards/{name}.json" for name in ("service", "workers", "disaggregation", "routers")}
+BOARDS = {
+    f"boards/{name}.json" for name in ("service", "workers", "disaggregation", "routers", "planner")
+}
 
 
 def written(folder: Path) -> set[str]:

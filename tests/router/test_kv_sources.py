@@ -265,7 +265,7 @@ def test_sources_of_any_cluster(number: int, seed: int):
     random, listed, seen = Random(seed + number), "abcdefg", 0
     world = World(*listed, policy=random_policy.choose, seed=number)
     truth = {node: Truth() for node in listed}
-    for _ in range(250):
+    for _ in range(400):
         world.now += 6.0  # what was sent is forgotten
         for _ in range(3):
             _change(random, world, truth, random.choice(listed))

@@ -228,9 +228,8 @@ class Engine(VirtualTimeEngine):
 
 def test_who_has_no_room_is_not_fit():
     engine, part = Engine(), Worker.__new__(Worker)
-    config = SimpleNamespace(mode="decode")
     part.engine = cast("Any", engine)
-    part.service = cast("Any", SimpleNamespace(config=config, unready_reason=lambda: None))
+    part.service = cast("Any", SimpleNamespace(mode="decode", unready_reason=lambda: None))
     process = SimpleNamespace(paused=False)
     host = cast("Any", SimpleNamespace(up=True, ready=True, process=process, part=part))
     assert _serves(host)
