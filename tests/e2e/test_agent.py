@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 
-from pdserve.cli.main import main
 from pdserve.errors import ActuatorExhausted
 from pdserve.launch.cluster.addresses import ClusterConfig
 from pdserve.launch.cluster.node_factory import NodeFactory
 from pdserve.planner.actuators.agents import AgentsActuator
 from pdserve.testing.actuators.suite import ActuatorSuite
 from tests.chaos.cluster import Cluster, Node
+from tests.e2e.agent_workers import kill_workers, pids
+from tests.e2e.commands import pdserve
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Mapping
@@ -80,27 +79,13 @@ class RealLab:
 
     async def close(self) -> None:
         """Ends every worker, whoever started it."""
-        for pid in self.pids().values():
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+        kill_workers(self.cluster.address)
         await self.planner.leave()
         await self.planner.close()
 
-    def records(self) -> list[dict[str, Any]]:
-        return [
-            json.loads(path.read_bytes()) for path in (self.cluster.home / "agent").glob("*.json")
-        ]
-
     def pids(self) -> dict[str, int]:
-        """Session leaders with a change on their command line: the workers that really run."""
-        found = {}
-        for process in psutil.process_iter(["cmdline"]):
-            words = process.info["cmdline"] or []
-            changes = [word for word in words if word.startswith("--change=")]
-            ours = f"--join={self.cluster.address}" in words
-            if changes and ours and process.status() != psutil.STATUS_ZOMBIE:
-                found[changes[0].removeprefix("--change=")] = process.pid
-        return found
+        """The workers that really run, by change."""
+        return pids(self.cluster.address)
 
     async def find(self, change: str) -> Instance:
         (found,) = [one for one in await self.actuator.list() if one.change == change]
@@ -198,17 +183,7 @@ async def _fill_slots(lab: RealLab) -> None:
 
 async def _show(lab: RealLab) -> None:
     """`pdserve status` names kinds, workers and their logs."""
-    home = {"HOME": str(lab.cluster.home), "XDG_CONFIG_HOME": str(lab.cluster.home / "config")}
-
-    def status() -> str:
-        out = io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
-            for name, value in (home | {"PDSERVE_CONFIG": "none"}).items():
-                patch.setenv(name, value)
-            assert main(["status", "--join", lab.cluster.address]) == 0
-        return out.getvalue()
-
-    page = await asyncio.to_thread(status)
+    page = (await asyncio.to_thread(pdserve, lab.cluster, "status")).stdout
     assert "0 of 2" in page
     (line,) = [line for line in page.splitlines() if " c1 " in line]
     assert "running" in line

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import random
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.cli.main import main
 from pdserve.launch import exit_codes
 from tests.chaos.cluster import Cluster, eventually
 from tests.chaos.load import Stream, ask, wait_served
+from tests.e2e.commands import pdserve
 from tests.e2e.server import PATIENCE
 
 if TYPE_CHECKING:
@@ -42,28 +40,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         made.wait_ready()
         wait_served(made.nodes[-1])
         yield made
-
-
-class Done(NamedTuple):
-    """How a command ended."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def pdserve(cluster: Cluster, *arguments: str) -> Done:
-    """A command, as an operator, in this process: each of its own takes as long as ten of these."""
-    home = {"HOME": str(cluster.home), "XDG_CONFIG_HOME": str(cluster.home / "config")}
-    out, told = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in os.environ if name.startswith("PDSERVE_")]:
-            patch.delenv(name)
-        for name, value in (home | {"PDSERVE_CONFIG": "none"}).items():
-            patch.setenv(name, value)
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(told):
-            code = main([*arguments, "--join", cluster.address])
-    return Done(code, out.getvalue(), told.getvalue())
 
 
 def pdserve_process(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:

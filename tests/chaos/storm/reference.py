@@ -17,6 +17,8 @@ from pdserve_engines.sim.settings import SimOptions, read_model
 from pdserve_engines.sim.tokens import reference_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tests.chaos.storm.storm_requests import Expected, StormRequest
 
 BUNDLED = Path(pdserve.__file__).parent / "bundled"
@@ -24,6 +26,17 @@ BUNDLED = Path(pdserve.__file__).parent / "bundled"
 
 def misled(question: StormRequest, expected: Expected) -> str:
     """Where an answer is not what it must be; empty: nowhere. A stop string may have cut it."""
+    for choice, tokens in enumerate(expected.tokens):
+        right = right_tokens(question, expected.prompt, choice)
+        if list(tokens) != right[: len(tokens)]:
+            return f"question {question.number}, choice {choice}: {list(tokens)}, not {right}"
+        if len(tokens) < len(right) and "stop" not in question.fields:
+            return f"question {question.number}, choice {choice} ends early"
+    return ""
+
+
+def right_tokens(question: StormRequest, prompt: Sequence[int], choice: int = 0) -> list[int]:
+    """The whole answer, without stop strings."""
     spec = EngineSpec(engine="sim", model=str(BUNDLED), hash_secret=bytes(32))
     vocabulary = read_model(spec, SimOptions())
     fields = question.fields
@@ -36,14 +49,8 @@ def misled(question: StormRequest, expected: Expected) -> str:
     request = GenerateRequest(
         request_id="reference",
         model="bundled",
-        prompt=token_ids(expected.prompt),
+        prompt=token_ids(prompt),
         sampling=sampling,
         n=question.choices,
     )
-    for choice, tokens in enumerate(expected.tokens):
-        right = reference_tokens(request, vocabulary, choice, content=True)
-        if list(tokens) != right[: len(tokens)]:
-            return f"question {question.number}, choice {choice}: {list(tokens)}, not {right}"
-        if len(tokens) < len(right) and "stop" not in fields:
-            return f"question {question.number}, choice {choice} ends early"
-    return ""
+    return list(reference_tokens(request, vocabulary, choice, content=True))
