@@ -1020,6 +1020,19 @@ def test_a_pin_starts_nothing_that_the_next_switch_brings():
     assert actions(bench.tick()) == ["begin start decode"]
 
 
+def test_a_pin_starts_nothing_while_the_others_are_needed():
+    """One of two decode workers changes: the other and the prefill worker serve together."""
+    bench = Bench(config(pool(modes=("aggregated", "prefill", "decode"))))
+    pins = {MODEL: {"aggregated": 3}}
+    workers = (worker(1, "decode"), worker(2, "decode"), worker(3, "prefill"))
+    bench.see(*workers, pins=pins)
+    assert actions(bench.tick()) == ["begin mode w1>aggregated"]
+    bench.see(replace(workers[0], state="leaving", target="aggregated"), *workers[1:], pins=pins)
+    assert actions(bench.tick()) == []
+    bench.see(worker(1), *workers[1:], pins=pins)
+    assert actions(bench.tick()) == ["begin mode w2>aggregated"]
+
+
 def test_a_pin_takes_the_last_decode_and_the_last_prefill_worker():
     bench = Bench(config(pool(modes=("aggregated", "prefill", "decode"))))
     workers = (worker(1, "prefill"), worker(2, "decode"))

@@ -135,8 +135,10 @@ def pin_steps(scene: Scene, pin: Mapping[str, int]) -> list[Step]:
     switch = _pin_switch(scene, missing, surplus, reason)
     if switch is not None and scene.removing is None:
         return [switch]
-    # What a switch will bring once it may begin is not started: it would be one too many.
-    coming = _switchable(scene, surplus) if switch is not None else 0
+    # What a switch will bring once it may begin is not started: it would be one too many. While a
+    # worker leaves, the others may be needed, and are free to switch when it is back.
+    waits = switch is not None or scene.removing is not None
+    coming = _switchable(scene, surplus) if waits else 0
     steps = start_steps(scene, list(missing.elements())[coming:], reason)
     if not steps and not missing and scene.removing is None:
         steps = list(_pin_stops(scene, surplus, reason))[:1]
@@ -175,20 +177,25 @@ _ALIKE: Final[Mapping[str, frozenset[str]]] = {
 
 
 def _switchable_in(scene: Scene, mode: str) -> list[Worker]:
-    """Workers of a mode that can change it, and did not refuse to of late."""
+    """Workers of a mode that can change it now, and did not refuse to of late."""
+    return [one for one in _switchable_later(scene, mode) if _may_leave(scene, one)]
+
+
+def _switchable_later(scene: Scene, mode: str) -> list[Worker]:
+    """Workers of a mode that can change it once the others take requests without them."""
     return [
         one
         for one in scene.pool.serving
         if one.mode == mode
         and one.can_switch
-        and _may_leave(scene, one)
+        and not one.pinned
         and scene.book.may_order(scene.now, Action.SWITCH, one.life)
     ]
 
 
 def _switchable(scene: Scene, surplus: Mix) -> int:
     """Workers too many in their modes that could change them."""
-    return sum(min(many, len(_switchable_in(scene, mode))) for mode, many in surplus.items())
+    return sum(min(many, len(_switchable_later(scene, mode))) for mode, many in surplus.items())
 
 
 def _pin_stops(scene: Scene, surplus: Mix, reason: str) -> Iterator[Step]:
