@@ -57,6 +57,12 @@ class World:
         useless = {life.node for life, one in self.plant.workers.items() if one.mode not in useful}
         return change.action == "mode" and change.node in useless
 
+    def is_missing(self, change: Change) -> bool:
+        """Whether it switches to a mode that no worker has, without which the others are of no use:
+        an operator drained the last one."""
+        useful = {*self.settings.pools[0].modes}
+        return change.action == "mode" and change.mode in useful - self.plant.serving.keys()
+
     def run(self, seconds: float) -> None:
         for _ in range(int(seconds / TICK)):
             self.tick()
@@ -91,6 +97,7 @@ class World:
                 self.begun.add(change.id)
                 left = sum(plant.serving.values()) - 1
                 wrong = "was not asked for" in change.reason or self.is_useless(change)
+                wrong = wrong or self.is_missing(change)
                 assert left >= target.min or wrong, "below the minimum by its own act"
 
 

@@ -73,7 +73,7 @@ _ENDING: Final = frozenset({"COMPLETING", "STAGE_OUT"})
 
 _NEVER: Final = (
     *("Assoc", "QOS", "Partition", "Invalid", "JobHeld", "Bad", "Account", "ReservationDeleted"),
-    *("DependencyNeverSatisfied", "ReqNodeNotAvail", "MaxPower", "FedJobLock", "DeadLine"),
+    *("DependencyNeverSatisfied", "MaxPower", "FedJobLock", "DeadLine"),
 )
 """First letters of reasons that waiting does not help: someone has to change a limit, the job or a
 node. A limit on the sum of jobs (`AssocGrp`, `QOSGrp`) may pass, but then another order finds it

@@ -102,7 +102,7 @@ def test_steps_by_name() -> None:
         ("QOSMaxCpuPerUserLimit", True),
         ("AssocGrpGRES", True),
         ("AssocMaxJobsLimit", True),
-        ("ReqNodeNotAvail, UnavailableNodes:n1", True),
+        ("ReqNodeNotAvail, UnavailableNodes:n1", False),
         ("JobHeldAdmin", True),
         ("BadConstraints", True),
         ("InvalidQOS", True),
