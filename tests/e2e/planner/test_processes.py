@@ -11,13 +11,14 @@ import random
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pdserve.ids import NodeId
 from pdserve.planner.core import owner_of
 from tests.chaos.cluster import eventually
+from tests.chaos.load import ask
 from tests.e2e.planner.crowd import Streams, Surge, Talk
 from tests.e2e.planner.site import Site, site_at
 
@@ -34,6 +35,7 @@ pytestmark = [
 STREAMS = 50
 LONG = Talk(20, 1500)
 """A stream that outlives the test."""
+SHORT = Talk(20, 40)
 HEAVY = Talk(200, 5)
 
 
@@ -77,6 +79,31 @@ def test_one_worker_becomes_four_and_one_again(site: Site, planner: Node, seed: 
     assert planner.said("bundled: stop") is not None
     site.until_whole()
     assert len(site.pids()) == 1
+
+
+@pytest.mark.long(one_in=2)
+def test_modes_are_switched_and_prefixes_stay(
+    site: Site, planner: Node, long: bool, seed: int
+) -> None:
+    pins = ({"prefill": 1, "decode": 2}, {"prefill": 2, "decode": 1})
+    pin(site, {"aggregated": 3})
+    names = sorted(site.workers())
+    for name in names:
+        remember(site.front, name)
+    with Streams(site.front, STREAMS // 2, SHORT, seed) as streams:
+        streams.wait_running()
+        pin(site, pins[0])
+        before = site.workers()
+        for number in range(200 if long else 6):
+            pin(site, pins[(number + 1) % 2])
+            after = site.workers()
+            assert sum(generation(after[one]) - generation(before[one]) for one in names) == 1
+            assert [one for one in names if cached(after[one]) < cached(before[one])] == []
+            before = after
+            streams.check()
+        pin(site, {"aggregated": 3})
+    assert [one for one in names if remember(site.front, one) < 100] == []
+    assert sorted(site.workers()) == names, "a switch needs no other worker"
 
 
 @pytest.mark.long(one_in=3)
@@ -195,3 +222,24 @@ def pin(site: Site, mix: dict[str, int]) -> None:
     words = ",".join(f"{mode}={count}" for mode, count in mix.items())
     assert "pinned to" in site.say("pin", "bundled", words)
     site.until_present(**mix)
+
+
+def generation(report: dict[str, Any]) -> int:
+    return report["mode"]["generation"]
+
+
+def cached(report: dict[str, Any]) -> int:
+    return report["worker"]["blocks_cached"]
+
+
+def remember(front: Node, worker: str) -> int:
+    """Asks a worker always the same; returns how many tokens it had kept."""
+    prompt = [{"role": "user", "content": f"{worker} " + "the sea is deep " * 60}]
+    answer = eventually(lambda: served(front, worker, prompt), f"{worker} takes requests")
+    details = answer.body["usage"].get("prompt_tokens_details") or {}
+    return details.get("cached_tokens") or 0
+
+
+def served(front: Node, worker: str, prompt: object) -> Any:
+    answer = ask(front, worker=worker, messages=prompt, max_tokens=1)
+    return answer if answer.status == 200 else None
