@@ -47,6 +47,8 @@ _MORE = 2.5
 """Workloads with short prompts have so many times the requests of a replay."""
 _AGENTS = {"context": "24000", "step_input": "4000", "output": "150", "pause": "1"}
 """Coding agents: their contexts together are several times what the devices hold."""
+_AGENTS_WORKERS = 2
+"""Each program waits for its answers, so that no speed is too much for eight workers."""
 _MIDDLE = 0.45
 """Where the middle of the trace begins, as a share of its time."""
 
@@ -161,7 +163,7 @@ def run_one(traces: Traces, scale: Scale, job: Job) -> Result:
     """Runs one replay and returns its summary."""
     world, arm, seed, _ = job
     config = ReplayConfig(
-        workers=scale.workers,
+        workers=workers_of(world, scale),
         routers=world.routers,
         frontends=1 if world.routers == 1 else 3 * world.routers,
         policy=arm.policy,
@@ -185,6 +187,11 @@ def run_one(traces: Traces, scale: Scale, job: Job) -> Result:
     numbers["losses"] = dict(losses(ledger.changes, ledger.looks(result.records)))
     numbers["atomic"] = dict(atomic_losses(ledger, atomic_cluster(scale, arm)))
     return numbers
+
+
+def workers_of(world: World, scale: Scale) -> int:
+    """How many workers a cell has."""
+    return min(_AGENTS_WORKERS, scale.workers) if world.workload == "agentic" else scale.workers
 
 
 def requests_of(traces: Traces, scale: Scale, job: Job) -> Iterator[TraceRequest]:

@@ -12,9 +12,10 @@
 
 Load 1 is a speed at which `kv_load` with its defaults once served 95 % of the requests well; it has
 stayed the same since, so that pages of different commits can be compared. The middle has the speed
-of the conversations; agents have no knee yet. Rivals have their defaults; `kv_load`, `preble` and
-`least_loaded` lost most cells at an earlier commit and are left out. One router, equal workers. A
-cell counts once all its arms and seeds have run; `--known` writes what has run so far.
+of the conversations. Agents have two workers and a speed of their own, since each program waits for
+its answers: no speed is too much for eight workers. Rivals have their defaults; `kv_load`, `preble`
+and `least_loaded` lost most cells at an earlier commit and are left out. One router, equal workers.
+A cell counts once all its arms and seeds have run; `--known` writes what has run so far.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ KNEES: Final[Mapping[str, float]] = {
     "conversation": 4.278,
     "middle": 4.278,
     "code": 42.776,
-    "agentic": 3.0,
+    "agentic": 0.25,
     "shared-prefix": 7.5,
     "unique": 81.324,
 }
