@@ -39,7 +39,8 @@ def _facts(findings: WorkloadFindings) -> Iterator[str]:
     yield from (f"- {fact}" for fact in facts())
     yield (
         f"- {scale.workers} workers as above (2 for agents), {scale.seeds} seeds; "
-        f"{scale.requests} requests a replay of conversations and agents, {round(scale.requests * 2.5):,} of the others"
+        f"{scale.requests} requests a replay of conversations and agents, "
+        f"{round(scale.requests * 2.5):,} of the others"
     )
     knees = ", ".join(f"{name} {speed:g}x" for name, speed in findings.knees.items() if speed)
     yield f"- Load 1: {knees}"
