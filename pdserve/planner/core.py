@@ -203,8 +203,8 @@ class PlannerCore:
         )
 
     def _spare(self, pools: Mapping[str, Pool]) -> float:
-        """What the budget leaves for an hour; all pools count, whoever plans for them. Nothing, if
-        the cost of one is not known."""
+        """The part of the hourly budget that is free. The pools of all models count, those of other
+        planners too. 0 if the cost of a pool is not known."""
         if not self._config.budget:
             return inf
         if len(pools) < len(self._config.pools):

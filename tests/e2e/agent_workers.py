@@ -25,7 +25,7 @@ def records(directory: Path) -> list[WorkerRecord]:
 
 
 def pids(address: str) -> dict[str, int]:
-    """By change: the session leaders that run and join by this address, among others."""
+    """Process ids by change: the workers that run and join the cluster at this address."""
     found = {}
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []

@@ -161,8 +161,8 @@ def _pin_switch(scene: Scene, missing: Mix, surplus: Mix, reason: str) -> Step |
 
 
 def _last_of_its_job(mix: Mix, mode: str, target: str) -> bool:
-    """True if a switch leaves decoding or prompts to nobody, on the way to what the operator
-    wants. A worker refuses that unless it is told so."""
+    """True if no other worker would decode, or compute prompts, after this switch. The worker
+    refuses such a switch unless the order says `last`."""
     others = Counter(mix) - Counter([mode])
     alike = _ALIKE.get(mode, frozenset())
     return bool(alike) and target not in alike and not any(others[one] for one in alike)

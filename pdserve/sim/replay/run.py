@@ -222,7 +222,7 @@ async def _run(
 
 
 def _no_verdicts(record: ReplayRecord) -> Verdicts:
-    """Nobody reads verdicts where no planner is."""
+    """No verdicts: a replay without a planner has no reader of them."""
     return ()
 
 
