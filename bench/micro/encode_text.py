@@ -1,24 +1,30 @@
 """Measures how fast text becomes token ids, by the extension and by libraries, in the same run.
 
     python bench/micro/encode_text.py [tokenizer.json ...]
+    pip install --target FOLDER fastokens tokie gigatoken sentencepiece mistral_common
+    python bench/micro/encode_text.py --kinds --libraries FOLDER
 
-Without arguments it measures the bundled model's tokenizer and writes no file. Each class of
-text has eight texts of 10,000 characters (about 2,000 words of prose) that are all different, since
-each encoder remembers words: a cell is the median CPU time of the eight, each encoded once, after
-eight others. `fastokens`, `tokie` and `gigatoken` are measured where they are installed. Code is
-the standard library's, prose is docs/, Chinese, Japanese and Korean come from CPython's tests, all
-else is drawn. `differs` counts texts whose ids are not those of `tokenizers`; `left` counts those
-that the extension leaves to it. Writes bench/results/encode_text.md.
+Without arguments it measures the bundled model's tokenizer. With `--kinds` it makes one of each
+kind (bench/tokenizer_kinds.py), and writes bench/results/encode_text.md.
+
+Each class of text has eight texts of 10,000 characters (about 2,000 words of prose) that are all
+different, since each encoder remembers words: a cell is the median CPU time of the eight, each
+encoded once, after eight others. `fastokens`, `tokie` and `gigatoken` are measured where they are
+installed. Code is the standard library's, prose is docs/, Chinese, Japanese and Korean come from
+CPython's tests, all else is drawn. `differs` counts texts whose ids are not those of
+`tokenizers`; `left` counts those that the extension leaves to it.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
 import contextlib
 import json
 import random
 import statistics
 import sys
+import tempfile
 import time
 import zlib
 from pathlib import Path
@@ -27,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from bench.machine import facts
+from bench.tokenizer_kinds import write_kinds
 from pdserve.text.tokenization.tokenization_cache import WORTH_FAST, TokenizationCache, plan_cuts
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.token_ids import TokenIds, token_ids
@@ -222,20 +229,49 @@ def shared(path: Path) -> list[str]:
     return ["", f"100,000 characters that all share, then 1,000 of their own: {told}."]
 
 
-def main() -> None:
-    paths = [Path(each) for each in sys.argv[1:]] or [ROOT / "pdserve/bundled/tokenizer.json"]
+NOTES = """\
+CPU microseconds per text; in brackets, how many times faster than `tokenizers`. "Memory" is what
+the process grew by, so it says little after the first tables. The vocabulary of llama3, qwen and
+deepseek is Mistral's tekken (131,072 tokens), behind the steps of those models; spm_v3 is
+Mistral's SentencePiece model; wordpiece and metaspace (Unigram) are small ones.
+
+`fastokens` 0.3.5 is the fastest, and is not used: each thread keeps the ids of up to 2,000,000
+words for each of four tokenizers, some hundred MiB each under hostile texts, and a vocabulary of
+131,072 takes 150 MB. A frontend with 50 models of one small tokenizer ran out of 2 GiB within
+seconds, and a Rust library ends the process then. The extension holds 30 MiB for such a
+vocabulary, and no more after any text: `python -m tests.text.tokenization.hostile_texts 60`.
+`tokie` 0.1.4 differs. `gigatoken` 0.10.0 holds the interpreter lock for half a second in long
+texts.
+
+SentencePiece, Unigram and WordPiece are not covered: `tokenizers` encodes them. Nor are texts
+that have to be normalised (qwen with compatibility ideographs, CJK below), and characters newer
+than the table.
+"""
+
+
+def page(paths: Sequence[Path]) -> str:
     texts = classes(random.Random(7))
-    lines = ["# Text to token ids", "", *__doc__.split("\n\n")[2].splitlines(), ""]
-    lines += [
-        "CPU microseconds per text; in brackets, how many times faster than `tokenizers`.",
-        "",
-    ]
+    about = (__doc__ or "").partition("\n\n")[2].rstrip()
+    lines = ["# Text to token ids", "", about, "", *NOTES.splitlines(), ""]
     lines += [f"- {fact}" for fact in facts()]
     for path in paths:
         lines += table(path, texts)
-    print("\n".join(lines))
-    if sys.argv[1:]:
-        RESULT.write_text("\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", nargs="*", type=Path, metavar="tokenizer.json")
+    parser.add_argument("--kinds", action="store_true", help="one of each kind; writes the page")
+    parser.add_argument("--libraries", metavar="FOLDER", help="where other encoders are installed")
+    options = parser.parse_args()
+    if options.libraries:
+        sys.path.append(options.libraries)
+    if not options.kinds:
+        print(page(options.files or [ROOT / "pdserve/bundled/tokenizer.json"]))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        RESULT.write_text(page(write_kinds(Path(folder))))
 
 
 if __name__ == "__main__":
