@@ -57,14 +57,14 @@ def test_a_shift_changes_the_lengths_and_a_collapse_what_is_shared() -> None:
     share = [
         sum(length_of(one.pieces) > 2500 for one in part) / len(part)
         for part in (
-            [one for one in trace if one.at < 240],
-            [one for one in trace if one.at >= 240],
+            [one for one in trace if one.at < 480],
+            [one for one in trace if one.at >= 480],
         )
     ]
     assert share[0] < 0.15 < 0.3 < share[1]
     shared = [one.at for one in made("hit-rate collapse", 1) if len(one.pieces) > 1]
     assert shared
-    assert max(shared) < 300
+    assert max(shared) < 480
 
 
 def test_the_best_fixed_size_is_the_smallest_within_half_a_point() -> None:
