@@ -1,7 +1,7 @@
 """When do prefill and decode on different workers pay? Production code, simulated engines.
 
     python bench/disagg.py [--quick] [--processes 2] [--data FILE] [--write PAGE]
-    python bench/disagg.py --planner [--cells N] ...    another page: bench/disagg_grid/planned.py
+    python bench/disagg.py --planner [--minutes N] ...    another page: bench/disagg_grid/planned.py
 
 Eight workers serve chats of 300 tokens whose answers stream, and among them a fifth of prompts of
 12,000 tokens: on one worker each of those makes every stream stutter. Aggregated workers against
@@ -25,6 +25,7 @@ import argparse
 import os
 import sys
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -69,7 +70,8 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=Path("build/disagg.jsonl"))
     parser.add_argument("--write", type=Path)
     parser.add_argument("--planner", action="store_true", help="only: a planner switches modes")
-    parser.add_argument("--cells", type=int, help="with --planner: run the first ones; all else")
+    text = "with --planner: begin no cell after so many minutes of CPU; results in --data count"
+    parser.add_argument("--minutes", type=float, default=inf, help=text)
     options = parser.parse_args()
     if options.planner:
         return planner_main(options)
@@ -93,12 +95,14 @@ def planner_main(options: argparse.Namespace) -> int:
     runner = Runner(LONG, options.data, options.processes)
     try:
         found = {}
-        for cell in every[: options.cells]:
-            found[cell] = runner.run(jobs_of(cell, KNEES))
+        for cell in every:
+            jobs = jobs_of(cell, KNEES)
+            if runner.knows(jobs) or runner.seconds < 60 * options.minutes:
+                found[cell] = runner.run(jobs)
     finally:
         runner.close()
     minutes = runner.seconds / 60
-    text = planned_page(found, len(every), [*facts(), f"{minutes:.0f} minutes of CPU"])
+    text = planned_page(found, every, [*facts(), f"{minutes:.0f} minutes of CPU"])
     print(text)
     if options.write:
         options.write.write_text(text, encoding="utf-8")

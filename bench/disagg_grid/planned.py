@@ -2,7 +2,7 @@
 
 Each cell begins at its ratio and is replayed for twenty minutes of virtual time, of which the first
 ten do not count: there the planner may settle. Beside it the cell's ratio without a planner, with
-the decode workers' choice (`predict`) as in the page of bench/disagg.py, and both sides: aggregated
+the decode workers' choice (`predict`) as in [disagg.md](disagg.md), and both sides: aggregated
 workers, and `always` at the cell's ratio. All with the same requests.
 """
 
@@ -55,18 +55,39 @@ class PlannedCell:
 
 
 def cells(scale: Scale) -> list[PlannedCell]:
-    """The cells of the page of bench/disagg.py; the slower model first, it has fewer requests."""
-    grid = product(reversed(KINDS), scale.loads, scale.bandwidths, scale.prefills)
+    """The cells of the page of bench/disagg.py. Any first part of the list is spread over ratios,
+    loads and networks; the slower model comes first, it has fewer requests."""
+    grid = product(scale.loads, scale.prefills)
+    places = sorted(grid, key=lambda one: _place(scale, *one))
     return [
-        PlannedCell(World(kind, load, bandwidth), prefill, scale.workers)
-        for kind, load, bandwidth, prefill in grid
+        PlannedCell(World(kind, load, _bandwidth(scale, number, half)), prefill, scale.workers)
+        for half, kind in product((0, 1), reversed(KINDS))
+        for number, (load, prefill) in enumerate(places)
     ]
+
+
+def _place(scale: Scale, load: float, prefill: int) -> int:
+    """Goes along the diagonals of (load, ratio): neighbours differ in both."""
+    loads, ratios = len(scale.loads), len(scale.prefills)
+    number, ratio = scale.loads.index(load), scale.prefills.index(prefill)
+    return (number - ratio) % loads * ratios + ratio
+
+
+def _bandwidth(scale: Scale, number: int, half: int) -> float:
+    """The network changes at every second place, so that each load and ratio has both; the second
+    half has the other one at each place."""
+    return scale.bandwidths[((number + 1) // 2 + half) % len(scale.bandwidths)]
 
 
 def jobs_of(cell: PlannedCell, knees: Mapping[str, float]) -> list[tuple[World, Arm, int, float]]:
     """What is to be replayed, in the order of `planned_page`'s results."""
     knee = knees[cell.world.kind.preset]
-    return [(cell.world, cell.arm(side), 1, knee) for side in _SIDES]
+    return [(_world(cell.world, side), cell.arm(side), 1, knee) for side in _SIDES]
+
+
+def _world(world: World, side: str) -> World:
+    """Aggregated workers move no KV, so they serve once for all networks."""
+    return replace(world, bandwidth=LONG.bandwidths[0]) if side == "aggregated" else world
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +121,21 @@ class _Row:
 
 
 def planned_page(
-    found: Mapping[PlannedCell, Sequence[Result]], every: int, facts: Sequence[str]
+    found: Mapping[PlannedCell, Sequence[Result]],
+    every: Sequence[PlannedCell],
+    facts: Sequence[str],
 ) -> str:
     """The page of the cells that have run, of `every`."""
     rows = [_Row(cell, results) for cell, results in found.items()]
     head = ["# A planner that switches modes, in simulation", "", *_how(), ""]
-    lines = [*head, *(f"- {fact}" for fact in facts), "", *_verdict(rows, every), "", *_table(rows)]
-    return "\n".join(lines) + "\n"
+    head += [*(f"- {fact}" for fact in facts), "", *_verdict(rows, len(every)), ""]
+    missing = [cell.words for cell in every if cell not in found]
+    return "\n".join([*head, *_table(rows), *_not_run(missing)]) + "\n"
+
+
+def _not_run(missing: Sequence[str]) -> Iterator[str]:
+    if missing:
+        yield from ("", "## Cells that did not run", "", *(f"- {words}" for words in missing))
 
 
 def _how() -> list[str]:

@@ -40,8 +40,12 @@ class Runner:
         self._sources = sources()
         self._known = self._read()
         self._pool = multiprocessing.get_context("spawn").Pool(processes, initializer=_be_nice)
-        self.seconds = 0.0
-        """Process seconds that the known results took, in earlier runs too."""
+        self._asked: set[str] = set()
+
+    @property
+    def seconds(self) -> float:
+        """Process seconds that all results so far took, in earlier runs too."""
+        return float(sum(self._known[key]["seconds"] for key in self._asked))
 
     def close(self) -> None:
         """Ends the processes."""
@@ -55,8 +59,12 @@ class Runner:
         if missing:  # one seed after the other, so that an interrupted run has all cells
             todo = sorted(missing.items(), key=lambda item: item[1][2])
             self._fill([(self._scale, key, job) for key, job in todo])
-        self.seconds += sum(self._known[key]["seconds"] for key in dict.fromkeys(keys))
+        self._asked.update(keys)
         return [self._known[key]["result"] for key in keys]
+
+    def knows(self, jobs: Sequence[Job]) -> bool:
+        """Returns whether `run` would run nothing."""
+        return all(self._key(job) in self._known for job in jobs)
 
     def _fill(self, todo: list[tuple[Scale, str, Job]]) -> None:
         self._data.parent.mkdir(parents=True, exist_ok=True)

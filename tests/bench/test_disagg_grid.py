@@ -117,9 +117,24 @@ def planned(good: float, ratios: list[tuple[float, str]] | None = None) -> Resul
     return {"good": good, "scaling": scaling}
 
 
-def test_the_page_of_the_planner_has_both_sides_and_when_it_settled() -> None:
+def test_the_first_cells_of_the_planner_are_spread() -> None:
     every = cells(LONG)
     assert len(every) == len(set(every)) == 48
+    assert len({cell.prefill for cell in every[:3]}) == 3
+    quarter = every[:12]
+    assert len({(cell.world.load, cell.prefill) for cell in quarter}) == 12
+    assert len({(cell.world.load, cell.world.bandwidth) for cell in quarter}) == 8
+    assert len({(cell.prefill, cell.world.bandwidth) for cell in quarter}) == 6
+
+
+def test_aggregated_workers_serve_once_for_all_networks_and_ratios() -> None:
+    jobs = [jobs_of(cell, {"h100-8b": 30.0, "h100-70b-tp4": 16.0})[0] for cell in cells(LONG)]
+    assert {arm.name for _, arm, _, _ in jobs} == {"aggregated"}
+    assert len({world for world, _, _, _ in jobs}) == 8
+
+
+def test_the_page_of_the_planner_has_both_sides_and_when_it_settled() -> None:
+    every = cells(LONG)
     found = {
         every[0]: [
             *map(planned, (0.9, 0.5, 0.6)),
@@ -127,12 +142,12 @@ def test_the_page_of_the_planner_has_both_sides_and_when_it_settled() -> None:
         ],
         every[1]: [*map(planned, (0.4, 0.8, 0.78)), planned(0.7, [(0.0, "4:4"), (30.0, "5:3")])],
     }
-    text = planned_page(found, len(every), ["a fact"])
+    text = planned_page(found, every, ["a fact"])
     assert "- 2 of 48 cells ran." in text
     assert "planner 1 of 2 cells are within 5% of the better side (aim 95%; not reached)" in text
     assert "at the fixed ratio 1 are" in text
     assert "came after 60 s (p50), at most 90 s" in text
-    assert "- Lost: h100-70b-tp4, 25 GB/s, load 0.3, 4:4: 87% of the better side." in text
+    assert "- Lost: h100-70b-tp4, 1.25 GB/s, load 0.6, 4:4: 87% of the better side." in text
     assert "| 89.0% | 99% | 8+0:0 | 90 | 2 |" in text
 
 
