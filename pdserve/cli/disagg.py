@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _MEANING: Final = """\
-predict   wherever the first token is predicted sooner, harm to running streams counted
 rule      elsewhere if it is long and few wait there (--disagg-min-tokens, --disagg-max-queue)
+predict   wherever the first token is predicted sooner, harm to running streams counted
 always    elsewhere whenever that is possible
 never     where it is decoded"""
 

@@ -133,7 +133,7 @@ class WorkerConfig:
     """`prefill` workers compute prompts for `decode` workers. `decode` workers take requests and
     decide where each prompt is prefilled. `aggregated` workers do both themselves.
     """
-    disagg: Disagg = "predict"
+    disagg: Disagg = "rule"
     """How a decode worker decides where to prefill a prompt; can be changed while the
     worker runs."""
     disagg_min_tokens: int = 512

@@ -101,7 +101,7 @@ def test_a_plan_names_the_cheapest_cluster_and_what_binds_it(tmp_path: Path, cap
     flags = ("--slo-ttft", "400ms", "--good", "95%", "--price", "2.5", "--modes", "aggregated")
     assert main([*PLAN, *flags, "--json", str(path)]) == 0
     printed = capsys.readouterr()
-    assert "unique at 1x, engine h100-8b, policy ttft, disagg predict" in printed.out
+    assert "unique at 1x, engine h100-8b, policy ttft, disagg rule" in printed.out
     assert "objective: 95% of the requests with first token within 400ms" in printed.out
     made = json.loads(path.read_text())
     size = made["aggregated"]["workers"]

@@ -182,11 +182,10 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
         plan = tmp_path / "planner.toml"
         plan.write_text(PLANNED)
         planned = ("--role=planner", "--planner=act", f"--planner-file={plan}", join, probes)
-        elsewhere = ("--disagg=rule", "--disagg-min-tokens=64")
         slots = ("--agent-slots=cpu=x1", f"--agent-dir={tmp_path / 'agent'}")
         with (
             Server(None, *worker, "--mode=prefill", **home) as prefill,
-            Server(None, *worker, "--mode=decode", *elsewhere, **home) as decode,
+            Server(None, *worker, "--mode=decode", "--disagg-min-tokens=64", **home) as decode,
             # Without the native extension: something is degraded.
             # And no Prometheus takes traces: spans are dropped.
             Server(None, "--role=frontend", *flags, PDSERVE_PURE="1", **home) as front,

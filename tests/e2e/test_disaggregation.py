@@ -421,7 +421,7 @@ LONG = " ".join(f"word {i}" for i in range(300))
 
 @pytest.mark.long(one_in=3)
 def test_one_process_does_both_with_one_engine_process():
-    with serving(None, "--kv-memory", "128MiB", "--threads", "1", "--disagg", "rule") as server:
+    with serving(None, "--kv-memory", "128MiB", "--threads", "1") as server:
         core = server.core()
         eventually(
             lambda: served(server, f"{time.time()} {LONG}").prefill.startswith("remote"),

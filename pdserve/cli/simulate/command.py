@@ -208,10 +208,7 @@ def _add_plan(group: argparse._ArgumentGroup) -> None:
 
 def _add_handoffs(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--disagg",
-        metavar="HOW",
-        default="predict",
-        help="predict, rule, always or never. [predict]",
+        "--disagg", metavar="HOW", default="rule", help="rule, predict, always or never. [rule]"
     )
     _count(group, "--disagg-min-tokens", 512, "With rule: only prompts with more uncached tokens.")
     _count(group, "--disagg-max-queue", 10, "With rule: only while at most this many wait.")

@@ -497,8 +497,8 @@ OPTIONS: tuple[Option, ...] = (
         "disagg",
         "worker.disagg",
         "engine",
-        "When a decode worker has a prompt prefilled remotely: predict (when the first token "
-        "comes sooner), rule (long prompt, short queue), always, never.",
+        "When a decode worker has a prompt prefilled remotely: rule (long prompt, short "
+        "queue), predict (when the first token comes sooner), always, never.",
         "HOW",
         _choice(*DISAGG),
     ),

@@ -24,10 +24,6 @@ _log = logging.getLogger(__name__)
 
 _FRONTENDS: Final = ("all-in-one", "frontend")
 """Roles with a frontend."""
-_WORKERS: Final = ("all-in-one", "worker")
-"""Roles with a worker."""
-_OF_RULE: Final = frozenset(("disagg-min-tokens", "disagg-max-queue"))
-"""Settings that only `--disagg=rule` reads."""
 
 
 def log_config_sources(config: Config) -> None:
@@ -96,9 +92,5 @@ def _warn_of_nothing(config: Config) -> None:
     process, frontend = config.process, config.frontend
     if process.metrics_host and process.metrics_port is None:
         _log.warning("--metrics-host has no effect without --metrics-port")
-    if process.role in _WORKERS and config.worker.disagg != "rule":
-        for name in sorted(_OF_RULE & config.sources.keys()):
-            source, disagg = config.sources[name], config.worker.disagg
-            _log.warning("%s has no effect with --disagg=%s, only with rule", source, disagg)
     if frontend.otlp_endpoint and frontend.trace_rate <= 0 and config.process.role in _FRONTENDS:
         _log.warning("no traces go to --otlp-endpoint: --trace-rate 0 switches them off")

@@ -135,7 +135,7 @@ class CandidatePool:
 class Handoffs:
     """How decode workers hand prompts over, and how fast KV moves."""
 
-    disagg: Disagg = "predict"
+    disagg: Disagg = "rule"
     """The rule of `worker.config.WorkerConfig.disagg`, also for the next two."""
     min_tokens: int = 512
     max_queue: int = 10

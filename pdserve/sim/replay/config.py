@@ -41,7 +41,7 @@ class ReplayConfig:
     """Number of prefill workers."""
     decode: int = 0
     """Number of decode workers."""
-    disagg: Disagg = "predict"
+    disagg: Disagg = "rule"
     """The rule by which a decode worker hands a prompt to a prefill worker; see
     `worker.config.WorkerConfig.disagg`, also for the next two."""
     disagg_min_tokens: int = 512

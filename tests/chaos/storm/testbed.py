@@ -58,8 +58,9 @@ class Place:
 def plan(engine: Engine) -> list[Place]:
     """Two routers, two frontends and one in a hurry, three workers that take requests, of which two
     have long prompts computed by a fourth."""
-    long = "64" if engine == "torch" else "128"
-    decode = ("--mode", "decode", "--disagg", "rule", "--disagg-min-tokens", long)
+    decode = ("--mode", "decode", "--disagg-min-tokens", "128")
+    if engine == "torch":
+        decode = ("--mode", "decode", "--disagg-min-tokens", "64")
     timeout = ("--request-timeout", f"{REQUEST_TIMEOUT}s")
     return [
         Place("router-1", "router"),

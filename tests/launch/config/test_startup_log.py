@@ -81,18 +81,3 @@ def test_settings_without_what_they_belong_to_get_a_warning(
     caplog.clear()
     warn_about_config(resolve(flags | {"metrics-port": "9000"}, {}, tmp_path), "a:1")
     assert not caplog.messages
-
-
-def test_settings_of_another_choice_get_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    flags, environ = {"config": "none", "disagg-max-queue": "4"}, {"PDSERVE_DISAGG_MIN_TOKENS": "9"}
-    warn_about_config(resolve(flags, environ, tmp_path), "a:1")
-    assert caplog.messages == [
-        "--disagg-max-queue has no effect with --disagg=predict, only with rule",
-        "PDSERVE_DISAGG_MIN_TOKENS has no effect with --disagg=predict, only with rule",
-    ]
-    caplog.clear()
-    for more in ({"disagg": "rule"}, {"role": "router"}):
-        warn_about_config(resolve({"config": "none"} | more, environ, tmp_path), "a:1")
-    assert not caplog.messages

@@ -51,7 +51,6 @@ def _unpatched() -> Iterator[None]:
 class Worker(WorkerNode):
     def __init__(self, node: Node, mode: Any, fabric: FakeFabric, **fields: Any) -> None:
         fields.setdefault("transfer", TransferSpec(backends=("fake",)))
-        fields.setdefault("disagg", "rule")
         config = WorkerConfig(
             engine=ENGINE,
             engine_options={"blocks": "64", "max_len": "200"},
