@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.leaks import (
@@ -21,6 +23,9 @@ from tests.support.seeds import (
     seed,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 __all__ = [
     "long",
     "no_leaked_resources",
@@ -32,6 +37,16 @@ __all__ = [
     "tasks_end_with_the_test",
     "watch_blocks",
 ]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect tests without garbage collections: nearly all that is made stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

@@ -6,6 +6,7 @@ runs everything. A test marked `alone` measures time, or fills the machine by it
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING
 
@@ -34,3 +35,26 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
         config.hook.pytest_deselected(items=others)
         gone = set(others)
         items[:] = [item for item in items if item not in gone]
+
+
+def limit_of(item: pytest.Item) -> float:
+    """Seconds that the mark `timeout` of this test allows; 0 without one."""
+    marker = item.get_closest_marker("timeout")
+    if marker is None or not marker.args:
+        return 0.0
+    return float(marker.args[0]) or math.inf
+
+
+def long_files_first(items: list[pytest.Item]) -> None:
+    """Order the files of the part `together` by the longest time limit in each.
+
+    A file runs on one process: a long one that starts last leaves all other processes idle. Files
+    with equal limits, and tests of one file, keep their order.
+    """
+    if PART != "together":
+        return
+    limits: dict[str, float] = {}
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        limits[file] = max(limits.get(file, 0.0), limit_of(item))
+    items.sort(key=lambda item: -limits[item.nodeid.partition("::")[0]])

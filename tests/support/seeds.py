@@ -80,12 +80,17 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the long tests that are not this run's, unless one was asked for by name, and what
-    is not of this run's part."""
+    is not of this run's part; then order the files."""
     parts.leave_out(config, items)
     if is_long() and config.getoption("timeout", None) is None:
         extend_limits(items)
-    if is_long() or any("::" in argument for argument in config.args):
-        return
+    if not is_long() and not any("::" in argument for argument in config.args):
+        leave_out_long(config, items)
+    parts.long_files_first(items)
+
+
+def leave_out_long(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the long tests that are not in this run's slice."""
     left_out = [item for item in items if not is_in_slice(item, run_seed())]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

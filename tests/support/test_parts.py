@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import parts
 from tests.support.parts import belongs, worker_number
 
 SCRIPT = Path(__file__).parents[2] / ".ci" / "pytest.py"
@@ -59,6 +60,29 @@ def test_only_files_with_such_tests_are_collected_for_the_second_part():
     assert "tests/frontend/test_hostile.py" in found
     assert len(found) < 10
     assert script().files_alone(["-q", "tests/support"]) == []
+
+
+LIMITS = {
+    "test_a": "def test_1(): ...",
+    "test_b": "@pytest.mark.timeout(90)\ndef test_1(): ...\ndef test_2(): ...",
+    "test_c": "def test_1(): ...\n@pytest.mark.timeout(0)\ndef test_2(): ...",
+    "test_d": "@pytest.mark.timeout(90)\ndef test_1(): ...",
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "order"),
+    [("together", "c1 c2 b1 b2 d1 a1"), ("alone", "a1 b1 b2 c1 c2 d1"), ("", "a1 b1 b2 c1 c2 d1")],
+)
+def test_files_that_may_take_long_come_first_and_stay_whole(
+    pytester: pytest.Pytester, monkeypatch, part, order
+):
+    monkeypatch.setattr(parts, "PART", part)
+    pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
+    pytester.makepyfile(**{name: f"import pytest\n{text}" for name, text in LIMITS.items()})
+    items, _ = pytester.inline_genitems()
+    parts.long_files_first(items)
+    assert " ".join(item.path.stem[-1] + item.name[-1] for item in items) == order
 
 
 HALF = """
