@@ -1009,6 +1009,20 @@ def test_a_pin_keeps_the_last_worker_that_takes_requests(state):
     assert {*stopped} == {"begin stop w1"}
 
 
+def test_a_pin_keeps_the_floor_while_its_workers_are_coming():
+    bench = Bench(config(pool(min=2, modes=("aggregated", "prefill", "decode"))))
+    pins = {MODEL: {"aggregated": 2}}
+    there = [mine(1), mine(10, "decode", can_switch=False)]
+    bench.see(*there, pins=pins)
+    bench.load(0.5)
+    assert actions(bench.tick()) == [START]
+    (name,) = names(bench)
+    bench.see(*there, instances=(instance(name, "booting"),))
+    assert not any(output.orders for output in bench.until(60))
+    bench.see(*there, worker(2, change=name), instances=(instance(name, "running"),))
+    assert actions(bench.tick()) == ["begin stop w10"]
+
+
 def test_a_pin_starts_nothing_that_the_next_switch_brings():
     bench = Bench(config(pool(modes=("aggregated", "prefill", "decode"))))
     bench.see(*crowd(3), pins={MODEL: {"prefill": 1, "decode": 2}})

@@ -140,7 +140,9 @@ def pin_steps(scene: Scene, pin: Mapping[str, int]) -> list[Step]:
     waits = switch is not None or scene.removing is not None
     coming = _switchable(scene, surplus) if waits else 0
     steps = start_steps(scene, list(missing.elements())[coming:], reason)
-    if not steps and not missing and scene.removing is None:
+    spare = len(scene.pool.serving) > min(scene.floor, sum(pin.values()))
+    if not steps and not missing and spare and scene.removing is None:
+        # What is only coming is no reason to fall below the floor.
         steps = list(_pin_stops(scene, surplus, reason))[:1]
     return steps
 
