@@ -62,23 +62,26 @@ def undone_without(
     """Returns the job that no worker would do if `me` changed from `mode` to `target`, in words;
     empty if other workers do all its jobs. An empty `target`: it stops. If two workers leave at the
     same time, the one with the greater name counts as staying (see `ModeSwitch`). With `sure`, no
-    worker that leaves counts. Without decode workers nobody needs prompts to be computed."""
+    worker that leaves counts. Without decode workers nobody needs prompts to be computed, and
+    without prefill workers nobody needs a worker to compute them for."""
     lost = jobs_of(mode) - jobs_of(target)
     workers = [one for one in others if one.node != me]
     for model in sorted(models):
-        asked = target == "decode" or any(_decodes(one, model) for one in workers)
-        for job in sorted(lost if asked else lost - {"prompts"}):
+        idle: set[Job] = set()
+        if target != "decode" and not _any_in("decode", workers, model):
+            idle.add("prompts")
+        if target != "prefill" and not _any_in("prefill", workers, model):
+            idle.add("decode")
+        for job in sorted(lost - idle):
             if not any(_does(one, job, model, me, sure=sure) for one in workers):
                 return f"no other ready worker of model {model!r} {_WORDS[job]}"
     return ""
 
 
-def _decodes(member: Member, model: str) -> bool:
-    """True if it is a decode worker of the model, in whatever state."""
-    card = member.card
-    if card is None or card.mode != "decode":
-        return False
-    return any(one.name == model for one in card.models)
+def _any_in(mode: CardMode, workers: Iterable[Member], model: str) -> bool:
+    """True if there is a worker of the model in this mode, in whatever state."""
+    cards = (one.card for one in workers if one.card is not None and one.card.mode == mode)
+    return any(offer.name == model for card in cards for offer in card.models)
 
 
 def _does(member: Member, job: Job, model: str, me: NodeId, *, sure: bool) -> bool:

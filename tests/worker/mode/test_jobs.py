@@ -42,7 +42,7 @@ def test_the_last_one_is_needed_for_the_jobs_that_it_gives_up() -> None:
     assert undone("prefill", "both") == ""
     assert undone("aggregated", "decode") == ""
     assert undone("aggregated", "prefill", worker("d", "decode")) == ""
-    assert "has its prompts" in undone("decode", "aggregated", worker("a", "aggregated"))
+    assert "has its prompts" in undone("decode", "aggregated", worker("p", "prefill"))
     swing = worker("b", "aggregated", prompt_share=0.5)
     assert undone("prefill", "decode", swing) == ""
 
@@ -54,6 +54,16 @@ def test_nobody_needs_prompts_where_nobody_decodes() -> None:
     resting = worker("d", "decode", suspect=True, reason="the engine restarts")
     assert "computes prompts" in undone("prefill", "", resting)
     assert "computes prompts" in undone("prefill", "decode", worker("a", "aggregated"))
+
+
+def test_nobody_needs_decoding_where_nobody_computes_prompts() -> None:
+    others = worker("a", "aggregated"), worker("b", "aggregated", prompt_share=0.5)
+    assert undone("decode", "", *others) == ""
+    assert undone("decode", "aggregated", *others) == ""
+    assert undone("decode", "", others[0], worker("p", "prefill", models=())) == ""
+    resting = worker("p", "prefill", suspect=True, reason="the engine restarts")
+    assert "has its prompts" in undone("decode", "", others[0], resting)
+    assert "takes requests" in undone("decode", "")
 
 
 def test_others_count_only_if_they_are_there_and_ready() -> None:
