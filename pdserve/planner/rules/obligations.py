@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ending_soon",
+    "last_of_its_job",
     "pin_steps",
     "required_starts",
     "required_undos",
@@ -155,14 +156,14 @@ def _pin_switch(scene: Scene, missing: Mix, surplus: Mix, reason: str) -> Step |
     for target in sorted(missing):
         for mode in sorted(surplus):
             for one in _switchable_in(scene, mode):
-                last = _last_of_its_job(scene.pool.mix, mode, target)
+                last = last_of_its_job(scene.pool.mix, mode, target)
                 return Step(
                     action=Action.SWITCH, reason=reason, mode=target, life=one.life, last=last
                 )
     return None
 
 
-def _last_of_its_job(mix: Mix, mode: str, target: str) -> bool:
+def last_of_its_job(mix: Mix, mode: str, target: str) -> bool:
     """True if no other worker would decode, or compute prompts, after this switch. The worker
     refuses such a switch unless the order says `last`."""
     others = Counter(mix) - Counter([mode])

@@ -16,9 +16,10 @@ from pdserve.planner.changes.book import Step
 from pdserve.planner.changes.table import Action, ChangeState
 from pdserve.planner.explain import Binding
 from pdserve.planner.outlook import PoolCandidate, Slot
-from pdserve.planner.pool import valid_mix
-from pdserve.planner.rules.obligations import ending_soon
+from pdserve.planner.pool import serves, valid_mix
+from pdserve.planner.rules.obligations import ending_soon, last_of_its_job
 from pdserve.planner.rules.scene import mix_of, slot_of
+from pdserve.planner.rules.switches import switched
 
 if TYPE_CHECKING:
     from pdserve.ids import Seconds
@@ -67,6 +68,8 @@ def removable(scene: Scene, worker: Worker) -> str:
     """Why the worker must stay; empty: it may go."""
     if why := scene.tenure.may_remove(scene.now, worker):
         return why
+    if not scene.book.may_order(scene.now, Action.STOP, worker.life):
+        return f"{worker.node} has refused to stop"
     if len(staying(scene)) - 1 < scene.floor:
         return f"at least {scene.floor} workers must serve"
     return ""
@@ -105,13 +108,15 @@ def shrink(scene: Scene, loads: Loads) -> Shrunk:
     tightest: Binding | None = None
     failed: list[Mix] = []
     for mix in _smaller(scene, present):
-        removed = _first_removed(scene, mix, present)
-        if removed is None or any(_within(mix, larger) for larger in failed):
+        first = _first_step(scene, loads, base, mix)
+        if first is None or any(_within(mix, larger) for larger in failed):
             continue
         candidate = _candidate(scene, mix, present)
         _, why = judged(scene, loads, candidate, sum(mix.values()))
         if why is None:
-            return Shrunk(*_removal(scene, loads, base, removed), target=mix)
+            step, after = first
+            outcome, why = judged(scene, loads, after, len(after.slots))
+            return Shrunk(step if why is None else None, why, outcome, target=mix)
         tightest = tightest or why
         failed.append(mix)
     return Shrunk(binding=tightest or _no_victim(scene))
@@ -150,10 +155,45 @@ def _smaller(scene: Scene, present: Mix) -> list[Mix]:
     ]
 
 
+def _first_step(
+    scene: Scene, loads: Loads, base: PoolCandidate, mix: Mix
+) -> tuple[Step, PoolCandidate] | None:
+    """The first change on the way to the mix, and the pool that it makes; None: none may be done.
+
+    It must keep the objective before any other change follows, and leave each worker something to
+    do: of the last prefill and the last decode worker neither may go. So one of them changes to a
+    mode of the mix first, and the other is not needed any more."""
+    present = mix_of(base.slots)
+    work, fewer = max(loads.peak.work, loads.ahead.work), len(base.slots) - 1
+    reason = f"{fewer} are enough for {work:.2f} work/s, for {loads.quiet:.0f} s ahead"
+    worker = _first_removed(scene, mix, present)
+    if worker is not None:
+        slots = list(base.slots)
+        slots.remove(slot_of(worker))
+        step = Step(action=Action.STOP, reason=reason, kind=worker.kind, life=worker.life)
+        return step, PoolCandidate(tuple(slots))
+    for donor, target in product(sorted(present), sorted(mix)):
+        given, taken = mix.get(donor, 0) < present[donor], mix[target] > present.get(target, 0)
+        if not (given and taken) or (donor, target) == scene.reversal:
+            continue
+        for one in scene.switchable(donor):
+            after = switched(base, one, target)
+            if after is not None and serves(mix_of(after.slots)):
+                last = last_of_its_job(present, donor, target)
+                return Step(
+                    action=Action.SWITCH, reason=reason, mode=target, life=one.life, last=last
+                ), after
+    return None
+
+
 def _first_removed(scene: Scene, mix: Mix, present: Mix) -> Worker | None:
     """The worker that goes first on the way to the mix; None: none may go."""
     for mode in sorted(present, key=lambda mode: mix.get(mode, 0) - present[mode]):
-        if mix.get(mode, 0) < present[mode] and (found := victims(scene, mode)):
+        if mix.get(mode, 0) >= present[mode]:
+            continue
+        rest = {one: count - (one == mode) for one, count in present.items()}
+        busy = valid_mix(rest) or (serves(rest) and not valid_mix(present))
+        if busy and (found := victims(scene, mode)):
             return found[0]
     return None
 
@@ -200,26 +240,6 @@ def _breaks(scene: Scene, outcome: PoolOutcome, load: Load, name: str, size: int
     if outcome.miss > target.allowed_miss:
         return Binding("miss", {**figures, "value": outcome.miss, "limit": target.allowed_miss})
     return None
-
-
-def _removal(
-    scene: Scene, loads: Loads, base: PoolCandidate, worker: Worker
-) -> tuple[Step | None, Binding | None, PoolOutcome | None]:
-    """Removes one worker, if the pool without it and before any other step keeps the objective."""
-    slots = list(base.slots)
-    slots.remove(slot_of(worker))
-    outcome, why = judged(scene, loads, PoolCandidate(tuple(slots)), len(slots))
-    if why is not None:
-        return None, why, outcome
-    reason = (
-        f"{len(slots)} are enough for {max(loads.peak.work, loads.ahead.work):.2f} work/s, "
-        f"for {loads.quiet:.0f} s ahead"
-    )
-    return (
-        Step(action=Action.STOP, reason=reason, kind=worker.kind, life=worker.life),
-        None,
-        outcome,
-    )
 
 
 # ---------------------------------------------------------------------- what is not there yet

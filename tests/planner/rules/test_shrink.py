@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdserve.planner.tick import Refusal
 from tests.planner.support import Bench, actions, config, pool
 from tests.planner.test_core import crowd, mine
 
@@ -26,6 +27,40 @@ def test_every_worker_keeps_something_to_do():
     assert actions(split(1, 1, 0.01).last) == []
     assert actions(split(2, 1, 0.01).last) == ["begin stop w1"]
     assert actions(split(1, 2, 0.01).last) == ["begin stop w10"]
+
+
+def test_the_last_prefill_and_the_last_decode_worker_become_one():
+    """At night one aggregated worker is enough. Neither may go alone: the other one needs it."""
+    bench = Bench(config(pool(modes=("aggregated", "prefill", "decode"), max=8)))
+    bench.see(mine(1, "prefill"), mine(10, "decode"))
+    bench.load(0.1)
+    bench.until(125)
+    (order,) = bench.last.orders
+    assert (order.change.action, order.change.node, order.change.mode) == (
+        *("mode", "w10", "aggregated"),
+    )
+    assert order.last, "no other worker decodes for the prefill worker"
+    bench.see(mine(1, "prefill"), mine(10))
+    stopped = {line for output in bench.until(130) for line in actions(output)}
+    assert stopped == {"begin stop w1"}
+
+
+def test_a_pool_in_which_some_have_nothing_to_do_shrinks_to_those_that_have():
+    bench = Bench(config(pool(modes=("aggregated", "prefill", "decode"), max=8)))
+    bench.see(mine(1), mine(2), mine(10, "decode"))
+    bench.load(0.1)
+    bench.until(65)
+    assert actions(bench.last) == ["begin stop w10"]
+
+
+def test_a_worker_that_refused_to_stop_is_left_alone_and_another_one_goes():
+    bench = split(3, 2, 1.0, decode_weight=1.6)
+    (order,) = bench.last.orders
+    assert order.change.node == "w1"
+    refused = {order.change.id: Refusal("vetoed", "it is needed")}
+    assert actions(bench.tick(refusals=refused)) == []
+    stopped = {line for output in bench.until(130) for line in actions(output)}
+    assert stopped == {"begin stop w2"}
 
 
 def test_few_mixes_are_judged():
