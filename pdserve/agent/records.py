@@ -51,6 +51,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     failed: bool = False
     reason: str = ""
     """Why it has ended, in words."""
+    told: bool = False
+    """True once it was told to end; `kill_at` is on disk before that."""
 
 
 class RecordStore:

@@ -51,6 +51,9 @@ _KEEP_RECORD: Final[Seconds] = 86400.0
 """How long its change id is known, so that a late repeat of the order starts nothing."""
 _KEEP_LOGS: Final = 20
 """Logs of ended workers that are kept, the newest."""
+_TELLS: Final[Seconds] = 3.0
+"""A worker that was told to end says so on its card within this: more than twice the time that
+gossip takes among 256 members."""
 _CHILDREN: Final[Seconds] = 5.0
 """How long an ended worker's engine may go on before it is killed; it holds the device."""
 
@@ -97,6 +100,8 @@ class Workers:
         self._records: dict[str, WorkerRecord] = {}
         self._gone: dict[str, Seconds] = {}
         """When the first process of a worker was found to have ended, while its engine runs."""
+        self._unsure: dict[str, Seconds] = {}
+        """Since when it is not known whether an earlier agent has told a worker to end."""
 
     # ------------------------------------------------------------------ life
 
@@ -229,13 +234,21 @@ class Workers:
         self._put(replace(record, draining=True, kill_at=kill_at))
         if first:
             _log.info("worker %s is to end within %.0f s", change, grace)
-            self._processes.terminate(_process(record))
+            self._tell_to_end(self._records[change])
         return True
+
+    def _tell_to_end(self, record: WorkerRecord) -> None:
+        self._processes.terminate(_process(record))
+        self._put(replace(record, told=True))
 
     def poll(self, now: Seconds, seen: Mapping[str, SeenWorker]) -> None:
         """Notes what has ended, and ends what had its time. `seen`: cards of workers by change."""
         for record in [one for one in self._records.values() if one.ended is None]:
-            self._watch(self._note(record, seen.get(record.change)), now)
+            card = seen.get(record.change)
+            noted = self._note(record, card)
+            if card is not None and noted.kill_at is not None and not noted.told:
+                self._make_sure(noted, card, now)
+            self._watch(self._records[record.change], now)
         self._forget_old(now)
         self._note_present()
 
@@ -254,6 +267,15 @@ class Workers:
         if noted != record:
             self._put(noted)
         return noted
+
+    def _make_sure(self, record: WorkerRecord, card: SeenWorker, now: Seconds) -> None:
+        """An earlier agent has died between its mark on disk and the signal, or just after. A
+        second signal would end a drain, so the worker's card decides whether there was a first."""
+        if card.draining:
+            self._put(replace(record, told=True))
+        elif now - self._unsure.setdefault(record.change, now) >= _TELLS:
+            _log.info("worker %s was not told to end yet", record.change)
+            self._tell_to_end(record)
 
     def _watch(self, record: WorkerRecord, now: Seconds) -> None:
         process = _process(record)
@@ -293,6 +315,7 @@ class Workers:
     def _forget_old(self, now: Seconds) -> None:
         ended = [one for one in self._records.values() if one.ended is not None]
         for record in ended:
+            self._unsure.pop(record.change, None)
             if now - (record.ended or 0.0) > _KEEP_RECORD:
                 self._store.forget(record.change)
                 del self._records[record.change]

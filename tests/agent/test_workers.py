@@ -16,6 +16,7 @@ from tests.agent.support import FakeProcesses, command
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pdserve.agent.processes import Started
     from pdserve.messages.planner import Instance
 
 SLOTS = {"gpu": ("0", "1"), "cpu": ("",)}
@@ -274,6 +275,36 @@ def test_an_agent_that_was_killed_before_it_started_anything_says_so(
     assert one(second, "a", 1.0).state == "failed"
     assert "before it had started" in one(second, "a", 1.0).reason
     assert second.start(order("a"), 1.0).state == "failed"
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_an_agent_that_was_killed_as_it_ended_a_worker_leaves_it_to_the_next_one(
+    tmp_path: Path, processes: FakeProcesses, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    """Before the signal or just after it: a worker gets one, or it would end without its drain."""
+    first = make(tmp_path, processes)
+    first.start(order("a"), 0.0)
+
+    def killed(process: Started) -> None:
+        if told:
+            processes.signals.append(("TERM", process.pid))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(processes, "terminate", killed)
+        with pytest.raises(KeyboardInterrupt):
+            first.stop("a", 30.0, 1.0)
+    second = make(tmp_path, processes)
+    second.adopt(2.0)
+    card = {"a": SeenWorker(NodeId("x"), draining=told)}
+    for now in (2.0, 4.9, 5.1, 6.0, 9.0):
+        second.poll(now, card)
+        assert processes.signals == ([("TERM", 100)] if told or now > 5.0 else [])
+    third = make(tmp_path, processes)
+    third.adopt(10.0)
+    for now in (10.0, 20.0):
+        third.poll(now, SEEN)
+    assert processes.signals == [("TERM", 100)]
 
 
 def test_a_process_id_that_was_used_again_is_another_process(
