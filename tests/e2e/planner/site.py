@@ -114,6 +114,10 @@ class Site:
         """All workers that were ever started."""
         return agent_workers.records(self.agent_home)
 
+    def live_records(self) -> list[WorkerRecord]:
+        """Workers that have not ended."""
+        return [one for one in self.records() if one.ended is None]
+
     def pids(self) -> dict[str, int]:
         """Worker processes that run, by change."""
         return agent_workers.pids(self.cluster.address)
