@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FAIL_TOKEN", "KILL_TOKEN", "POISON_TOKENS", "FaultyEngine"]
 
-KILL_TOKEN: Final = 0
+KILL_TOKEN: Final = 1  # 0 is the token by which a worker proves its new mode
 """A prompt's token whose computation ends the core's process."""
-FAIL_TOKEN: Final = 1
+FAIL_TOKEN: Final = 2
 """One that fails the step."""
 POISON_TOKENS: Final = (KILL_TOKEN, FAIL_TOKEN)
 

@@ -220,10 +220,11 @@ def _reasons(account: TrackedRequest, trace: Trace) -> Iterator[str]:
 
 def _fell_back(prefill: Span) -> bool:
     where = str(prefill.attributes.get("pdserve.where", ""))
-    by_choice = ("always", "rule", "never", "short_prompt", "predicted_local", "queue_full")
+    by_setting = ("always", "rule", "never", "short_prompt", "predicted_local", "queue_full")
     cannot = ("no_prefill_worker", "no_router", "router_unreachable", "no_worker", "no_way")
     never = ("not_possible", "migrated_choices", "too_long", "embedding", "images", "source")
     source = ("source_gone", "source_unready", "source_misfit", "source_busy", "source_short")
     if not where.startswith("local"):
         return False
-    return where.rpartition("reason=")[2] not in (*by_choice, *cannot, *never, *source)
+    reason = where.rpartition("reason=")[2]
+    return reason not in (*by_setting, "mode_change", *cannot, *never, *source)

@@ -4,10 +4,11 @@
     response    too much load is answered: a drain is taken back, or a worker is started
     change      one process for each change, ever
     term        no worker obeys an order that is older than one that it has obeyed
+    cache       a change of a worker's mode leaves its prefix cache as it is (`switch_watch`)
     last        the last worker that serves does not drain; one with a time limit has a successor
     budget      what runs, boots and is pending costs no more, at each start
     present     workers that a plan counts as ready serve, but for a moment
-    binding     what a plan names as its limit is one
+    binding     what a plan names as its limit is one (`bindings`)
 
 It asks the product nothing but its inputs and outputs. Where faults keep words from arriving, a
 planner may be wrong: then only what it sees counts.
@@ -19,6 +20,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from pdserve.planner.outlook import Load, PoolCandidate, Slot
+from tests.worlds.planner.bindings import Bindings
 from tests.worlds.planner.removals import FULL, wrong_removal, wrong_switch
 from tests.worlds.planner.roles import HASTE, SERVED, OrderedWorker
 
@@ -78,6 +80,8 @@ class PlannerOracle:
         self.begun: dict[str, tuple[Seconds, str]] = {}
         """Changes that planners have begun: when, and the action."""
         self.decisions: Counter[str] = Counter()
+        self.switches = 0
+        """Changes of workers' modes that are over."""
         self._wrong_since: dict[str, Seconds] = {}
         """Since when what a planner counts differs from the truth."""
         self._full_since: dict[str, Seconds] = {}
@@ -90,6 +94,7 @@ class PlannerOracle:
         """Hosts of the workers that were started, by change."""
         self._serving: dict[str, Seconds] = {}
         """Workers that serve, since when."""
+        self._bindings = Bindings(config)
 
     # ------------------------------------------------------------------ decisions
 
@@ -118,7 +123,9 @@ class PlannerOracle:
                 for wrong in self._wrong(order.model, change, seen, output):
                     world.complain(f"{name} orders {change.action} of {change.node}: {wrong}")
         self._knows_what_serves(name, output)
-        self._binds(name, seen, output)
+        now = world.loop.time()
+        for wrong in self._bindings.wrong(name, now, planner.judge, seen, output):
+            world.complain(wrong)
 
     def _wrong(
         self, model: str, change: Change, seen: PlannerInput, output: PlannerOutput
@@ -244,6 +251,12 @@ class PlannerOracle:
         if order[0] and order < last:
             self._world.complain(f"{host.name} obeys {order} after {last}")
 
+    def switched(self, host: VirtualHost, wrong: list[str]) -> None:
+        """A change of a worker's mode is over, in whatever mode it serves now."""
+        self.switches += 1
+        for why in wrong:
+            self._world.complain(f"{host.name} has changed its mode: {why}")
+
     def drained(self, host: VirtualHost, term: int) -> None:
         """A worker has drained by an order, and its process ends."""
         now, others = self._world.loop.time(), [h for h in serving(self._world) if h is not host]
@@ -267,33 +280,6 @@ class PlannerOracle:
     def _disturbed(self) -> bool:
         now = self._world.loop.time()
         return self._world.judge.causes.any_since(now - _QUIET, disturbing=True)
-
-    def _binds(self, name: str, seen: PlannerInput, output: PlannerOutput) -> None:
-        """Recomputes the limit that a plan names."""
-        for model, binding in output.bindings.items():
-            why = self._untrue(model, binding.name, seen)
-            if why:
-                self._world.complain(f"{name} is bound by {binding.words}, but {why}")
-
-    def _untrue(self, model: str, bound: str, seen: PlannerInput) -> str:
-        pool = self._config.pool(model)
-        assert pool is not None
-        mine = [one for one in seen.workers if one.model == model]
-        ready = sum(one.state == "ready" for one in mine)
-        if bound == "paused" and model not in seen.paused:
-            return "nobody has paused it"
-        if bound == "pinned" and model not in seen.pins:
-            return "nobody has pinned it"
-        if bound == "max" and len(mine) + len(seen.instances) + len(self.begun) < pool.max:
-            return f"there are {len(mine)} workers, and {pool.max} may be"
-        if bound == "budget" and not self._config.budget:
-            return "there is none"
-        demand = seen.demand.get(model)
-        if bound == "blind" and demand is not None and demand.known and not demand.peak_300:
-            return "no demand is known demand"
-        if bound == "floor" and ready > pool.floor(seen.wall) + 1 and len(mine) == ready:
-            return f"{ready} workers are ready"
-        return ""
 
     # ------------------------------------------------------------------ the truth
 

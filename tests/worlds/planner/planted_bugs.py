@@ -6,11 +6,13 @@ Those of `UNSEEN` are shown by no world, each for a reason.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
+from pdserve.engine_core.core import EngineCore
 from pdserve.planner import levers
 from pdserve.planner import pool as pools
 from pdserve.planner.changes.book import ChangeBook
+from pdserve.planner.explain import Binding
 from pdserve.planner.outlook import PoolCandidate
 from pdserve.planner.rules import model_planner, obligations, sanity, shrink
 from pdserve.planner.rules.sanity import Sanity, Sight
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     import pytest
 
     from pdserve.messages.handoff import WorkerMode
+    from tests.worlds.faulty_engine import FaultyEngine
     from tests.worlds.run import WorldPlan
 
     Patch = pytest.MonkeyPatch
@@ -118,6 +121,25 @@ def _floor_is_one(patch: Patch) -> None:
     patch.setattr(Scene, "floor", property(lambda self: 1))
 
 
+def _wrong_limit(patch: Patch) -> None:
+    def always_max(scene: Scene, after: object) -> Binding:
+        return Binding("max", {"max": scene.target.max, "workers": scene.pool.size})
+
+    patch.setattr(model_planner, "why_not_more", always_max)
+
+
+def _cache_is_lost(patch: Patch) -> None:
+    flip = ModeSwitch._flip
+
+    def cleared(self: ModeSwitch, *wanted: Any) -> Any:
+        core = cast("FaultyEngine", self._service.engine).core
+        assert isinstance(core, EngineCore)
+        core.pool.clear()
+        return flip(self, *wanted)
+
+    patch.setattr(ModeSwitch, "_flip", cleared)
+
+
 # ---------------------------------------------------------------------- worlds
 
 
@@ -183,6 +205,13 @@ def _floored(seed: int) -> WorldPlan:
     return planned(seed, [LEARN], until=30.0, workers=THREE, min=3, machines=0, max=4)
 
 
+def _switched(seed: int) -> WorldPlan:
+    """An operator pins other modes."""
+    modes: tuple[WorkerMode, ...] = ("aggregated", "decode", "prefill")
+    pinned = Fault("pinned", 16.0, 20.0, "p0", "", 1.0)
+    return planned(seed, [LEARN, pinned], until=40.0, workers=THREE, machines=0, modes=modes)
+
+
 PLANNER_BUGS: Final[dict[str, PlannerBug]] = {
     "pending counts as serving": PlannerBug(_pending_counts, _stuck),
     "a removal is judged as if nobody went": PlannerBug(_all_stay, _busy),
@@ -196,6 +225,8 @@ PLANNER_BUGS: Final[dict[str, PlannerBug]] = {
     "two workers go at a time": PlannerBug(_all_at_once, _quiet),
     "a start is waited for without end": PlannerBug(_never_late, _stillborn),
     "a floor does not hold": PlannerBug(_floor_is_one, _floored),
+    "a limit is named that is none": PlannerBug(_wrong_limit, _dear),
+    "a switch clears the prefix cache": PlannerBug(_cache_is_lost, _switched),
 }
 
 _IN_MODES: Final = "worker/mode/test_planted_bugs.py"

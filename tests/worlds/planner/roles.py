@@ -22,6 +22,7 @@ from pdserve.runtime.orders.drain import Drain
 from pdserve.runtime.status import StatusService
 from tests.planner.support import LinearJudge
 from tests.worlds.planner.paced_engine import PacedEngine
+from tests.worlds.planner.switch_watch import SwitchWatch
 from tests.worlds.roles import Worker, make_secrets, plain_card
 
 if TYPE_CHECKING:
@@ -67,13 +68,16 @@ class OrderedWorker(Worker):
         *,
         on_drained: Callable[[int], None],
         on_obeyed: Callable[[tuple[int, int], tuple[int, int]], None],
+        on_switched: Callable[[list[str]], None],
         wall: Callable[[], float],
     ) -> None:
         """`on_drained`: an order has drained it, so its process ends; gets the planner's term.
-        `on_obeyed` gets each order that it obeys, and the newest one before."""
+        `on_obeyed` gets each order that it obeys, and the newest one before; `on_switched` what is
+        wrong with each change of its mode."""
         super().__init__(node, settings, fabric, on_death)
         self.orders = WatchedDrain(_DrainedWorker(self), on_drained, on_obeyed)
         self.orders.serve(node)
+        SwitchWatch(self, on_switched)
         StatusService(node, self._report, wall)
         self._begins: asyncio.Task[None] | None = None
 

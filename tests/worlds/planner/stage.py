@@ -107,6 +107,7 @@ class Stage:
             partial(world.engine_died, host),
             on_drained=partial(self._drained, host),
             on_obeyed=partial(self.oracle.obeyed, host),
+            on_switched=partial(self.oracle.switched, host),
             wall=partial(world.wall, host),
         )
 

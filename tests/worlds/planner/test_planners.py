@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pdserve.planner import explain
 from tests.worlds.faults import PLANNER_KINDS, Fault
 from tests.worlds.oracle.coverage import count_visits
+from tests.worlds.planner.bindings import RULES
 from tests.worlds.planner.coverage import ALL_CHANGE_CELLS, CHANGE_CELLS, NEVER, RARE
 from tests.worlds.planner.plans import planned
 from tests.worlds.planner.planted_bugs import PLANNER_BUGS, UNSEEN
@@ -77,6 +79,10 @@ def test_what_no_world_shows_is_shown_elsewhere(name: str) -> None:
     file, why = UNSEEN[name]
     assert (Path(__file__).parents[2] / file).exists()
     assert why
+
+
+def test_every_limit_has_a_rule() -> None:
+    assert RULES.keys() == explain._WORDS.keys()
 
 
 def test_a_plan_is_its_seeds(seed: int) -> None:
