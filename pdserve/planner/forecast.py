@@ -48,6 +48,11 @@ _LEVEL: Final[Seconds] = 30.0
 _TREND: Final[Seconds] = 60.0
 _DAMPED: Final[Seconds] = 300.0
 """Time constants: of the mean, of Holt's level and slope, and of the damping of the slope."""
+_HIGHEST: Final = 60
+"""Buckets whose highest value bounds the trend: five minutes."""
+_MOST: Final = 2.0
+"""The trend forecasts at most so many times that value. Twice the load within a start-up is more
+than ramps do; what does more is a surge, which the planner sees by itself within two ticks."""
 _GAP: Final[Seconds] = 60.0
 """After this long without an observation, nothing is known of the present any more."""
 _STEPS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -130,16 +135,27 @@ class _Mean:
 
 
 class _Trend:
-    """Holt's method with a damped trend (Gardner and McKenzie, 1985), for uneven distances."""
+    """Holt's method with a damped trend (Gardner and McKenzie, 1985), for uneven distances.
+
+    It forecasts at most `_MOST` times the highest of the last values: a slope that would lead
+    beyond is that of a step, or chance.
+    """
 
     def __init__(self) -> None:
         self._level: float | None = None
         self._slope = 0.0
         """Change per second."""
+        self._recent: deque[float] = deque(maxlen=_HIGHEST)
+
+    def restart(self) -> None:
+        """The next value is the level, without a slope."""
+        self._level = None
 
     def take(self, value: float, after: Seconds) -> None:
+        self._recent.append(value)
         if self._level is None or after > _GAP:
             self._level, self._slope = value, 0.0
+            self._recent = deque([value], maxlen=_HIGHEST)
             return
         before, expected = self._level, self._level + _damped(after) * self._slope
         self._level = expected + (1 - exp(-after / _LEVEL)) * (value - expected)
@@ -149,7 +165,8 @@ class _Trend:
     def at(self, horizon: Seconds) -> float | None:
         if self._level is None:
             return None
-        return max(0.0, self._level + _damped(horizon) * self._slope)
+        wanted = self._level + _damped(horizon) * self._slope
+        return min(max(0.0, wanted), _MOST * max(self._recent))
 
 
 def _damped(horizon: Seconds) -> Seconds:
@@ -249,7 +266,12 @@ class Forecast:
         self._week_phase = week_phase
         self._season = _Season()
         self._usual = _Mean(_DAMPED)
-        self._parts: dict[str, _Part] = {"last": _Last(), "ewma": _Mean(_EWMA), "trend": _Trend()}
+        self._trend = _Trend()
+        self._parts: dict[str, _Part] = {
+            "last": _Last(),
+            "ewma": _Mean(_EWMA),
+            "trend": self._trend,
+        }
         self._records = [_Record(steps) for steps in _STEPS]
         self._open: list[float] = []
         """Values of the bucket that has not ended."""
@@ -281,9 +303,11 @@ class Forecast:
             self._end_bucket(bucket, at, mean)
 
     def shifted(self) -> None:
-        """Forget what was forecast for times to come: the load has changed all at once. How wrong
-        forecasts were across that change says nothing of those that are made after it, and would
-        multiply the new load by the step for as long as ratios are kept."""
+        """Forget what was forecast for times to come, and the trend: the load has changed all at
+        once. How wrong forecasts were across that change says nothing of those that are made after
+        it, and would multiply the new load by the step for as long as ratios are kept. The step is
+        no slope either, which would go on."""
+        self._trend.restart()
         for record in self._records:
             record.forget_expected()
 

@@ -243,3 +243,25 @@ def test_a_step_that_was_told_does_not_widen_what_comes_after_it():
 
     assert after_a_step(told=True) == pytest.approx(3.4, rel=0.1)
     assert after_a_step(told=False) > 5.0
+
+
+def _trend_after_a_step(told: bool) -> float:
+    forecast = Forecast()
+    for number in range(106):
+        if told and number >= 101:
+            forecast.shifted()
+        forecast.observe(number * BUCKET, 1.0 if number < 100 else 4.0)
+    return at(forecast, 125.0).parts["trend"]
+
+
+def test_a_step_that_was_told_is_no_slope():
+    """Holt's method sees a slope in it, and continues it beyond the load that is there."""
+    assert _trend_after_a_step(told=True) == pytest.approx(4.0)
+    assert _trend_after_a_step(told=False) > 5.0
+
+
+def test_a_trend_leads_to_at_most_twice_the_highest_of_the_last_minutes():
+    """From 1 to 2 in half a minute: the slope alone would lead to 4.4."""
+    forecast = fed([1.0] * 60 + [2.0] * 6)
+    assert at(forecast, 3000.0).parts["trend"] == pytest.approx(4.0)
+    assert at(forecast, 5.0).parts["trend"] < 2.0
