@@ -1,7 +1,8 @@
 """Tells a load that has left its forecast from one that varies by chance. Pure.
 
 A load that has left its forecast upwards is a *panic*: there is more than 1.5 times as much of it,
-and chance alone makes as much about once in hours. A panic is renewed only by a load above its own.
+and chance alone makes as much about once in hours. A panic is renewed only by a load above its own,
+and taken back if the mean since the load rose turns out to be no such load.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Surge:
         self._fell: Seconds = -inf
         self._highest = 0.0
         """Highest load of the panic so far."""
+        self._usual = 0.0
+        """The load that was forecast when it began."""
         self.level = 0.0
         """Work per second in the panic: the mean since the load rose, of at most 60 s."""
         self.ratio = 0.0
@@ -70,16 +73,26 @@ class Surge:
         lull, which is chance too, a forecast is too low; so the last minutes count besides."""
         expected = max(expected, demand.work_300)
         if self.active(now):
-            self.level = _level(demand, now - self._rose)
+            self._follow(now, demand)
         rose = _rose(demand, expected, self._factor)
         level = _level(demand, rose)
         if rose and not (self.active(now) and level <= self._highest):
+            if not self.active(now):
+                self._usual = expected
             self._begun, self._until = now, now + self._lasts
             self._rose = now - rose
             self._highest = self.level = level
             self.ratio = level / expected
         if _fell(demand, expected, self._factor):
             self._fell = now
+
+    def _follow(self, now: Seconds, demand: DemandView) -> None:
+        """Measures the panic's load anew. A few long prompts in a row look like a surge for some
+        seconds; once the mean is long enough to tell, they are none."""
+        since = now - self._rose
+        self.level = _level(demand, since)
+        if since >= _MEAN and self.level <= self._factor * self._usual:
+            self._until = now
 
 
 def _rose(demand: DemandView, expected: float, factor: float) -> Seconds:

@@ -95,6 +95,26 @@ def test_only_a_load_above_its_own_renews_a_panic() -> None:
     assert not surge.active(500.0)
 
 
+def test_a_burst_that_is_over_was_no_panic() -> None:
+    """Without it nothing would be removed for 300 s, and the burst would be the load meanwhile."""
+    surge = Surge(1.5, 300.0)
+    surge.see(0.0, demand(1.0), 0.5)
+    surge.see(5.0, demand(0.8), 0.5)
+    assert surge.active(5.0)
+    surge.see(10.0, demand(0.7), 0.5)
+    assert not surge.active(10.0)
+    surge.see(15.0, demand(0.8), 0.5)
+    assert surge.begins(15.0)
+
+
+def test_a_load_that_stays_is_a_panic_even_if_the_forecast_has_followed() -> None:
+    surge = Surge(1.5, 300.0)
+    surge.see(0.0, demand(1.0), 0.5)
+    surge.see(100.0, demand(1.1), 0.7)
+    surge.see(110.0, demand(1.0), 0.9)
+    assert surge.active(110.0)
+
+
 def test_a_load_that_falls_is_a_shift_and_no_panic() -> None:
     surge = Surge(1.5, 300.0)
     surge.see(0.0, demand(0.3), 1.0)
