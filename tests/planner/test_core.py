@@ -13,7 +13,7 @@ from pdserve.messages.planner import Kind
 from pdserve.planner.changes.ids import change_id
 from pdserve.planner.config import Floor
 from pdserve.planner.core import owner_of
-from pdserve.planner.outlook import PoolOutcome
+from pdserve.planner.outlook import Horizon, PoolOutcome
 from pdserve.planner.tick import Refusal
 from tests.planner.support import (
     ME,
@@ -378,6 +378,22 @@ def test_the_highest_load_of_the_last_minutes_must_fit():
 def test_the_forecast_must_fit():
     bench = calm(3, 0.5)
     bench.forecast.spread = 4.0
+    bench.until(120)
+    assert actions(bench.last) == []
+    assert "at 2.00 work/s (ahead)" in binding(bench.last)
+
+
+def test_beyond_a_start_up_the_expected_load_must_fit_and_not_nine_of_ten():
+    """Starts take 120 s. What exceeds the expected load later is met by a start."""
+    bench = calm(3, 0.5)
+    bench.forecast.later = Horizon(0.6, 2.0, 2.5)
+    bench.until(65)
+    assert actions(bench.last) == ["begin stop w1"]
+
+
+def test_a_load_that_is_expected_to_grow_later_must_fit():
+    bench = calm(3, 0.5)
+    bench.forecast.later = Horizon(2.0, 2.0, 2.0)
     bench.until(120)
     assert actions(bench.last) == []
     assert "at 2.00 work/s (ahead)" in binding(bench.last)

@@ -317,13 +317,16 @@ class ModelPlanner:
         return None
 
     def _loads(self, scene: Scene, demand: DemandView) -> Loads:
-        """What a smaller pool must bear. The forecast looks as far as the worker must be idle for
-        its removal to pay: at most twice the cost of knowing the future."""
+        """What a smaller pool must bear: nine of ten loads until a new worker could serve, and the
+        expected one later, since what exceeds it is met by a start. The forecast looks as far as
+        the worker must be idle for its removal to pay: at most twice the cost of knowing the
+        future."""
         config, drain = self._config, scene.drain_p90()
         pays = config.break_even * (scene.start_p90 + drain) * _price_ratio(scene)
         quiet = max(scene.start_p90 + config.stable, pays)
         steps = range(int(quiet // _GRID) + 1)
-        ahead = max(self._at(min(quiet, _GRID * (step + 1))).p90 for step in steps)
+        later = max(self._at(min(quiet, _GRID * (step + 1))).p50 for step in steps)
+        ahead = max(self._at(scene.start_p90 + _SETTLE).p90, later)
         peak = max(demand.peak_300, demand.level)
         return Loads(Load(peak), Load(ahead), quiet)
 
