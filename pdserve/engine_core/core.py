@@ -176,7 +176,8 @@ class EngineCore:
         self._step_seconds: Seconds = 0.0
         self._itl: Seconds = 0.0
         self._failures = 0
-        self._broken = False
+        self._broken = ""
+        """Why the executor cannot go on; empty: it can."""
         self._stats_at: Seconds = clock.now()
         self._changed = False
 
@@ -720,8 +721,12 @@ class EngineCore:
             message = f"the engine failed while computing a step: {record.message}"
             self._reject(handle, StepFailed(message))
         self._failures += 1
-        if isinstance(error, EngineDied) or self._failures >= _FAILURES_IN_A_ROW:
-            self._broken = True
+        if isinstance(error, EngineDied):
+            self._broken = error.message
+        elif self._failures >= _FAILURES_IN_A_ROW:
+            self._broken = (
+                f"{_FAILURES_IN_A_ROW} steps in a row failed, the last one: {record.message}"
+            )
 
     def _report(self, now: Seconds) -> None:
         self._say_deltas()
@@ -738,7 +743,7 @@ class EngineCore:
             self._stats_at, self._changed = now, False
             self._events.append(Stats(stats=self.stats()))
         if self._broken:
-            self._events.append(failed_event(EngineDied("the executor is broken")))
+            self._events.append(failed_event(EngineDied(self._broken)))
 
     # ------------------------------------------------------------------ reading and ending
 

@@ -232,7 +232,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.engine.step()
         self.engine.failure = None
         # Three poisoned steps in a row break an executor; here it is as good as new.
-        self.core._broken, self.core._failures = False, 0
+        self.core._broken, self.core._failures = "", 0
         if self.violation is not None:
             raise self.violation
 

@@ -330,7 +330,7 @@ class PairMachine(RuleBasedStateMachine):
     def repair(self) -> None:
         """Three poisoned steps in a row break an executor; here it is as good as new."""
         for end in (self.pair.p, self.pair.d):
-            end.core._broken, end.core._failures = False, 0
+            end.core._broken, end.core._failures = "", 0
             end.engine.failure = None
 
     def note(self, events: list[Event]) -> None:
