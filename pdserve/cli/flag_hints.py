@@ -12,7 +12,8 @@ __all__ = ["COMMANDS", "FLAGS"]
 
 _ENGINE: Final = "use --engine vllm --engine-option "
 _TENSOR: Final = (
-    f"{_ENGINE}tensor_parallel_size=N (sglang: tp_size=N); torch computes on one device"
+    "use --tp N with engine torch, --engine-option tensor_parallel_size=N with vllm, "
+    "--engine-option tp_size=N with sglang"
 )
 _PIPELINE: Final = (
     f"{_ENGINE}pipeline_parallel_size=N (sglang: pp_size=N); torch computes on one device"
@@ -28,7 +29,6 @@ _CONTEXT: Final = "use --max-model-len"
 
 FLAGS: Final = {
     "-v": "use --version",
-    "--tp": _TENSOR,
     "-tp": _TENSOR,
     "--tp-size": _TENSOR,
     "--tp_size": _TENSOR,

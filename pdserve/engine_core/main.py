@@ -25,13 +25,11 @@ It knows neither engines nor models. `CoreClient` is its only user.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
 import gc
 import logging
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -44,6 +42,7 @@ from pdserve.engine_core.core_socket import CoreSocket, CoreSocketClosed
 from pdserve.engine_core.engine_loader import import_early, load_core
 from pdserve.engine_core.kv_transfer.thread_connector import make_thread_connector
 from pdserve.engine_core.loras import check_loras
+from pdserve.engine_core.parent_death import die_with_parent
 from pdserve.engine_core.weight_sharing import WeightSharingGroup
 from pdserve.errors import ConfigError, PdserveError, ProtocolError
 from pdserve.messages.engine import (
@@ -75,8 +74,6 @@ _log = logging.getLogger(__name__)
 
 _LAST_WORDS: Seconds = 2.0
 """Seconds that a core which ends gives the node to read its last events."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 def _lone_core(spec: EngineSpec, clock: Clock, mover: KvConnector | None) -> Core:
@@ -356,10 +353,7 @@ def _become_child(parent: int) -> None:
     """Exit with the parent, and send stray prints to stderr."""
     faulthandler.enable()
     os.dup2(2, 1)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the parent process has exited already")
+    die_with_parent(parent)
 
 
 def _settle_memory() -> None:

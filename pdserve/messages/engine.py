@@ -86,6 +86,8 @@ class EngineSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """LoRA adapters to load besides the model. Only an engine with the feature `lora` can."""
     tiers: TierSpec | None = None
     """Tiers of KV below the device; None: what the device evicts is lost."""
+    tensor_parallel: int = 1
+    """Processes that compute the model together, each with a part of its weights and KV heads."""
 
     @property
     def moves_optionally(self) -> bool:

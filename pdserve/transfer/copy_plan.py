@@ -48,6 +48,7 @@ __all__ = [
     "blocks_for",
     "check_fit",
     "heads_of",
+    "heads_on",
     "layer_groups",
     "plan_block",
     "rank_pairs",
@@ -72,7 +73,12 @@ class PlanError(ValueError):
 
 def heads_of(layout: RankKvLayout) -> range:
     """The range of the model's KV heads that this rank holds. Errors: `PlanError`."""
-    heads, size, rank = layout.heads, layout.tp, layout.rank
+    return heads_on(layout.heads, layout.tp, layout.rank)
+
+
+def heads_on(heads: int, size: int, rank: int) -> range:
+    """The range of `heads` KV heads that one of `size` ranks holds. With more ranks than heads,
+    several ranks hold the same one. Errors: `PlanError`."""
     if rank >= size:
         raise PlanError(f"there is no rank {rank} of {size}")
     if size <= heads:

@@ -35,6 +35,18 @@ WITHOUT_TIERS: Final = {
 }
 """Engines that have no KV tiers below the device, and why."""
 
+MOST_RANKS: Final = 64
+"""Most tensor-parallel ranks of a worker."""
+_BY_OPTION = "divides a model by --engine-option"
+WITHOUT_RANKS: Final = {
+    "vllm": f"{_BY_OPTION} tensor_parallel_size=N",
+    "sglang": f"{_BY_OPTION} tp_size=N",
+    "tensorrt_llm": f"{_BY_OPTION} tensor_parallel_size=N",
+    "sim": "computes nothing that could be divided",
+    "instant": "computes nothing that could be divided",
+}
+"""Engines that take no `tp`, and what to do instead."""
+
 Verify = Literal["all", "sample", "off"]
 
 MAX_LORAS = 64
@@ -87,6 +99,8 @@ class WorkerConfig:
     """One of `DTYPES`; `auto` is float32 on CPU, else the checkpoint's."""
     threads: int = 0
     """Compute threads; 0: as many as affinity, control groups and Slurm allow."""
+    tensor_parallel: int = 1
+    """Processes that compute the model together, with a part of its weights and KV heads each."""
     block_size: int = 32
     """Tokens per KV block; 32 is what TensorRT-LLM uses, so blocks can travel."""
     kv_memory: Bytes = 0
@@ -206,6 +220,7 @@ class WorkerConfig:
             )
         self._check_loras()
         self._check_tiers()
+        self._check_ranks()
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is unknown: use one of {', '.join(DTYPES)}")
         if self.block_size & (self.block_size - 1) or not 1 <= self.block_size <= 1024:
@@ -221,6 +236,13 @@ class WorkerConfig:
                 f"{self.max_sequences}: every running sequence takes one token per step; raise "
                 "the one or lower the other"
             )
+
+    def _check_ranks(self) -> None:
+        """Checks that the engine divides models itself; it checks the model when it loads."""
+        if not 1 <= self.tensor_parallel <= MOST_RANKS:
+            raise ConfigError(f"tp {self.tensor_parallel} must be from 1 to {MOST_RANKS}")
+        if self.tensor_parallel > 1 and (remedy := WITHOUT_RANKS.get(self.engine)):
+            raise ConfigError(f"tp is an option of engine torch; engine {self.engine} {remedy}")
 
     def _check_tiers(self) -> None:
         """Checks that this engine can have the tiers that are asked for; the machine is checked at

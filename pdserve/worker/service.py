@@ -205,6 +205,7 @@ class WorkerService:
             options=dict(config.engine_options),
             transfer=config.transfer,
             tiers=config.tiers,
+            tensor_parallel=config.tensor_parallel,
         )
 
     async def _read_adapters(self, model: LocalModel, note: ProgressFn) -> tuple[LoraAdapter, ...]:

@@ -15,7 +15,7 @@ SUPPORT = EngineSupport(
     prompt_logprobs="yes",
     kv_events="yes",
     disaggregation="pdserve's transfers",
-    devices="CPUs, a GPU",
+    devices="CPUs, several ranks on CPUs, a GPU",
 )
 
 

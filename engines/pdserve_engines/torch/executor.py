@@ -29,16 +29,16 @@ from pdserve_engines.torch.kv_budget import measure_memory, out_of_memory
 from pdserve_engines.torch.kv_pool import KvPool
 from pdserve_engines.torch.model_info import model_info, plan_kv_budget
 from pdserve_engines.torch.model_loader import weights
-from pdserve_engines.torch.model_loader.classifier import read_head, without_output_layer
-from pdserve_engines.torch.model_loader.config import read_config
-from pdserve_engines.torch.model_loader.safetensors_reader import Checkpoint
 from pdserve_engines.torch.models.cpu_model import CpuModel, unsupported_reason
 from pdserve_engines.torch.models.forward_batch import make_batch
 from pdserve_engines.torch.models.pooler import Pooler, to_bytes
 from pdserve_engines.torch.models.row_selection import RowSelection
 from pdserve_engines.torch.models.torch_model import TorchModel
+from pdserve_engines.torch.opened_model import open_model
 from pdserve_engines.torch.sampling.sampler import Sampler, describe, is_plain
 from pdserve_engines.torch.settings import resolve_settings
+from pdserve_engines.torch.tensor_parallel.leader import LeaderModel, start_leader
+from pdserve_engines.torch.tensor_parallel.shard import Shard
 from pdserve_engines.torch.tier_copier import TorchTierCopier
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from pdserve_engines.torch.model_loader.classifier import ClassificationHead
     from pdserve_engines.torch.model_loader.config import ModelConfig
     from pdserve_engines.torch.models.base import ForwardModel, LayersDoneFn
+    from pdserve_engines.torch.opened_model import OpenedModel
     from pdserve_engines.torch.settings import TorchSettings
 
 _log = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ class _Loaded:
     room: AvailableMemory
     """Available memory, measured once for all that share it."""
     head: ClassificationHead | None
+    shard: Shard | None = None
+    """What this process computes of the model; None: all of it."""
 
 
 class TorchExecutor:
@@ -141,30 +144,22 @@ class TorchExecutor:
         return self.info
 
     def _read(self, spec: EngineSpec, progress: ProgressFn) -> _Loaded:
-        directory = Path(spec.model)
         progress("reading the checkpoint", None)
-        config = read_config(directory)
-        settings = resolve_settings(spec, config)
-        _enter(settings.device)
-        torch.set_num_threads(settings.threads)
-        with Checkpoint(directory) as checkpoint:
-            checkpoint.entries = weights.canonical(checkpoint.entries, multimodal=config.multimodal)
-            embeds = (directory / "modules.json").exists()
-            config = weights.resolve_lm_head(config, checkpoint.entries, embeds=embeds)
-            config = weights.resolve_experts(config, checkpoint.entries)
-            head = read_head(directory, checkpoint, config, settings.classifier_from_token)
-            if head is not None and head.stored:
-                config = without_output_layer(config)
-            weights.check(config, checkpoint.entries)
+        with open_model(spec) as opened:
+            config, settings = opened.config, opened.settings
+            _enter(settings.device)
+            torch.set_num_threads(settings.threads)
             early = plan_kv_budget(spec, config, settings, measure_memory(settings.device))
             check_kv_memory(spec, early.most, early.reason)
-            model = make_model(config, settings, progress)
-            _load_weights(config, settings, checkpoint, model, progress)
-            names = [name for param in weights.params(config) for name in param.stored]
-            identity = checkpoint.identity(names)
-            identity += b"" if head is None else head.identity
+            shard = None
+            if spec.tensor_parallel > 1:
+                shard = Shard(config, 0, spec.tensor_parallel)
+                model: ForwardModel = _read_shard(spec, opened, shard, progress)
+            else:
+                model = make_model(config, settings, progress)
+                _load_weights(opened, model, progress)
             room = measure_memory(settings.device)
-            return _Loaded(config, settings, identity, model, room, head)
+            return _Loaded(config, settings, opened.identity(), model, room, opened.head, shard)
 
     def _share(self, owner: _Loaded, spec: EngineSpec) -> _Loaded | None:
         """Share the owner's weights; None if they are gone."""
@@ -185,16 +180,21 @@ class TorchExecutor:
         return _Loaded(owner.config, settings, owner.identity, model, owner.room, owner.head)
 
     def sibling(self) -> TorchExecutor:
-        """Return an executor that shares these weights and has a KV pool of its own."""
-        return TorchExecutor(self._loaded)
+        """Return an executor that shares these weights and has a KV pool of its own. One with
+        tensor-parallel ranks loads its own: ranks compute for one scheduler."""
+        loaded = self._loaded
+        return TorchExecutor(None if loaded is not None and loaded.shard is not None else loaded)
 
     def allocate(self, num_blocks: int) -> None:
         assert self.info is not None, "load comes before allocate"
         assert self._settings is not None
         assert self._model is not None
         settings = self._settings
+        layout = self.info.layout
+        if isinstance(self._model, LeaderModel):
+            layout = self._model.allocate(layout, num_blocks)
         with self._in_stream():
-            self.pool = KvPool(self.info.layout, num_blocks, settings.dtype, settings.device)
+            self.pool = KvPool(layout, num_blocks, settings.dtype, settings.device)
             # The pool has to be zeroed before a peer writes to it, on any stream.
             self._settle()
         self._model.bind(self.pool)
@@ -233,6 +233,11 @@ class TorchExecutor:
         assert self.pool is not None, "allocate comes before region"
         assert self.info is not None
         layout, pool = layout_of(self.info), self.pool
+        if isinstance(self._model, LeaderModel):
+            raise ConfigError(
+                "--tp: the KV of several ranks cannot be transferred yet; use --mode=aggregated, "
+                "or --aggregated where one process runs all roles"
+            )
         self._moved = True
         if pool.memory is not None:
             return region_in_memory(layout, pool.memory)
@@ -297,7 +302,8 @@ class TorchExecutor:
         assert self._model is not None
         with self._in_stream():
             if plan.copies:
-                self.pool.copy(plan.copies)
+                holder = self._model if isinstance(self._model, LeaderModel) else self.pool
+                holder.copy(plan.copies)
             if not plan.chunks:
                 return StepResult([], [])
             result = self._compute(plan, self._model, self.pool.layout.block_size)
@@ -420,22 +426,34 @@ def _enter(device: torch.device) -> None:
 
 
 def _load_weights(
-    config: ModelConfig,
-    settings: TorchSettings,
-    checkpoint: Checkpoint,
-    model: ForwardModel,
-    progress: ProgressFn,
+    opened: OpenedModel, model: ForwardModel, progress: ProgressFn, shard: Shard | None = None
 ) -> None:
-    """Load the weights into `model`. Raises `ConfigError` if they do not fit; on a host before they
-    are read."""
-    needed = weights.nbytes(config, settings.dtype.itemsize)
-    device = settings.device
+    """Load the weights, or those of `shard`, into `model`. Raises `ConfigError` if they do not fit;
+    on a host before they are read, those of all ranks."""
+    needed = weights.nbytes(opened.config, opened.settings.dtype.itemsize)
+    device = opened.settings.device
     if device.type == "cpu" and needed > available().free:
         raise out_of_memory("weights", needed, device)
     try:
-        weights.load(config, checkpoint, model.place, progress)
+        weights.load(opened.config, opened.checkpoint, model.place, progress, shard)
     except (torch.cuda.OutOfMemoryError, MemoryError) as error:
         raise out_of_memory("weights", needed, device) from error
+
+
+def _read_shard(
+    spec: EngineSpec, opened: OpenedModel, shard: Shard, progress: ProgressFn
+) -> LeaderModel:
+    """Load rank 0's shard while the other ranks load theirs."""
+    leader = start_leader(spec, opened.settings, shard)
+    progress(f"kernels: {leader.kernels}", None)
+    try:
+        _load_weights(opened, leader, progress, shard)
+        progress("waiting for the other ranks", None)
+        leader.connect()
+    except BaseException:
+        leader.close()
+        raise
+    return leader
 
 
 def make_model(config: ModelConfig, settings: TorchSettings, progress: ProgressFn) -> ForwardModel:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from pdserve.engine_core.executor import KvBlockShape, ModelInfo
 from pdserve.engine_core.structured_output import structured_output_features
 from pdserve.messages.card import EXACT_PREFIX
-from pdserve_engines.torch.kv_budget import plan_kv, step_memory
+from pdserve_engines.torch.kv_budget import KvBudget, plan_kv, step_memory
 
 if TYPE_CHECKING:
     from pdserve.messages.engine import EngineSpec
-    from pdserve_engines.torch.kv_budget import AvailableMemory, KvBudget
+    from pdserve_engines.torch.kv_budget import AvailableMemory
     from pdserve_engines.torch.model_loader.config import ModelConfig
     from pdserve_engines.torch.settings import TorchSettings
 
@@ -81,7 +81,12 @@ def plan_kv_budget(
     """The KV budget in this available memory."""
     needs = step_memory(spec, config, settings.dtype.itemsize)
     layout = kv_block_shape(spec, config, settings)
-    return plan_kv(room, spec, layout, settings.max_model_len, needs)
+    budget = plan_kv(room, spec, layout, settings.max_model_len, needs)
+    copies = max(1, spec.tensor_parallel // config.kv_heads)
+    if copies == 1:
+        return budget
+    reason = f"{budget.reason}, for {copies} copies of each KV head on the ranks"
+    return KvBudget(budget.proposed // copies, budget.most // copies, reason)
 
 
 def compat_hash(config: ModelConfig, layout: KvBlockShape, dtype: str, identity: bytes) -> str:

@@ -16,12 +16,15 @@ from pdserve.errors import ConfigError
 from pdserve_engines.torch.cpus import available_cpus
 
 if TYPE_CHECKING:
+    from pdserve.ids import Seconds
     from pdserve.messages.engine import EngineSpec
     from pdserve_engines.torch.model_loader.config import ModelConfig
 
 
 _THREADS_BESIDE_GPU = 2
-OPTIONS = ("kernels", "classifier_from_token")
+_RANK_TIMEOUT: Seconds = 8.0
+"""Shorter than `--stall-timeout` by default, so that the error names the rank."""
+OPTIONS = ("kernels", "classifier_from_token", "rank_timeout")
 """Names of the engine's options."""
 
 
@@ -38,6 +41,9 @@ class TorchSettings:
     """`auto`, `torch`, `native`, or one of the native instruction sets."""
     classifier_from_token: tuple[str, ...] = ()
     """Tokens of which the output layer's rows make a classification head; empty: none."""
+    rank_timeout: Seconds = _RANK_TIMEOUT
+    """Longest time that a tensor-parallel rank waits for another within a step; then the engine
+    ends."""
 
 
 def resolve_settings(spec: EngineSpec, config: ModelConfig) -> TorchSettings:
@@ -49,14 +55,35 @@ def resolve_settings(spec: EngineSpec, config: ModelConfig) -> TorchSettings:
             f"{config.max_positions} tokens"
         )
     device = choose_device(spec.device)
+    kernels = kernels_option(spec.options)
+    if spec.tensor_parallel > 1:
+        _check_ranks(spec, device, kernels)
+    threads = choose_threads(spec.threads or available_cpus(), device)
     return TorchSettings(
         device=device,
         dtype=choose_dtype(spec.dtype, config.dtype, device),
-        threads=choose_threads(spec.threads or available_cpus(), device),
+        threads=max(1, threads // spec.tensor_parallel),
         max_model_len=max_model_len,
-        kernels=kernels_option(spec.options),
+        kernels=kernels,
         classifier_from_token=classifier_option(spec.options),
+        rank_timeout=timeout_option(spec.options),
     )
+
+
+def _check_ranks(spec: EngineSpec, device: torch.device, kernels: str) -> None:
+    """Raise `ConfigError` for what does not work with several ranks."""
+    flag = f"--tp {spec.tensor_parallel}"
+    if device.type != "cpu":
+        raise ConfigError(f"{flag}: ranks of engine torch compute on CPUs only; give --device cpu")
+    if kernels not in ("auto", "torch"):
+        raise ConfigError(
+            f"{flag}: ranks compute with torch's kernels; leave out the engine option "
+            f"kernels={kernels}"
+        )
+    if spec.tiers is not None and spec.tiers.is_used:
+        raise ConfigError(
+            f"{flag}: KV tiers work with one rank only; leave out --host-kv and --disk-kv"
+        )
 
 
 def choose_threads(wanted: int, device: torch.device) -> int:
@@ -103,6 +130,18 @@ def classifier_option(options: dict[str, str]) -> tuple[str, ...]:
             "those for irrelevant and relevant ones, as in no,yes"
         )
     return tokens
+
+
+def timeout_option(options: dict[str, str]) -> Seconds:
+    """The value of the option `rank_timeout`. Raises `ConfigError`."""
+    value = options.get("rank_timeout", str(_RANK_TIMEOUT))
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise ConfigError(f"engine option rank_timeout={value!r}: give 0.1 to 3600 seconds")
+    return seconds
 
 
 def kernels_option(options: dict[str, str]) -> str:

@@ -25,6 +25,7 @@ from pdserve.worker.config import (
     DISAGG,
     KV_FETCH,
     MODES,
+    MOST_RANKS,
     POOLINGS,
     TRANSFERS,
     VERIFY,
@@ -477,6 +478,14 @@ OPTIONS: tuple[Option, ...] = (
         "Compute threads; auto: what CPU affinity, control groups and Slurm allow.",
         auto=True,
         most=1024,
+    ),
+    _count(
+        "tp",
+        "worker.tensor_parallel",
+        "engine",
+        "Processes that compute the model together on this host's CPUs, each with a part of its "
+        "weights and KV heads; engine torch. vllm: --engine-option tensor_parallel_size=N.",
+        most=MOST_RANKS,
     ),
     Option(
         "mode",

@@ -26,6 +26,7 @@ from pdserve_engines.torch.model_loader.stacked_experts import StackedExperts
 if TYPE_CHECKING:
     from pdserve.engine_core.executor import ProgressFn
     from pdserve_engines.torch.model_loader.config import ExpertsConfig, ModelConfig
+    from pdserve_engines.torch.tensor_parallel.shard import Shard
 
 Shape = tuple[int, ...]
 
@@ -272,9 +273,17 @@ def _is_harmless(name: str, config: ModelConfig) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
 
 
-def load(config: ModelConfig, checkpoint: Checkpoint, place: PlaceFn, progress: ProgressFn) -> None:
-    """Pass every parameter to `place` and report the fraction of bytes done."""
+def load(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    place: PlaceFn,
+    progress: ProgressFn,
+    shard: Shard | None = None,
+) -> None:
+    """Pass every parameter to `place`, or only the part that `shard` has of it, and report the
+    fraction of bytes done."""
     todo = params(config)
+    held = config if shard is None else shard.config
     sizes = [sum(checkpoint.entries[name].nbytes for name in param.stored) for param in todo]
     total, done = sum(sizes), 0
     for param, size in zip(todo, sizes, strict=True):
@@ -282,7 +291,8 @@ def load(config: ModelConfig, checkpoint: Checkpoint, place: PlaceFn, progress: 
             place(param, param.stacked.read(checkpoint.tensor))
         else:
             tensors = [checkpoint.tensor(name) for name, _ in param.parts]
-            place(param, _arranged(config, param, tensors))
+            part, tensors = (param, tensors) if shard is None else shard.cut(param, tensors)
+            place(part, _arranged(held, param, tensors))
         done += size
         progress("loading weights", done / total)
 

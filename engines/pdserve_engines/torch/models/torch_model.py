@@ -121,13 +121,13 @@ class TorchModel:
             normed = self._norm_input(layer, "attn_norm", x)
             turns = angles.get(config.rope_of(index))
             mixed = self._attend(index, layer, normed, attention, turns, scales)
-            if after is not None:
-                after(index + 1)
             if index == last and len(rows) < len(x):
                 # The other rows are not needed any more; their keys and values are stored.
                 mixed, x = mixed[rows], x[rows]
                 normed = normed[rows] if config.parallel else normed
-            mixed = functional.linear(mixed, layer["o"], layer.get("o_bias"))
+            mixed = self._project(layer, "o", mixed)
+            if after is not None:
+                after(index + 1)
             x += self._output(layer, "attn_out_norm", mixed)
             if not config.parallel:
                 normed = self._norm_input(layer, "mlp_norm", x)
@@ -140,8 +140,7 @@ class TorchModel:
         return tokens
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        head = self._held.params["embed" if self._config.tied else "head"]
-        logits = functional.linear(hidden, head).float()
+        logits = self._output_product(hidden).float()
         if self._config.logit_scale != 1.0:
             logits *= self._config.logit_scale
         cap = self._config.logit_cap
@@ -221,7 +220,15 @@ class TorchModel:
             2, dim=-1
         )
         active = functional.gelu(gate, approximate="tanh") if config.gelu else functional.silu(gate)
-        return functional.linear(active.mul_(up), layer["down"], layer.get("down_bias"))
+        return self._project(layer, "down", active.mul_(up))
+
+    def _project(self, layer: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+        """A product that ends attention or feed-forward."""
+        return functional.linear(x, layer[name], layer.get(f"{name}_bias"))
+
+    def _output_product(self, hidden: torch.Tensor) -> torch.Tensor:
+        head = self._held.params["embed" if self._config.tied else "head"]
+        return functional.linear(hidden, head)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         eps = self._config.rms_eps

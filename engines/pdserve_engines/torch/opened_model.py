@@ -1,0 +1,62 @@
+"""Opens a checkpoint and checks all of it before any weight is read.
+
+Every process that computes with the checkpoint opens it in this way, so that all of them agree on
+its configuration. It allocates nothing on a device.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdserve_engines.torch.model_loader import weights
+from pdserve_engines.torch.model_loader.classifier import read_head, without_output_layer
+from pdserve_engines.torch.model_loader.config import read_config
+from pdserve_engines.torch.model_loader.safetensors_reader import Checkpoint
+from pdserve_engines.torch.settings import resolve_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pdserve.messages.engine import EngineSpec
+    from pdserve_engines.torch.model_loader.classifier import ClassificationHead
+    from pdserve_engines.torch.model_loader.config import ModelConfig
+    from pdserve_engines.torch.settings import TorchSettings
+
+__all__ = ["OpenedModel", "open_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A checkpoint whose tensors are exactly those of its configuration."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    settings: TorchSettings
+    head: ClassificationHead | None
+
+    def identity(self) -> bytes:
+        """A digest that tells checkpoints apart (`Checkpoint.identity`), the head included."""
+        names = [name for param in weights.params(self.config) for name in param.stored]
+        return self.checkpoint.identity(names) + (b"" if self.head is None else self.head.identity)
+
+
+@contextmanager
+def open_model(spec: EngineSpec) -> Iterator[OpenedModel]:
+    """Open the checkpoint of `spec`; it is closed at the end of the context. Raises
+    `UnsupportedCheckpoint` and `ConfigError`."""
+    directory = Path(spec.model)
+    config = read_config(directory)
+    settings = resolve_settings(spec, config)
+    with Checkpoint(directory) as checkpoint:
+        checkpoint.entries = weights.canonical(checkpoint.entries, multimodal=config.multimodal)
+        embeds = (directory / "modules.json").exists()
+        config = weights.resolve_lm_head(config, checkpoint.entries, embeds=embeds)
+        config = weights.resolve_experts(config, checkpoint.entries)
+        head = read_head(directory, checkpoint, config, settings.classifier_from_token)
+        if head is not None and head.stored:
+            config = without_output_layer(config)
+        weights.check(config, checkpoint.entries)
+        yield OpenedModel(checkpoint, config, settings, head)

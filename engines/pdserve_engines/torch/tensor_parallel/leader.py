@@ -1,0 +1,143 @@
+"""Implements the model of rank 0: it tells the other ranks what to compute, and computes along.
+
+For the executor it is a `ForwardModel` like any other. The executor samples on rank 0 alone, so
+seeds, grammars, penalties and the tokens of a request exist only there.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from pdserve.errors import EngineDied
+from pdserve_engines.torch.sampling.sampler import argmax
+from pdserve_engines.torch.tensor_parallel.rank_model import RankModel
+from pdserve_engines.torch.tensor_parallel.rank_plan import RankPlan, RankTask, most_bytes
+from pdserve_engines.torch.tensor_parallel.rank_processes import RankProcesses
+from pdserve_engines.torch.tensor_parallel.shard import check_division
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from pdserve.engine_core.executor import KvBlockShape
+    from pdserve.ids import Bytes
+    from pdserve.messages.engine import EngineSpec
+    from pdserve_engines.torch.kv_pool import KvPool
+    from pdserve_engines.torch.model_loader.weights import Param
+    from pdserve_engines.torch.models.base import LayersDoneFn
+    from pdserve_engines.torch.models.forward_batch import ForwardBatch
+    from pdserve_engines.torch.settings import TorchSettings
+    from pdserve_engines.torch.tensor_parallel.shard import Shard
+
+__all__ = ["LeaderModel", "start_leader"]
+
+
+def start_leader(spec: EngineSpec, settings: TorchSettings, shard: Shard) -> LeaderModel:
+    """Start the other ranks, which load while this process loads `shard`, that of rank 0. Raises
+    `ConfigError` if the model cannot be divided so, and `EngineDied`."""
+    check_division(shard.whole, shard.ranks)
+    plan_bytes = most_bytes(spec, settings.max_model_len)
+    ranks = RankProcesses(spec, plan_bytes, settings.rank_timeout)
+    return LeaderModel(RankModel(shard, settings), shard, ranks)
+
+
+class LeaderModel:
+    """Implements `base.ForwardModel` over all ranks. Any error in a step ends the ranks, and raises
+    `EngineDied`: they no longer agree on what comes next."""
+
+    def __init__(self, model: RankModel, shard: Shard, ranks: RankProcesses) -> None:
+        """`model` computes `shard`, that of rank 0."""
+        self.ranks = ranks
+        """The other ranks, which end with this model."""
+        self._model = model
+        self._shard = shard
+        self._pool: KvPool | None = None
+        self._others: Bytes = 0
+        """Bytes of the other ranks' weights."""
+
+    @property
+    def kernels(self) -> str:
+        return f"{self._model.kernels}, on each of {self._shard.ranks} tensor-parallel ranks"
+
+    @property
+    def exact(self) -> str:
+        return ""
+
+    @property
+    def torch_threads(self) -> int:
+        return self._model.torch_threads
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._model.weight_bytes + self._others
+
+    def place(self, param: Param, parts: Iterable[torch.Tensor]) -> None:
+        self._model.place(param, parts)
+
+    def connect(self) -> None:
+        """Wait until the other ranks have loaded, and join them. Raises `EngineDied`."""
+        self._others = self.ranks.wait_loaded()
+        self._model.join(self.ranks.join())
+
+    def sibling(self, settings: TorchSettings) -> None:
+        """None: a sibling would need ranks of its own."""
+        return
+
+    def allocate(self, layout: KvBlockShape, num_blocks: int) -> KvBlockShape:
+        """Let the other ranks allocate their pools. Returns the shape of rank 0's blocks, given
+        that of the whole model's."""
+        for fd in self.ranks.allocate(num_blocks):
+            if fd is not None:
+                os.close(fd)
+        return replace(layout, kv_heads=len(self._shard.kv_heads))
+
+    def bind(self, pool: KvPool) -> None:
+        self._pool = pool
+        self._model.bind(pool)
+
+    def forward(self, batch: ForwardBatch, after: LayersDoneFn | None = None) -> torch.Tensor:
+        with self._together(RankPlan(RankTask.FORWARD, batch)):
+            return self._model.forward(batch, after)
+
+    def greedy(self, batch: ForwardBatch, after: LayersDoneFn | None = None) -> list[int]:
+        with self._together(RankPlan(RankTask.GREEDY, batch)), torch.inference_mode():
+            tokens: list[int] = argmax(
+                self._model.logits(self._model.forward(batch, after))
+            ).tolist()
+        return tokens
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not len(hidden):
+            return self._model.logits(hidden)
+        with self._together(RankPlan(RankTask.LOGITS, rows=len(hidden))):
+            # Other ranks have the same rows, but do not know which of them are wanted.
+            hidden = hidden.contiguous()
+            self._model.group.broadcast(hidden)
+            return self._model.logits(hidden)
+
+    def copy(self, copies: list[tuple[int, int]]) -> None:
+        """Copy blocks of all ranks' pools (`KvPool.copy`)."""
+        assert self._pool is not None, "bind comes before copy"
+        with self._together(RankPlan(RankTask.COPY, copies=tuple(copies))):
+            self._pool.copy(copies)
+            self._model.group.barrier()
+
+    def close(self) -> None:
+        self._pool = None
+        self._model.close()
+        self.ranks.close()
+
+    @contextmanager
+    def _together(self, plan: RankPlan) -> Iterator[None]:
+        """Tell the ranks, and end them if anything fails after that."""
+        self.ranks.tell(plan)
+        try:
+            yield
+        except EngineDied:
+            raise
+        except Exception as error:
+            raise self.ranks.lost(error) from error

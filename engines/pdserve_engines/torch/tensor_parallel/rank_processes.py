@@ -1,0 +1,233 @@
+"""Starts the processes of the other ranks, watches them and ends them. Rank 0 owns it.
+
+The ranks are children of the engine process and die with it. If one of them ends or stands still,
+all are ended: the operations that they compute together cannot be left by one alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from pdserve.errors import EngineDied
+from pdserve.observe.heartbeat import HeartbeatPage
+from pdserve_engines.torch.tensor_parallel.collectives import GlooGroup
+from pdserve_engines.torch.tensor_parallel.plan_ring import PlanRing
+from pdserve_engines.torch.tensor_parallel.rank_link import (
+    AllocatePool,
+    JoinRanks,
+    LoadRank,
+    PoolAllocated,
+    RankFailed,
+    RankLinkClosed,
+    RankLoaded,
+    link_pair,
+)
+from pdserve_engines.torch.tensor_parallel.rank_plan import encode_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pdserve.ids import Bytes, Seconds
+    from pdserve.messages.engine import EngineSpec
+    from pdserve_engines.torch.tensor_parallel.rank_plan import RankPlan
+
+__all__ = ["RankProcesses"]
+
+_log = logging.getLogger(__name__)
+
+_MODULE: Final = "pdserve_engines.torch.tensor_parallel.rank"
+_LOAD: Seconds = 1800.0
+"""Longest load of a rank; as long as the node waits for the whole engine by default."""
+_ALLOCATE: Seconds = 60.0
+_LOOK: Seconds = 0.5
+"""How often a rank that loads is asked whether it lives."""
+_STOP: Seconds = 2.0
+"""Longest orderly end of a rank, before it is killed."""
+_LAST_WORDS: Seconds = 0.5
+"""How long a rank that ended has to be seen as ended, and to say why."""
+
+M = TypeVar("M")
+
+
+class _Rank:
+    """One child."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.page = HeartbeatPage.create()
+        self.link, theirs = link_pair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    _MODULE,
+                    f"--fd={theirs.fileno()}",
+                    f"--parent={os.getpid()}",
+                ],
+                pass_fds=[theirs.fileno()],
+            )
+
+    def __str__(self) -> str:
+        return f"rank {self.number} (process {self.process.pid})"
+
+    def close(self) -> None:
+        """Kill the process if it still runs, and free all. Idempotent."""
+        self.link.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.page.close()
+
+
+class RankProcesses:
+    """The ranks 1 to `spec.tensor_parallel` - 1. Used by one thread; `close` from any."""
+
+    def __init__(self, spec: EngineSpec, plan_bytes: Bytes, patience: Seconds) -> None:
+        """Start the processes, which begin to load at once. `plan_bytes`: most bytes of a plan;
+        `patience`: longest wait for a rank within a step. Raises `EngineDied`."""
+        self._patience = patience
+        self._count = spec.tensor_parallel
+        self._ring = PlanRing(plan_bytes, self._count - 1)
+        self._store = os.memfd_create("pdserve-ranks", os.MFD_CLOEXEC)
+        self._ranks: list[_Rank] = []
+        self._closed = False
+        try:
+            for number in range(1, self._count):
+                self._start(spec, number)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError | RankLinkClosed):
+                raise EngineDied(f"a rank cannot be started: {error}") from error
+            raise
+
+    def _start(self, spec: EngineSpec, number: int) -> None:
+        rank = _Rank(number)
+        self._ranks.append(rank)
+        assert rank.page.fd is not None
+        fds = (self._ring.fd, self._store, self._ring.bells[number - 1], rank.page.fd)
+        rank.link.send(LoadRank(spec, number, self._patience), fds)
+        rank.page.close_fd()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the ranks, in order."""
+        return tuple(rank.process.pid for rank in self._ranks)
+
+    def wait_loaded(self) -> Bytes:
+        """Wait until all ranks have loaded; returns the bytes of their weights. Raises
+        `EngineDied`, with the reason of a rank that cannot load."""
+        return sum(found.weight_bytes for found, _ in self._answers(RankLoaded, _LOAD))
+
+    def join(self) -> GlooGroup:
+        """Connect all ranks; returns rank 0's end. Raises `EngineDied`."""
+        try:
+            for rank in self._ranks:
+                rank.link.send(JoinRanks())
+            return GlooGroup(self._store, 0, self._count, self._patience)
+        except (RankLinkClosed, RuntimeError) as error:
+            raise self.lost(error) from error
+
+    def allocate(self, num_blocks: int) -> list[int | None]:
+        """Let each rank allocate its pool. Returns descriptors of their memory, which the caller
+        closes; None for memory that cannot be shared. Raises `EngineDied`."""
+        try:
+            for rank in self._ranks:
+                rank.link.send(AllocatePool(num_blocks))
+        except RankLinkClosed as error:
+            raise self.lost(error) from error
+        return [fds[0] if fds else None for _, fds in self._answers(PoolAllocated, _ALLOCATE)]
+
+    def tell(self, plan: RankPlan) -> None:
+        """Pass a plan to all ranks. Raises `EngineDied`, and `EngineError` for a plan that is too
+        large, which no rank has got then."""
+        if self._closed:
+            raise EngineDied("the ranks have ended")
+        try:
+            self._ring.write(encode_plan(plan), self._patience, self._check_alive)
+        except EngineDied as error:
+            raise self.lost(error) from error
+
+    def lost(self, error: BaseException) -> EngineDied:
+        """End all ranks after a failure; returns the error that says which rank is at fault."""
+        until = time.monotonic() + _LAST_WORDS
+        while not (reason := self._reason()) and time.monotonic() < until:
+            time.sleep(0.01)
+        reason = reason or f"{self._slowest()}: {error}"
+        _log.error("tensor parallel: %s", reason)
+        self.close()
+        return EngineDied(f"tensor parallel: {reason}")
+
+    def close(self) -> None:
+        """End the processes and free all. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for rank in self._ranks:
+            rank.link.close()
+        until = time.monotonic() + _STOP
+        for rank in self._ranks:
+            with suppress(subprocess.TimeoutExpired):
+                rank.process.wait(max(0.0, until - time.monotonic()))
+            rank.close()
+        self._ring.close()
+        os.close(self._store)
+
+    def _answers(self, kind: type[M], patience: Seconds) -> Iterator[tuple[M, list[int]]]:
+        """The answer of each rank, in order."""
+        until = time.monotonic() + patience
+        for rank in self._ranks:
+            try:
+                yield _answer(rank, kind, until)
+            except (RankLinkClosed, TimeoutError) as error:
+                raise self.lost(error) from error
+
+    def _check_alive(self) -> None:
+        if reason := self._reason():
+            raise EngineDied(reason)
+
+    def _reason(self) -> str:
+        """Why a rank has ended; empty if all live."""
+        for rank in self._ranks:
+            if words := _last_words(rank):
+                return f"{rank} failed: {words}"
+        for rank in self._ranks:
+            status = rank.process.poll()
+            if status is not None:
+                how = f"signal {-status}" if status < 0 else f"status {status}"
+                return f"{rank} ended with {how}"
+        return ""
+
+    def _slowest(self) -> str:
+        """What the rank does that has made the least progress."""
+        seen = [(rank.page.look(), rank) for rank in self._ranks]
+        reading, rank = min(seen, key=lambda pair: pair[0].ticks)
+        return f"no progress for {self._patience:g} s; {rank} is in {reading.what}"
+
+
+def _answer(rank: _Rank, kind: type[M], until: Seconds) -> tuple[M, list[int]]:
+    while True:
+        found = rank.link.receive(_LOOK)
+        if found is not None:
+            message, fds = found
+            if isinstance(message, RankFailed):
+                raise RankLinkClosed(f"{rank} failed: {message.reason}")
+            assert isinstance(message, kind), f"{rank} answered {type(message).__name__}"
+            return message, fds
+        if time.monotonic() > until:
+            raise TimeoutError(f"{rank} gives no answer")
+
+
+def _last_words(rank: _Rank) -> str:
+    """What a rank said when it failed; empty: nothing."""
+    with suppress(RankLinkClosed):
+        found = rank.link.receive(0.0)
+        if found is not None and isinstance(found[0], RankFailed):
+            return found[0].reason
+    return ""

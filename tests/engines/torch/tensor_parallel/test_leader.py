@@ -1,0 +1,268 @@
+"""Several ranks against one: the same tokens, logits within 1e-4 in float32, whatever the division.
+
+Most tests run the ranks as threads; those of processes are in test_rank_processes.py."""
+
+from __future__ import annotations
+
+import gc
+import random
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+
+from pdserve.clock import ManualClock
+from pdserve.engine_core.engine_loader import load_core
+from pdserve.engine_core.executor import ScheduledChunk, StepPlan
+from pdserve.errors import ConfigError, EngineDied
+from pdserve.messages.engine import CoreFailed, Submit, TransferSpec
+from pdserve.messages.engine_errors import error_of
+from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.messages.tiers import TierSpec
+from pdserve.testing.fake_mover import FakeMover, FakeNet
+from pdserve.token_ids import token_ids
+from pdserve_engines.torch.kv_pool import KvPool
+from pdserve_engines.torch.tensor_parallel.rank import Rank
+from pdserve_engines.torch.tensor_parallel.rank_model import RankModel
+from pdserve_engines.torch.tensor_parallel.shard import Shard
+from tests.engines.torch.checkpoints import TINY, VOCAB, checkpoint
+from tests.engines.torch.driver import Driver, loaded, sequence, spec
+from tests.engines.torch.tensor_parallel.thread_ranks import ranks_as_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pdserve.engine_core.executor import StepResult
+    from pdserve_engines.torch.executor import TorchExecutor
+    from pdserve_engines.torch.tensor_parallel.rank_plan import RankPlan
+
+BLOCK = 8
+OUTPUTS = 10
+GREEDY = SamplingParams(max_tokens=OUTPUTS, temperature=0.0)
+LOGPROBS = SamplingParams(max_tokens=OUTPUTS, temperature=0.0, logprobs=5, prompt_logprobs=2)
+DRAWN = SamplingParams(
+    max_tokens=OUTPUTS, temperature=0.8, top_p=0.9, seed=3, repetition_penalty=1.2
+)
+DIVIDED = [("llama", 2), ("llama", 4), ("llama_biased", 2), ("qwen2", 6)]
+NOT_DIVIDED = {"mixtral", "qwen3_moe", "qwen3_vl_moe", "gpt_oss", "olmo2", "olmo3"}
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=length)
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    with ranks_as_threads():
+        yield
+
+
+def pools_of_ranks() -> Callable[[], list[KvPool]]:
+    """The pools of all ranks of this process that have memory, rank 0's included."""
+    return lambda: [
+        found for found in gc.get_objects() if type(found) is KvPool and found.memory is not None
+    ]
+
+
+def generate(executor: TorchExecutor) -> tuple[list[list[int]], list[StepResult]]:
+    """Tokens and results of some requests together, in small chunks, one of them forked."""
+    driver = Driver(executor)
+    plain = driver.add(prompt_of(21), GREEDY)
+    told = driver.add(prompt_of(13, 1), LOGPROBS)
+    drawn = driver.add(prompt_of(11, 2), DRAWN)
+    driver.finish([plain, told, drawn], 1, chunk=6)
+    forked = driver.fork(drawn, 1)
+    everything = [plain, told, drawn, forked]
+    driver.finish(everything, OUTPUTS, chunk=6)
+    return [sequence.output for sequence in everything], driver.results
+
+
+def compare(family: str, ranks: int) -> None:
+    directory = checkpoint(family)[0]
+    alone = loaded(directory, block_size=BLOCK, options={"kernels": "torch"})
+    wanted, expected = generate(alone)
+    alone.close()
+    divided = loaded(directory, block_size=BLOCK, tensor_parallel=ranks)
+    try:
+        found, results = generate(divided)
+    finally:
+        divided.close()
+    assert found == wanted
+    for ours, theirs in zip(results, expected, strict=True):
+        for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+            if one is not None and other is not None:
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize(("family", "ranks"), DIVIDED)
+def test_ranks_generate_what_one_rank_does(family: str, ranks: int) -> None:
+    compare(family, ranks)
+
+
+@pytest.mark.long(one_in=3)
+@pytest.mark.parametrize("family", [name for name in TINY if name not in dict(DIVIDED)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_family_is_divided_or_refused(family: str, ranks: int) -> None:
+    if family not in NOT_DIVIDED:
+        compare(family, ranks)
+        return
+    with pytest.raises(ConfigError, match="are not divided among ranks yet"):
+        compare(family, ranks)
+
+
+def test_blocks_are_copied_on_every_rank_without_a_batch() -> None:
+    """A fork's copy may come in a plan of its own."""
+    executor = loaded(checkpoint("llama")[0], block_size=BLOCK, tensor_parallel=2)
+    driver = Driver(executor)
+    parent = driver.add(prompt_of(13))
+    driver.finish([parent], 1)
+    child = driver.fork(parent, 1)
+    copies, driver._copies = driver._copies, []
+    assert copies
+    executor.execute(StepPlan([], copies))
+    driver.finish([parent, child], OUTPUTS)
+    executor.close()
+    assert child.output == parent.output
+
+
+def test_kv_is_on_every_rank_when_a_layer_is_reported() -> None:
+    """`watch` may send a layer's KV of all ranks to a peer."""
+    executor = loaded(checkpoint("llama")[0], block_size=BLOCK, tensor_parallel=2)
+    pools = pools_of_ranks()
+    seen: list[int] = []
+
+    def watch(layers: int) -> None:
+        seen.append(layers)
+        for pool in pools():
+            assert pool.tensor[0, layers - 1, :, :, :5].abs().amin() > 0
+
+    chunk = ScheduledChunk(sequence(prompt_of(6)), 0, 5, samples=False)
+    chunk.sequence.blocks = [0]
+    executor.execute(StepPlan([chunk], watch=watch, watch_at=frozenset({1, 2})))
+    executor.close()
+    assert seen == [1, 2]
+    assert len(pools()) == 0
+
+
+def test_a_step_that_fails_on_one_rank_ends_all_of_them() -> None:
+    executor = loaded(checkpoint("llama")[0], block_size=BLOCK, tensor_parallel=2)
+    driver = Driver(executor)
+    waiting = driver.add(prompt_of(9))
+    with (
+        mock.patch.object(Rank, "compute", side_effect=MemoryError("no room")),
+        pytest.raises(EngineDied, match=r"rank 1 .*failed: MemoryError: no room"),
+    ):
+        driver.step((waiting, 9))
+    with pytest.raises(EngineDied, match="the ranks have ended"):
+        driver.executor.execute(StepPlan([], [(0, 1)]))
+    executor.close()
+
+
+def test_a_core_whose_rank_fails_ends_so_that_its_requests_go_on_elsewhere() -> None:
+    core = load_core("torch", ManualClock())
+    core.load(spec(checkpoint("llama")[0], kv_memory=1 << 20, tensor_parallel=2), lambda _: None)
+    request = GenerateRequest(
+        request_id="r", model="m", prompt=token_ids(prompt_of(9)), sampling=GREEDY
+    )
+    core.handle(Submit(handle=1, request=request))
+    with mock.patch.object(Rank, "compute", side_effect=MemoryError("no room")):
+        event = core.step()[-1]
+    core.close()
+    assert isinstance(event, CoreFailed)
+    assert "rank 1" in event.message
+    assert error_of(event).retryable
+    core.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"options": {"kernels": "native"}}, "leave out the engine option kernels=native"),
+        ({"tiers": TierSpec(host_bytes=1 << 20)}, "leave out --host-kv and --disk-kv"),
+        ({"options": {"rank_timeout": "0"}}, "rank_timeout='0': give 0.1 to 3600 seconds"),
+    ],
+)
+def test_what_does_not_work_with_ranks_is_refused_by_name(
+    fields: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        loaded(checkpoint("llama")[0], tensor_parallel=2, **fields)
+
+
+@pytest.mark.parametrize("optional", [False, True])
+def test_kv_transfer_is_refused_or_off(optional: bool) -> None:
+    core = load_core("torch", ManualClock(), FakeMover(FakeNet()))
+    wanted = spec(
+        checkpoint("llama")[0],
+        kv_memory=1 << 20,
+        tensor_parallel=2,
+        transfer=TransferSpec(optional=optional),
+    )
+    if optional:
+        assert core.load(wanted, lambda _: None).transfers == ()
+    else:
+        with pytest.raises(ConfigError, match=r"--tp: .* use --mode=aggregated, or --aggregated"):
+            core.load(wanted, lambda _: None)
+    core.close()
+
+
+def test_a_rank_that_cannot_load_says_why() -> None:
+    with (
+        mock.patch.object(RankModel, "place", side_effect=MemoryError("too large")),
+        pytest.raises((EngineDied, ConfigError), match=r"too large|no room"),
+    ):
+        loaded(checkpoint("llama")[0], tensor_parallel=2)
+
+
+# ------------------------------------------------------------------ planted bugs
+
+
+def test_a_rank_that_is_one_plan_behind_is_found() -> None:
+    """Were plans not numbered, a rank could compute a step of the same form twice."""
+    compute = Rank.compute
+    last: dict[int, RankPlan] = {}
+
+    def late(rank: Rank, plan: RankPlan) -> None:
+        if plan.batch is None:
+            compute(rank, plan)
+            return
+        before = last.get(id(rank), plan)
+        last[id(rank)] = plan
+        alike = lengths(before) == lengths(plan) and before.task is plan.task
+        compute(rank, before if alike else plan)
+
+    with mock.patch.object(Rank, "compute", late), pytest.raises(AssertionError):
+        compare("llama", 2)
+
+
+def lengths(plan: RankPlan) -> list[int]:
+    assert plan.batch is not None
+    return [len(array) for array in plan.batch.arrays]
+
+
+def test_a_swapped_slice_of_heads_is_found() -> None:
+    with (
+        mock.patch.object(Shard, "_heads", swapped_heads(Shard._heads)),
+        pytest.raises(AssertionError),
+    ):
+        compare("llama", 2)
+
+
+def test_a_part_that_is_not_summed_is_found() -> None:
+    def forgetful(model: RankModel, layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, layer[name])
+
+    with mock.patch.object(RankModel, "_project", forgetful), pytest.raises(AssertionError):
+        compare("llama", 2)
+
+
+def swapped_heads(heads: Any) -> Any:
+    """Ranks take each other's key heads."""
+
+    def swapped(shard: Shard, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        other = Shard(shard.whole, shard.ranks - 1 - shard.rank, shard.ranks)
+        q, _, v = heads(shard, tensors)
+        return [q, heads(other, tensors)[1], v]
+
+    return swapped
