@@ -48,9 +48,9 @@ serve: $(VENV)/.deps-serve $(BUILT)
 	@exec $(BIN)/pdserve $(SERVE_FLAGS) $(ARGS)
 
 test: $(VENV)/.deps-dev $(BUILT)
-	@$(MAKE) --no-print-directory -j2 lint docs rewritten
-	@# mypy takes what the tests leave idle.
-	@$(MAKE) --no-print-directory -j2 check test-here
+	@# mypy takes the core that the rewriting leaves idle.
+	@$(MAKE) --no-print-directory -j2 lint docs rewritten check
+	@$(MAKE) --no-print-directory test-here
 	@if [ -e .venv-vllm ] || [ -n "$(PDSERVE_REQUIRE_VLLM)" ]; then \
 	  $(MAKE) --no-print-directory test-vllm; \
 	else $(SAY) "tests with vLLM are left out: make vllm makes their environment"; fi

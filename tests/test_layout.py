@@ -206,9 +206,9 @@ def test_only_accel_imports_the_extension() -> None:
     assert named == {"pdserve/accel.py"}
 
 
-@pytest.mark.parametrize("file", SOURCES)
-def test_every_module_says_what_it_is(file: str) -> None:
-    assert ast.get_docstring(tree_of(SOURCES[file])), f"{file} has no module docstring"
+def test_every_module_says_what_it_is() -> None:
+    silent = [file for file, path in SOURCES.items() if not ast.get_docstring(tree_of(path))]
+    assert not silent, "without a module docstring"
 
 
 def test_all_is_honest() -> None:

@@ -110,6 +110,7 @@ def test_halves_with_vllm_run_at_the_same_time_and_what_failed_runs_once_more(
     pytester: pytest.Pytester, monkeypatch, capfd, failures, status, said
 ):
     module = script()
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # most of the time of its processes
     names = ("clusters", "engines")
     for name, other, count in zip(names, reversed(names), failures, strict=True):
         text = HALF.format(name=name, other=other, failures=count)

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(600 if is_long() else 60)
 EVERY = [(name, sample) for name in FORMATS for sample in CORPORA[name].SAMPLES]
 DRAWN = [(name, sample) for name, sample in EVERY if name in SLICE]
-every_sample = pytest.mark.parametrize(
-    ("name", "sample"), EVERY, ids=[f"{name}: {sample.about}" for name, sample in EVERY]
-)
+every_format = pytest.mark.parametrize("name", FORMATS)
+"""One test takes all samples of a format: two thousand tests would cost more than what they do."""
 drawn_samples = pytest.mark.parametrize(
     ("name", "sample"), DRAWN, ids=[f"{name}: {sample.about}" for name, sample in DRAWN]
 )
@@ -60,21 +59,24 @@ def test_every_format_has_its_samples():
     assert all("call" in corpus.LONG_CALLS for corpus in CORPORA.values())
 
 
-@every_sample
-def test_a_sample_is_read(name: str, sample: Sample):
-    found = read(parser(name), [sample.text])
-    assert content(found) == sample.content
-    assert decoded(calls(found), sample.calls) == list(sample.calls)
+@every_format
+def test_samples_are_read(name: str):
+    for sample in CORPORA[name].SAMPLES:
+        found = read(parser(name), [sample.text])
+        assert content(found) == sample.content, sample.about
+        assert decoded(calls(found), sample.calls) == list(sample.calls), sample.about
 
 
-@every_sample
-def test_reasoning_goes_before_it(name: str, sample: Sample):
-    found = read(
-        thoughtful(name), [f"<think>\nWhat <tool_call> [ARGS]?\n</think>\n\n{sample.text}"]
-    )
-    assert reasoning(found) == "What <tool_call> [ARGS]?"
-    assert content(found) == content(read(parser(name), [sample.text.lstrip()]))
-    assert decoded(calls(found), sample.calls) == list(sample.calls)
+@every_format
+def test_reasoning_goes_before_them(name: str):
+    for sample in CORPORA[name].SAMPLES:
+        found = read(
+            thoughtful(name), [f"<think>\nWhat <tool_call> [ARGS]?\n</think>\n\n{sample.text}"]
+        )
+        assert reasoning(found) == "What <tool_call> [ARGS]?", sample.about
+        bare = content(read(parser(name), [sample.text.lstrip()]))
+        assert content(found) == bare, sample.about
+        assert decoded(calls(found), sample.calls) == list(sample.calls), sample.about
 
 
 MARKED = [
