@@ -85,6 +85,8 @@ class Underway:
     blamed: bool = False
     """Of a start: its failure is counted already."""
     failure: str = ""
+    resumed: bool = False
+    """Of a stop: it was taken back, which says nothing against the next one."""
 
     @classmethod
     def new(cls, step: Step, name: str, model: str, number: int, now: Seconds) -> Underway:
@@ -352,6 +354,7 @@ class ChangeBook:
         if one.state is before:
             return
         one.entered = now
+        one.resumed = event in (E.BACK, E.READY, E.WITHDRAWN) and one.action is Action.STOP
         if one.state in (S.BOOTING, S.JOINED) and one.booted is None:
             one.booted = now
         one.left = one.left or one.state in (S.LEAVING, S.PROVING)
@@ -363,7 +366,7 @@ class ChangeBook:
             self._start_over(now, one, wrong)
         elif one.action is Action.STOP and one.state is S.DONE and not one.adopted:
             self._times.add("drain", one.step.kind, now - one.began)
-        elif one.state is S.GIVEN_UP and one.step.life:
+        elif one.state is S.GIVEN_UP and one.step.life and not one.resumed:
             later = {key: until for key, until in self._refused_until.items() if until > now}
             later[one.step.life, one.action] = now + self._config.switch_retry
             self._refused_until = later

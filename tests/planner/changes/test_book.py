@@ -241,6 +241,17 @@ def test_a_veto_and_an_undone_drain_give_the_stop_up(books):
     assert ended.state is S.GIVEN_UP
 
 
+def test_a_stop_that_was_taken_back_may_be_ordered_again(books):
+    books.stop()
+    books.see(joined(state="draining"))
+    (ended,) = books.see(joined())
+    assert ended.state is S.GIVEN_UP
+    assert books.book.may_order(books.now, Action.STOP, life(1))
+    one = books.stop()
+    books.see(joined(), refusals={one.id: Refusal("vetoed", "it is needed")})
+    assert not books.book.may_order(books.now + 299, Action.STOP, life(1))
+
+
 def test_another_life_of_the_worker_is_another_worker(books):
     books.stop()
     books.see(joined(state="draining"))
