@@ -1,7 +1,8 @@
 """Counts which cells of the planner's tables of changes a run visits (`planner.changes.table`).
 
 Part of `oracle.coverage`. A table has a row for each event, and a kind of change meets only some of
-them: those that worlds must visit are listed here, and those that they do not, with the reason.
+them. Each cell stands here once: worlds must visit it, or they visit it rarely or never, for a
+reason.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ if TYPE_CHECKING:
     from pdserve.planner.changes.table import ChangeEvent
     from tests.worlds.oracle.coverage import Cells
 
-__all__ = ["ALL_CHANGE_CELLS", "CHANGE_CELLS", "NEVER", "PROBES", "RARE"]
+__all__ = [
+    "ALL_CHANGE_CELLS",
+    "CHANGE_CELLS",
+    "NEVER",
+    "NEVER_CELLS",
+    "PROBES",
+    "RARE",
+    "RARE_CELLS",
+]
 
 
 def _moved(cells: Cells, book: ChangeBook, now: Seconds, one: Underway, event: ChangeEvent) -> None:
@@ -31,56 +40,112 @@ PROBES: Final[tuple[tuple[type, str, Callable[..., None]], ...]] = ((ChangeBook,
 
 _OF_STARTS: Final = ("seen pending", "seen booting", "seen loading", "wrong mode", "seen failed")
 _OF_WORKERS: Final = ("seen draining", "seen leaving", "seen proving", "seen back")
-NEVER: Final[dict[str, dict[str, tuple[str, ...]]]] = {
+_Cells = dict[str, tuple[str, ...]]
+"""Events by an action and some of its states; without states: in all of them."""
+
+NEVER: Final[dict[str, _Cells]] = {
     "an instance or a start has it, and the change is about a worker that serves": {
         "stop": (*_OF_STARTS, "seen ready", "seen leaving", "seen proving"),
         "mode": _OF_STARTS,
         "undo_drain": (*_OF_STARTS, *_OF_WORKERS),
     },
     "a worker that serves has it, and the change is about one that begins": {"start": _OF_WORKERS},
-    "only starts and stops are withdrawn": {
-        action: ("withdrawn",) for action in ("mode", "undo_drain")
+    "starts are withdrawn before they run, and stops before they are obeyed": {
+        "mode": ("withdrawn",),
+        "undo_drain": ("withdrawn",),
+        "start booting joined ending": ("withdrawn",),
+        "stop draining stopping": ("withdrawn",),
+    },
+    "actuators refuse what they are asked for, and nothing later": {
+        "start pending booting joined ending": ("refused",),
+    },
+    "what is given up has no time left to wait for": {"start ending": ("timed out",)},
+    "what a worker has gone on from, and what it is at, is no news": {
+        "stop ordered": ("seen back",),
+        "stop draining stopping": ("seen draining",),
+        "mode ordered": ("seen back",),
+        "mode leaving": ("seen leaving",),
+        "mode proving": ("seen leaving", "seen proving"),
     },
 }
 """Events that a kind of change never meets, by the reason."""
 
-_VISITED: Final[dict[str, dict[str, tuple[str, ...]]]] = {
-    "start": {
-        "asked": ("seen pending", "seen loading"),
-        "pending": ("seen loading",),
-        "joined": ("seen loading", "seen ready"),
-    },
-    "stop": {
-        "ordered": ("seen draining", "gone"),
-        "draining": ("gone", "seen back"),
-    },
-    "undo_drain": {"ordered": ("seen ready",)},
+_VISITED: Final[_Cells] = {
+    "start asked": ("seen pending", "seen loading", "seen ready"),
+    "start pending": ("seen pending", "seen loading"),
+    "start joined": ("seen loading", "seen ready"),
+    "stop ordered": ("seen draining",),
+    "stop draining": ("gone", "seen back"),
+    "mode ordered": ("seen leaving", "seen ready"),
+    "mode leaving": ("seen ready",),
+    "undo_drain ordered": ("seen ready",),
 }
 
-CHANGE_CELLS: Final = frozenset(
-    (f"change {action} {state}", event)
-    for action, states in _VISITED.items()
-    for state, events in states.items()
-    for event in events
-)
-"""What worlds with planners must visit."""
+RARE: Final[dict[str, _Cells]] = {
+    "a worker of these worlds is a member as soon as its process runs": {
+        "start asked pending": ("seen booting",),
+        "start booting": (*_OF_STARTS, "seen ready", "gone", "timed out"),
+    },
+    "an instance is listed whose worker's card has been seen, and is lost again": {
+        "start joined": ("seen pending", "seen booting"),
+    },
+    "a start is given up first": {"start ending": (*_OF_STARTS, "seen ready", "gone")},
+    "a start ends, or is over, between two looks": {
+        "start asked": ("wrong mode", "seen failed", "gone"),
+        "start pending": ("seen ready", "wrong mode", "seen failed", "gone"),
+        "start joined": ("wrong mode", "seen failed", "gone"),
+    },
+    "starts fail, are late or not wanted any more in few worlds": {
+        "start asked": ("refused", "timed out", "withdrawn"),
+        "start pending": ("timed out", "withdrawn"),
+        "start joined": ("timed out",),
+    },
+    "a worker refuses a drain only if another one has gone that did its job": {
+        "stop ordered": ("refused",),
+    },
+    "the load returns between two ticks": {"stop ordered": ("withdrawn",)},
+    "a worker dies, or is cut off, just when it is told to drain": {
+        "stop ordered": ("gone", "timed out"),
+        "stop draining": ("refused", "timed out"),
+        "stop stopping": ("seen back", "gone", "refused", "timed out"),
+    },
+    "a change of a mode takes about a second, and a tick as long": {
+        "mode ordered": ("seen proving",),
+        "mode leaving": ("seen proving",),
+        "mode proving": ("seen ready",),
+    },
+    "the same worker must die, drain or be cut off within that second, or its engine must": {
+        "mode ordered": ("seen draining", "gone", "refused", "timed out"),
+        "mode leaving": ("seen back", "seen draining", "gone", "refused", "timed out"),
+        "mode proving": ("seen back", "seen draining", "gone", "refused", "timed out"),
+    },
+    "a worker that is to serve again does so within a tick": {
+        "undo_drain ordered": ("gone", "refused", "timed out"),
+    },
+}
+"""Events that few worlds meet, by the reason; `tests/planner/changes` has them all."""
 
+
+def _cells(rows: _Cells) -> frozenset[tuple[str, str]]:
+    found: set[tuple[str, str]] = set()
+    for name, events in rows.items():
+        action, *some = name.split()
+        states = some or [state.value for state in TABLES[Action(action)]]
+        found |= {(f"change {action} {state}", event) for state in states for event in events}
+    return frozenset(found)
+
+
+def _all_cells(by_reason: dict[str, _Cells]) -> frozenset[tuple[str, str]]:
+    return frozenset().union(*(_cells(rows) for rows in by_reason.values()))
+
+
+CHANGE_CELLS: Final = _cells(_VISITED)
+"""What worlds with planners must visit."""
+RARE_CELLS: Final = _all_cells(RARE)
+NEVER_CELLS: Final = _all_cells(NEVER)
 ALL_CHANGE_CELLS: Final = frozenset(
     (f"change {action.value} {state.value}", event.value)
     for action, table in TABLES.items()
     for state, events in table.items()
     for event in events
 )
-
-_NEVER: Final = frozenset(
-    (f"change {action} {state.value}", event)
-    for actions in NEVER.values()
-    for action, events in actions.items()
-    for state in TABLES[Action(action)]
-    for event in events
-)
-
-RARE: Final = ALL_CHANGE_CELLS - CHANGE_CELLS - _NEVER
-"""Cells of which some tens of drawn worlds visited none, or one once: they need several things at a
-time, or a start that is seen at the one moment between two states. They are counted, and need not
-be visited; `tests/planner/changes` has them."""
