@@ -1039,6 +1039,20 @@ def test_a_pin_keeps_the_floor_while_its_workers_are_coming():
     assert actions(bench.tick()) == ["begin stop w10"]
 
 
+def test_a_pin_without_prefill_and_decode_gets_rid_of_the_last_of_both():
+    """Neither stops while the other one needs it."""
+    bench = Bench(config(pool(modes=("aggregated", "prefill", "decode"))))
+    pins = {MODEL: {"aggregated": 2}}
+    bench.see(*crowd(2), mine(10, "prefill"), mine(11, "decode"), pins=pins)
+    bench.load(0.5)
+    (order,) = bench.tick().orders
+    assert (order.change.node, order.change.mode, order.last) == ("w11", "aggregated", True)
+    bench.see(*crowd(2), mine(10, "prefill"), mine(11, live_tokens=1))
+    assert actions(bench.tick()) == ["begin stop w1"]
+    bench.see(mine(2), mine(10, "prefill"), mine(11))
+    assert actions(bench.tick()) == ["begin stop w10"]
+
+
 def test_a_pin_starts_nothing_that_the_next_switch_brings():
     bench = Bench(config(pool(modes=("aggregated", "prefill", "decode"))))
     bench.see(*crowd(3), pins={MODEL: {"prefill": 1, "decode": 2}})

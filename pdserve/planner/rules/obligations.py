@@ -144,8 +144,19 @@ def pin_steps(scene: Scene, pin: Mapping[str, int]) -> list[Step]:
     spare = len(scene.pool.serving) > min(scene.floor, sum(pin.values()))
     if not steps and not missing and spare and scene.removing is None:
         # What is only coming is no reason to fall below the floor.
-        steps = list(_pin_stops(scene, surplus, reason))[:1]
+        steps = _pin_removal(scene, pin, surplus, reason)
     return steps
+
+
+def _pin_removal(scene: Scene, pin: Mapping[str, int], surplus: Mix, reason: str) -> list[Step]:
+    """The next stop. Of the last prefill and the last decode worker neither stops while the other
+    one needs it, so one of them does first what the pin wants."""
+    needed = [one for one in surplus if _is_needed(scene.pool.mix, one)]
+    free = {mode: count for mode, count in surplus.items() if mode not in needed}
+    if steps := list(_pin_stops(scene, free, reason)):
+        return steps[:1]
+    switch = _pin_switch(scene, Counter(pin), surplus, reason) if needed else None
+    return list(_pin_stops(scene, surplus, reason))[:1] if switch is None else [switch]
 
 
 def _difference(one: Mapping[str, int], other: Mapping[str, int]) -> Counter[str]:
@@ -155,7 +166,7 @@ def _difference(one: Mapping[str, int], other: Mapping[str, int]) -> Counter[str
 def _pin_switch(scene: Scene, missing: Mix, surplus: Mix, reason: str) -> Step | None:
     for target in sorted(missing):
         for mode in sorted(surplus):
-            for one in _switchable_in(scene, mode):
+            for one in _switchable_in(scene, mode) if mode != target else ():
                 last = last_of_its_job(scene.pool.mix, mode, target)
                 return Step(
                     action=Action.SWITCH, reason=reason, mode=target, life=one.life, last=last
@@ -177,6 +188,13 @@ _ALIKE: Final[Mapping[str, frozenset[str]]] = {
     "both": frozenset(("prefill", "both")),
 }
 """Modes of the workers that do what one of this mode does, besides taking requests."""
+_FOR: Final[Mapping[str, str]] = {"decode": "prefill", "prefill": "decode", "both": "decode"}
+"""The mode of the workers that it is done for."""
+
+
+def _is_needed(mix: Mix, mode: str) -> bool:
+    """True if a worker of this mode refuses to stop, because others could not work without it."""
+    return last_of_its_job(mix, mode, "") and mix.get(_FOR[mode], 0) > 0
 
 
 def _switchable_in(scene: Scene, mode: str) -> list[Worker]:
