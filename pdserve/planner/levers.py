@@ -94,7 +94,7 @@ def raise_capacity(scene: Scene, load: Load, stay: PoolOutcome, horizon: float) 
 
 
 def _fits(scene: Scene, outcome: PoolOutcome) -> bool:
-    return outcome.miss <= scene.target.allowed_miss
+    return outcome.miss <= scene.most_misses
 
 
 # ---------------------------------------------------------------------- levers without cost
@@ -255,7 +255,7 @@ def _fewest_alike(
         low, high = high, 2 * high
     if not _fits(scene, best) and best.miss > now.outcome.miss - _BETTER:
         return [], now.outcome  # however many: it is not workers that are missing
-    limit = scene.target.allowed_miss
+    limit = scene.most_misses
     if not _fits(scene, best):
         # The last workers cure next to nothing: a point is what they must be worth.
         low, limit = 0, best.miss + _BETTER

@@ -199,14 +199,14 @@ class ModelPlanner:
         if stay.unreachable > 0 and scene.target.ttft is not None:
             figures = {"share": stay.unreachable, "ttft": scene.target.ttft}
             return Binding("unreachable", figures)
-        limit = scene.target.allowed_miss
+        limit = scene.most_misses
         return self._slow or Binding("enough", {"value": stay.miss, "limit": limit})
 
     def _up(
         self, scene: Scene, demand: DemandView, load: Load, stay: PoolOutcome
     ) -> Decision | None:
         """More capacity; None: it is enough."""
-        over = stay.miss > scene.target.allowed_miss
+        over = stay.miss > scene.most_misses
         agreed = self._votes.add(over)
         if not over:
             return None
@@ -216,7 +216,7 @@ class ModelPlanner:
         self._votes.clear()  # what is ordered now must have been taken in before more is
         raised = raise_capacity(scene, load, stay, scene.start_p90 + _SETTLE)
         if raised.enough:
-            figures = {"value": raised.after.miss, "limit": scene.target.allowed_miss}
+            figures = {"value": raised.after.miss, "limit": scene.most_misses}
             return Decision(raised.steps, Binding("enough", figures), after=raised.after)
         return Decision(raised.steps, why_not_more(scene, raised.after), after=raised.after)
 

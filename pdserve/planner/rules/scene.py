@@ -28,6 +28,10 @@ __all__ = ["STARTED_MODES", "Scene", "mix_of", "slot_of"]
 
 STARTED_MODES: Final = ("aggregated", "decode", "prefill")
 """Modes that a worker may begin with; `both` is a mode that only a running worker takes."""
+_UNSURE: Final = 0.15
+"""Part of the allowed share of misses by which a prediction may exceed it before capacity is added:
+the standard error of 2% in three replays of a thousand requests. Where more workers cure next to
+nothing, chance would decide otherwise how many are started."""
 _NOTHING: Final = PoolOutcome(miss=0.0)
 _COST: Final = 1e-9
 """Sums of prices are not exact in binary."""
@@ -153,6 +157,12 @@ class Scene:
             else (next(answers) if _serves(one) else PoolOutcome(miss=1.0, causes={"held": 1.0}))
             for one in candidates
         ]
+
+    @property
+    def most_misses(self) -> float:
+        """Predicted share of misses up to which no capacity need be added. A removal has to keep
+        the objective itself: what lies between is left as it is."""
+        return (1 + _UNSURE) * self.target.allowed_miss
 
     def switchable(self, mode: str) -> list[Worker]:
         """Workers of a mode that may be switched now, the one with the least to move first."""
