@@ -58,6 +58,12 @@ class Detokenizer(ABC):
         return json_escape(self.feed_many(token_ids))
 
 
+def _is_half_surrogate(held: bytes) -> bool:
+    """Whether no byte can make these a character. Codecs hold the first two bytes of a surrogate
+    back for a mode in which it may pass."""
+    return len(held) == 2 and held[0] == 0xED and held[1] >= 0xA0
+
+
 class ByteLevelDetokenizer(Detokenizer):
     """Detokenizer for kind `bytes`. Holds back at most three bytes, of an unfinished character."""
 
@@ -107,6 +113,8 @@ class ByteLevelDetokenizer(Detokenizer):
         data = self._held + self._pieces.raw_bytes(token_id)
         text, used = utf_8_decode(data, "replace", False)
         self._held = data[used:]
+        if _is_half_surrogate(self._held):
+            return text + self.flush()
         return text
 
 

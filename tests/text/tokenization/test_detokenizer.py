@@ -123,6 +123,14 @@ def test_output_continues_its_prompt(name, skip):
     check()
 
 
+def test_half_a_surrogate_is_not_held_back():
+    """The bytes ED A1, which no third makes a character."""
+    ids = [builders.byte_level().token_to_id(letter) for letter in ("a", "\u00ed", "\u00a1")]
+    stream = made("byte_level").detokenizer()
+    assert [stream.feed(each) for each in ids] == ["a", "", "\ufffd" * 2]
+    assert stream.flush() == ""
+
+
 @pytest.mark.parametrize("skip", [False, True])
 def test_byte_level_text_is_shown_as_soon_as_it_is_certain(skip):
     @seed(SEED)
