@@ -26,7 +26,7 @@ from pdserve.testing.kv_oracle import POISON
 from pdserve.transfer.copy_plan import align_blocks, bind_blocks, block_bytes, plan_block
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from random import Random
 
     from pdserve.engine_core.kv_transfer.connector import AttemptKey
@@ -286,28 +286,32 @@ class FreeGuard:
         fresh = self._reserve(*args, **kwargs)  # type: ignore[arg-type]
         writable = self._mover.net.closing(self._mover)
         assert not writable & set(fresh or ()), "a block is handed out that a peer may write to"
-        for block in fresh or ():
-            if block in self._filled:
-                self._filled.remove(block)
-                self._look_at(block)
+        known = self._filled.intersection(fresh or ())
+        self._filled -= known
+        self._look_at(known)
         return fresh
 
     def check(self) -> None:
         """Assert that no free block was written to, and fill blocks that have become free."""
         free = set(self._pool._free)
-        for block in self._filled & free:
-            self._look_at(block)
-        for block in free - self._filled:
-            view = self._block(block)
+        self._look_at(self._filled & free)
+        for _, view in self._views(free - self._filled):
             view[:] = bytes([POISON]) * len(view)
         self._filled = free
 
-    def _block(self, block: int) -> memoryview:
+    def _views(self, blocks: set[int]) -> Iterator[tuple[int, memoryview]]:
+        """Each of these blocks with its bytes in the pool."""
+        if not blocks:
+            return
         region = self._mover.region
         assert region.view is not None
         size = block_bytes(region.layout)
-        return region.view[block * size : (block + 1) * size]
+        for block in blocks:
+            yield block, region.view[block * size : (block + 1) * size]
 
-    def _look_at(self, block: int) -> None:
-        view = self._block(block)
-        assert view == bytes([POISON]) * len(view), f"block {block} was written while it was free"
+    def _look_at(self, blocks: set[int]) -> None:
+        poison = b""
+        for block, view in self._views(blocks):
+            poison = poison or bytes([POISON]) * len(view)
+            # A memoryview is compared item by item, bytes at once.
+            assert view.tobytes() == poison, f"block {block} was written while it was free"
