@@ -38,6 +38,8 @@ _NONE: Final = ("ended", "failed")
 _TOLD: Final[Seconds] = 30.0
 """Length of the longest mean that begins a panic."""
 _FALLEN: Final = 0.8
+_UNSURE: Final = 0.15
+"""Part of the allowed share of misses by which a prediction may exceed it: docs/planner.md."""
 
 
 @dataclass(slots=True)
@@ -267,7 +269,7 @@ def _actuator(look: _Look, binding: Binding) -> str:
 def _modes(look: _Look, binding: Binding) -> str:
     """More workers do not help."""
     value, more = float(binding.figures["value"]), int(binding.figures["workers"])
-    demand, allowed = look.demand, look.pool.allowed_miss
+    demand, allowed = look.demand, _most(look)
     if value <= allowed or demand is None:
         return f"{value:.1%} may miss"
     if not look.alike or look.leased or any(one.state == "draining" for one in look.mine):
@@ -277,15 +279,22 @@ def _modes(look: _Look, binding: Binding) -> str:
     return "" if miss > allowed - _SAME else f"with {more} more only {miss:.1%} would"
 
 
+def _most(look: _Look) -> float:
+    """Share of misses up to which no capacity is added."""
+    return (1 + _UNSURE) * look.pool.allowed_miss
+
+
 def _waiting(look: _Look, binding: Binding) -> str:
-    value, allowed = float(binding.figures["value"]), look.pool.allowed_miss
+    value, allowed = float(binding.figures["value"]), _most(look)
     return "" if value > allowed else f"{allowed:.1%} may"
 
 
 def _enough(look: _Look, binding: Binding) -> str:
     value, limit = float(binding.figures["value"]), float(binding.figures["limit"])
-    if value > limit + _SAME or not _near(limit, look.pool.allowed_miss):
-        return f"{look.pool.allowed_miss:.1%} may"
+    # A removal has to keep the objective itself.
+    limits = (look.pool.allowed_miss, _most(look))
+    if value > limit + _SAME or not any(_near(limit, one) for one in limits):
+        return f"{limits[0]:.1%} may"
     after = look.plan.miss_after
     return "" if _near(value, after) else f"the plan says {after:.1%}"
 
