@@ -456,11 +456,17 @@ def oracle_logprobs(model: Any, tokens: list[int]) -> torch.Tensor:
     return logits.float().log_softmax(-1)
 
 
-@torch.inference_mode()
 def oracle_generate(model: Any, prompt: list[int], count: int) -> list[int]:
-    """Greedy continuation, ends ignored."""
+    """Greedy continuation, ends ignored. Computed once for a model and a prompt: many tests ask for
+    the same."""
+    return list(_generated(model, tuple(prompt), count))
+
+
+@functools.cache
+@torch.inference_mode()
+def _generated(model: Any, prompt: tuple[int, ...], count: int) -> list[int]:
     cache = transformers.DynamicCache(config=model.config)
-    step, output = prompt, []
+    step, output = list(prompt), []
     for _ in range(count):
         logits = model(torch.tensor([step]), past_key_values=cache).logits[0, -1]
         best = logits.topk(2).values
