@@ -142,6 +142,8 @@ $(VENV)/.deps-serve: $(VENV)/.tools pyproject.toml constraints.txt
 $(VENV)/.deps-dev: $(VENV)/.deps-serve pyproject.toml constraints.txt
 	@$(SAY) "installing the development tools"
 	@$(PIP) install --no-compile -c constraints.txt $$($(BIN)/python .ci/requirements.py dev)
+	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("triton"))' || \
+	  $(PIP) install --no-compile -c constraints.txt $$($(BIN)/python .ci/requirements.py triton)
 	@touch $@
 
 # A compiler that fails makes the back end fall back to the pure twins (pyproject.toml); a machine
