@@ -306,7 +306,7 @@ SCENARIOS = {
     "engines/sim/test_structured_output.py": "grammars through the whole engine",
     "engines/tensorrt_llm/test_behaviours.py": "the fake against its sources and the contract",
     "engines/tensorrt_llm/test_planted_bugs.py": "bugs that the tests must find",
-    "engines/torch/test_cuda.py": "needs a GPU",
+    "engines/torch/cuda/test_compiled_kernels.py": "kernels, compiled for GPUs that are not here",
     "engines/torch/test_layer_groups.py": "layers that come while a step computes",
     "engines/torch/test_engine_core.py": "the executor under a core",
     "engines/torch/test_handoff.py": "torch engines hand prompts over",
