@@ -88,16 +88,16 @@ def unsupported_reason(config: ModelConfig, device: torch.device) -> str | None:
         sizes.append(config.experts.intermediate_size)
     if any(size % 2 for size in sizes) or config.head_dim > _MAX_HEAD_DIM:
         return "the model's sizes are odd or its heads too large"
-    unknown = _unknown_fields(config, _KNOWN)
+    unknown = unknown_fields(config, _KNOWN)
     for rope in _ropes(config):
-        unknown += _unknown_fields(rope, _KNOWN_ROPE)
-    unknown += _unknown_fields(config.experts, _KNOWN_EXPERTS)
+        unknown += unknown_fields(rope, _KNOWN_ROPE)
+    unknown += unknown_fields(config.experts, _KNOWN_EXPERTS)
     if unknown:
         return f"they know no {unknown[0]}, which {config.family} has"
     return None
 
 
-def _unknown_fields(
+def unknown_fields(
     config: ModelConfig | RopeConfig | ExpertsConfig | None, known: frozenset[str]
 ) -> list[str]:
     """Names of the optional fields that are set and not known."""

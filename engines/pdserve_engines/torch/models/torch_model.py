@@ -92,7 +92,7 @@ class TorchModel:
 
     def sibling(self, settings: TorchSettings) -> TorchModel | None:
         weights = self._weights
-        return None if weights is None else TorchModel(self._config, settings, weights)
+        return None if weights is None else type(self)(self._config, settings, weights)
 
     def bind(self, pool: KvPool) -> None:
         self._pool = pool
@@ -113,7 +113,7 @@ class TorchModel:
         angles: dict[RopeConfig | None, _Angles | None] = {
             rope: _angles(table[positions]) for rope, table in self._ropes.items()
         }
-        scales = _query_scales(config.rope, positions, self._dtype)
+        scales = query_scales(config.rope, positions, self._dtype)
         rows = upload(batch.rows, self._device)
         x = self._embed(upload(batch.tokens, self._device))
         last = len(weights.layers) - 1
@@ -249,7 +249,7 @@ def _angles(table: torch.Tensor) -> _Angles:
     return torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1)
 
 
-def _query_scales(
+def query_scales(
     rope: RopeConfig, positions: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor | None:
     """What queries are multiplied by, `[T, 1, 1]`; None: nothing."""

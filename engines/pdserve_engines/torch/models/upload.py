@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    import numpy as np
+    from collections.abc import Sequence as Seq
 
-__all__ = ["upload"]
+__all__ = ["upload", "upload_packed"]
+
+_ALIGNED = 4
+"""Each array of a packed copy begins at a multiple of so many elements, 16 bytes. Kernels are
+compiled anew for pointers that are aligned otherwise."""
 
 
 def upload(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
@@ -22,3 +27,19 @@ def upload(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
     if device.type == "cpu" or not array.size:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def upload_packed(
+    arrays: Seq[np.ndarray[Any, np.dtype[np.int32]]], device: torch.device
+) -> list[torch.Tensor]:
+    """The arrays as tensors of `device` with their shapes, in one copy."""
+    sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays]
+    ends = np.cumsum(sizes).tolist()
+    packed = np.zeros(sum(sizes), np.int32)
+    for array, size, end in zip(arrays, sizes, ends, strict=True):
+        packed[end - size : end - size + array.size] = array.reshape(-1)
+    whole = upload(packed, device)
+    return [
+        whole[end - size : end - size + array.size].view(array.shape)
+        for array, size, end in zip(arrays, sizes, ends, strict=True)
+    ]

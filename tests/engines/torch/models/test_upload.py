@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve_engines.torch.models.upload import upload
+from pdserve_engines.torch.models.upload import upload, upload_packed
 
 
 def test_the_cpu_shares_the_memory() -> None:
@@ -27,3 +27,12 @@ def test_a_device_gets_the_numbers_though_the_array_goes_at_once(count: int) -> 
         {number} if count else set() for number in range(20)
     ]
     assert all(tensor.device.type == "cuda" for tensor in tensors)
+
+
+def test_packed_arrays_keep_their_shapes_and_are_aligned() -> None:
+    shapes: list[tuple[int, ...]] = [(3,), (0,), (8,), (1,), (3, 2)]
+    arrays = [np.arange(np.prod(shape), dtype=np.int32).reshape(shape) for shape in shapes]
+    found = upload_packed(arrays, torch.device("cpu"))
+    assert [tensor.tolist() for tensor in found] == [array.tolist() for array in arrays]
+    assert all(tensor.storage_offset() % 4 == 0 for tensor in found)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found}) == 1
