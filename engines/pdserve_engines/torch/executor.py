@@ -24,6 +24,7 @@ from pdserve.errors import ConfigError
 from pdserve.limits.memory import available
 from pdserve.transfer.base import Region
 from pdserve_engines.torch import warm_up
+from pdserve_engines.torch.cuda.model_choice import make_gpu_model
 from pdserve_engines.torch.cudnn_attention import CudnnAttentionOff
 from pdserve_engines.torch.kv_budget import measure_memory, out_of_memory
 from pdserve_engines.torch.kv_pool import KvPool
@@ -457,20 +458,26 @@ def _read_shard(
 
 
 def make_model(config: ModelConfig, settings: TorchSettings, progress: ProgressFn) -> ForwardModel:
-    """Make the native model if it can compute this, else the torch one; logs which, and why.
+    """Make the model with pdserve's own kernels for the device if they can compute this, else the
+    torch one; logs which, and why.
 
     Raises `ConfigError` if the requested kernels are not possible.
     """
+    if settings.device.type == "cuda":
+        made, why = make_gpu_model(config, settings)
+        progress(f"kernels: {made.kernels}{why and f' (none in Triton: {why})'}", None)
+        return made
     reason = unsupported_reason(config, settings.device)
     if settings.kernels == "torch":
         reason = "they were not asked for"
-    elif settings.kernels != "auto" and reason is not None:
+    elif settings.kernels == "triton":
+        reason = f"the device is {settings.device}"
+    if settings.kernels not in ("auto", "torch") and reason is not None:
         raise ConfigError(f"engine option kernels={settings.kernels}: not possible, {reason}")
     if reason is None:
         native = CpuModel(config, settings)
         progress(f"kernels: {native.kernels}", None)
         return native
     model = TorchModel(config, settings)
-    why = f" (no native kernels: {reason})" if settings.device.type == "cpu" else ""
-    progress(f"kernels: {model.kernels}{why}", None)
+    progress(f"kernels: {model.kernels} (no native kernels: {reason})", None)
     return model

@@ -38,7 +38,7 @@ class TorchSettings:
     threads: int
     max_model_len: int
     kernels: str = "auto"
-    """`auto`, `torch`, `native`, or one of the native instruction sets."""
+    """`auto`, `torch`, `triton`, `native`, or one of the native instruction sets."""
     classifier_from_token: tuple[str, ...] = ()
     """Tokens of which the output layer's rows make a classification head; empty: none."""
     rank_timeout: Seconds = _RANK_TIMEOUT
@@ -149,7 +149,7 @@ def kernels_option(options: dict[str, str]) -> str:
     other names than `OPTIONS`."""
     check_options("torch", options, OPTIONS)
     value = options.get("kernels", "auto")
-    possible = ["auto", "torch"]
+    possible = ["auto", "torch", "triton"]
     if accel.NATIVE:
         possible += ["native", *accel.native.cpu_kernel_sets()]
     if value not in possible:

@@ -1,0 +1,81 @@
+"""Who computes a model on a GPU, by the option `kernels` and by what the kernels can do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pdserve.errors import ConfigError
+from pdserve_engines.torch.cuda import kernel_check
+from pdserve_engines.torch.cuda.kernel_model import KernelModel
+from pdserve_engines.torch.cuda.model_choice import make_gpu_model
+from pdserve_engines.torch.executor import make_model
+from pdserve_engines.torch.model_loader.config import parse_config
+from pdserve_engines.torch.models.torch_model import TorchModel
+from pdserve_engines.torch.settings import TorchSettings
+from tests.engines.torch.cuda.test_kernel_model import LLAMA
+
+CONFIG = parse_config(LLAMA)
+CPU = torch.device("cpu")
+
+
+def settings_of(kernels: str) -> TorchSettings:
+    """Models are made on the CPU: the choice is the same."""
+    return TorchSettings(CPU, torch.float32, 1, 600, kernels)
+
+
+@pytest.fixture(autouse=True)
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """What the comparison on the device finds; tests may change it."""
+    found: list[str | None] = [None]
+    monkeypatch.setattr(kernel_check, "failing_kernel", lambda config, settings: found[0])
+    return found
+
+
+@pytest.mark.parametrize("kernels", ["auto", "triton"])
+def test_kernels_compute_what_they_can(kernels: str) -> None:
+    model, why = make_gpu_model(CONFIG, settings_of(kernels))
+    assert isinstance(model, KernelModel)
+    assert why == ""
+    assert model.kernels == "triton on cpu, 1 threads"
+
+
+def test_torch_computes_what_is_asked_of_it() -> None:
+    model, why = make_gpu_model(CONFIG, settings_of("torch"))
+    assert type(model) is TorchModel
+    assert why == "they were not asked for"
+
+
+def test_torch_computes_what_they_do_not_know_and_the_reason_is_named() -> None:
+    config = replace(CONFIG, sinks=True)
+    model, why = make_gpu_model(config, settings_of("auto"))
+    assert type(model) is TorchModel
+    assert why == "they know no sinks, which llama has"
+    with pytest.raises(ConfigError, match="kernels=triton: not possible, they know no sinks"):
+        make_gpu_model(config, settings_of("triton"))
+
+
+def test_torch_computes_where_they_fail(checked: list[str | None]) -> None:
+    checked[0] = "the kernel for norm fails"
+    model, why = make_gpu_model(CONFIG, settings_of("auto"))
+    assert type(model) is TorchModel
+    assert why == "the kernel for norm fails"
+    with pytest.raises(ConfigError, match="not possible, the kernel for norm fails"):
+        make_gpu_model(CONFIG, settings_of("triton"))
+
+
+def test_kernels_for_cpus_are_refused() -> None:
+    with pytest.raises(ConfigError, match="kernels=native: not possible, the device is cpu"):
+        make_gpu_model(CONFIG, settings_of("native"))
+
+
+def test_on_a_cpu_there_are_none() -> None:
+    with pytest.raises(ConfigError, match="kernels=triton: not possible, the device is cpu"):
+        make_model(CONFIG, settings_of("triton"), lambda stage, fraction: None)
+
+
+def test_siblings_have_the_same_kernels() -> None:
+    model, _ = make_gpu_model(CONFIG, settings_of("auto"))
+    assert isinstance(model.sibling(settings_of("auto")), KernelModel)
