@@ -15,6 +15,7 @@ from pdserve.messages.mode import SetMode
 from pdserve.messages.planner_orders import PlannerOrder
 from pdserve.messages.status import DrainOrder
 from pdserve.runtime.rpc_methods import DRAIN, MODE, PLANNER
+from pdserve.testing.actuators.fake import ActuatorFaults
 from tests.worlds.planner.roles import OrderedWorker, Planner
 
 if TYPE_CHECKING:
@@ -35,6 +36,12 @@ _ENDS: Final = ("done", "failed", "given_up")
 def _stage(world: World) -> Stage:
     assert world.stage is not None
     return world.stage
+
+
+def _is_last(world: World, fault: Fault) -> bool:
+    """No other fault of its kind lasts at the same place."""
+    others = [one for one in world.active if one is not fault and one.kind == fault.kind]
+    return all(one.a != fault.a for one in others)
 
 
 # ---------------------------------------------------------------------------- the load
@@ -67,10 +74,11 @@ def _of_batch(name: str, value: object) -> Callable[[World, Fault], Awaitable[bo
         batch = _stage(world).batch
         if batch is None:
             return False
-        before, was = batch.starts, getattr(batch.faults, name)
+        before = batch.starts
         setattr(batch.faults, name, fault.amount if value is None else value)
         await asyncio.sleep(fault.lasts)
-        setattr(batch.faults, name, was)
+        if _is_last(world, fault):
+            setattr(batch.faults, name, getattr(ActuatorFaults(), name))
         return name in _ALWAYS or batch.starts > before
 
     return do
@@ -86,7 +94,8 @@ async def _lease(world: World, fault: Fault) -> bool:
         return False
     before, batch.hard_end = batch.starts, fault.amount
     await asyncio.sleep(fault.lasts)
-    batch.hard_end = None
+    if _is_last(world, fault):
+        batch.hard_end = None
     return batch.starts > before
 
 
@@ -100,7 +109,8 @@ def _of_machine(name: str) -> Callable[[World, Fault], Awaitable[bool]]:
         before = machine.processes.asked
         setattr(machine.processes, name, True)
         await asyncio.sleep(fault.lasts)
-        setattr(machine.processes, name, False)
+        if _is_last(world, fault):
+            setattr(machine.processes, name, False)
         return machine.processes.asked > before
 
     return do
@@ -114,7 +124,8 @@ async def _of_agent(world: World, fault: Fault) -> bool:
     before = machine.processes.asked
     machine.processes.agent_dies = True
     await asyncio.sleep(fault.lasts)
-    machine.processes.agent_dies = False
+    if _is_last(world, fault):
+        machine.processes.agent_dies = False
     died = machine.processes.asked > before
     await asyncio.sleep(fault.amount)
     if host.wanted and not host.busy:
