@@ -97,8 +97,11 @@ def planner_main(options: argparse.Namespace) -> int:
         found = {}
         for cell in every:
             jobs = jobs_of(cell, KNEES)
-            if runner.knows(jobs) or runner.seconds < 60 * options.minutes:
-                found[cell] = runner.run(jobs)
+            results = runner.known(jobs)
+            if results is None and runner.seconds < 60 * options.minutes:
+                results = runner.run(jobs)
+            if results is not None:
+                found[cell] = results
     finally:
         runner.close()
     minutes = runner.seconds / 60

@@ -22,8 +22,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from math import inf
 from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Final, Literal
@@ -38,13 +39,28 @@ from bench.machine import facts
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from bench.disagg_grid.runner import Job
+
 KNEES: Final = {"h100-8b": 33.64, "h100-70b-tp4": 16.0}
 """Requests per second at load 1, as `bench/disagg.py` has found them."""
 CHOICES: Final[tuple[Literal["predict", "rule"], ...]] = ("predict", "rule")
 _LEAST: Final = 0.01
 """A difference below it is noise, however little seeds differ."""
 _FIRST: Final = 3
-"""Seeds with which every cell begins."""
+"""Seeds with which every cell begins; with fewer there is no verdict."""
+_WHY: Final = (
+    "**Why, in overload over 10 GbE.** The network carries less than one long prompt a second into "
+    "a decode worker, and more come. `rule` sends them away while at most ten wait. Each of them "
+    "is late (TTFT 6 to 36 s, p90), but more of the chats keep their pace. `predict` computes a "
+    "prompt here if that brings its first token sooner (1 to 15 s), and the streams there "
+    "stutter. What `rule` gains shrinks with time: after 400 requests most of its long prompts are "
+    "still on their way. Then decode workers have no room for more, and compute them here, too. "
+    "With 1,600 requests (`--requests 1600`, only the second seed) `predict` and `rule` serve 15% "
+    "and 15% well in place of 30% and 48% (h100-8b, load 1.5, 4:4), 18% and 12% in place of 21% "
+    "and 46% (h100-70b-tp4, load 1.5, 4:4), and 2% and 8% in place of 12% and 31% (h100-8b, "
+    "load 1, 6:2). Aggregated workers serve 81% to 93% well at these loads "
+    "([disagg.md](disagg.md)), so the remedy is another ratio and not another choice."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +76,10 @@ class Cell:
         world, ratio = self.world, f"{self.prefill}:{self.decode}"
         return f"{world.kind.preset}, {rate_of(world)}, load {world.load:g}, {ratio}"
 
-    def jobs(
-        self, choice: Literal["predict", "rule"], seeds: int
-    ) -> list[tuple[World, Arm, int, float]]:
-        """The replays of one choice, in order of seeds."""
+    def job(self, choice: Literal["predict", "rule"], seed: int) -> Job:
+        """The replay of one choice with this seed."""
         arm, rate = Arm(0, self.prefill, self.decode, choice), KNEES[self.world.kind.preset]
-        return [(self.world, arm, seed, rate) for seed in range(1, seeds + 1)]
+        return self.world, arm, seed, rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +103,9 @@ class Pair:
 
     @property
     def verdict(self) -> str:
-        """`more`, `fewer`, or `within noise`: what `predict` serves well."""
+        """`more`, `fewer`, or `within noise`: what `predict` serves well. `?`: too few seeds."""
+        if len(self.points) < _FIRST:
+            return "?"
         gain = mean(self.points)
         if abs(gain) <= self.noise:
             return "within noise"
@@ -115,7 +131,7 @@ def row(cell: Cell, pair: Pair) -> str:
         f"{mean(pair.predict):.1%}",
         f"{mean(pair.rule):.1%}",
         f"{100 * mean(points):+.1f}",
-        f"{100 * pair.noise:.1f}",
+        "-" if pair.verdict == "?" else f"{100 * pair.noise:.1f}",
         f"{100 * min(points):+.1f} to {100 * max(points):+.1f}",
         pair.verdict,
     )
@@ -139,9 +155,14 @@ def _verdict(found: Mapping[Cell, Pair], every: int) -> Iterator[str]:
         f"{counts['more']} of them, fewer in {counts['fewer']}, and as many, within noise, in "
         f"{counts['within noise']}."
     )
+    if counts["?"]:
+        yield (
+            f"- {counts['?']} cells have fewer than {_FIRST} seeds yet, and no verdict; "
+            "[disagg_predict_before.md](disagg_predict_before.md) has more seeds of them."
+        )
     yield (
-        f"- By cell, it gains {100 * max(points):+.1f} points at most and "
-        f"{100 * min(points):+.1f} at least, {100 * mean(points):+.1f} on average."
+        f"- By cell, it gains {100 * min(points):+.1f} to {100 * max(points):+.1f} points, "
+        f"{100 * mean(points):+.1f} on average."
     )
     for cell, pair in found.items():
         if pair.verdict == "fewer":
@@ -149,6 +170,9 @@ def _verdict(found: Mapping[Cell, Pair], every: int) -> Iterator[str]:
                 f"- Fewer: {cell.words}: {100 * mean(pair.points):+.1f} points, with noise of "
                 f"{100 * pair.noise:.1f} over {len(pair.points)} seeds."
             )
+    if counts["fewer"]:
+        yield "- So `rule` stays the default of `--disagg`."
+        yield from ("", _WHY)
 
 
 def _is_wanted(cell: Cell, words: Sequence[str]) -> bool:
@@ -169,17 +193,21 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=8)
     text = "cells whose words contain this; may be repeated"
     parser.add_argument("--only", action="append", default=[], help=text)
+    parser.add_argument("--requests", type=int, default=Scale().requests, help="of each replay")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--data", type=Path, default=Path("build/disagg_predict.jsonl"))
+    text = "begin no seed after so many minutes of CPU; results in --data count"
+    parser.add_argument("--minutes", type=float, default=inf, help=text)
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
     every = list(cells(Scale()))
     chosen = [cell for cell in every if _is_wanted(cell, options.only)]
     if not chosen:
         parser.error(f"no cell has these words; one is {every[0].words!r}")
-    runner = Runner(Scale(), options.data, options.processes)
+    scale = replace(Scale(), requests=options.requests)
+    runner = Runner(scale, options.data, options.processes)
     try:
-        found = compare(runner, chosen, options.seeds)
+        found = compare(runner, chosen, options.seeds, 60 * options.minutes)
     finally:
         runner.close()
     text = page(found, len(every), [*facts(), *_world(runner)])
@@ -189,25 +217,36 @@ def main() -> int:
     return 0
 
 
-def compare(runner: Runner, chosen: Sequence[Cell], seeds: int) -> dict[Cell, Pair]:
-    """Both choices in these cells, each with as many seeds as its verdict needs."""
-    first = min(_FIRST, seeds)
-    found = _measure(runner, chosen, first)
-    found |= _measure(runner, [c for c, p in found.items() if p.verdict != "more"], seeds)
-    return found | _measure(
-        runner, [c for c, p in found.items() if p.verdict == "fewer"], 2 * seeds
-    )
+def compare(
+    runner: Runner, chosen: Sequence[Cell], seeds: int, seconds: float = inf
+) -> dict[Cell, Pair]:
+    """Both choices in these cells, each with as many seeds as its verdict needs. No seed begins
+    after so many seconds of process time; cells without a result are left out."""
+    found = _measure(runner, chosen, min(_FIRST, seeds), seconds)
+    unsettled = [cell for cell, pair in found.items() if pair.verdict != "more"]
+    found |= _measure(runner, unsettled, seeds, seconds)
+    fewer = [cell for cell, pair in found.items() if pair.verdict == "fewer"]
+    return found | _measure(runner, fewer, 2 * seeds, seconds)
 
 
-def _measure(runner: Runner, chosen: Sequence[Cell], seeds: int) -> dict[Cell, Pair]:
-    runner.run([job for cell in chosen for one in CHOICES for job in cell.jobs(one, seeds)])
-    return {cell: _pair(runner, cell, seeds) for cell in chosen}
+def _measure(
+    runner: Runner, chosen: Sequence[Cell], seeds: int, seconds: float
+) -> dict[Cell, Pair]:
+    for seed in range(1, seeds + 1):
+        if runner.seconds < seconds:
+            runner.run([cell.job(one, seed) for cell in chosen for one in CHOICES])
+    pairs = {cell: _pair(runner, cell, seeds) for cell in chosen}
+    return {cell: pair for cell, pair in pairs.items() if pair.rule}
 
 
 def _pair(runner: Runner, cell: Cell, seeds: int) -> Pair:
-    predict, rule = (
-        [result["good"] for result in runner.run(cell.jobs(one, seeds))] for one in CHOICES
-    )
+    """The seeds that ran with both choices."""
+    predict, rule = [], []
+    for seed in range(1, seeds + 1):
+        results = runner.known([cell.job(one, seed) for one in CHOICES])
+        if results is not None:
+            predict.append(results[0]["good"])
+            rule.append(results[1]["good"])
     return Pair(predict, rule)
 
 

@@ -62,9 +62,9 @@ class Runner:
         self._asked.update(keys)
         return [self._known[key]["result"] for key in keys]
 
-    def knows(self, jobs: Sequence[Job]) -> bool:
-        """Returns whether `run` would run nothing."""
-        return all(self._key(job) in self._known for job in jobs)
+    def known(self, jobs: Sequence[Job]) -> list[Result] | None:
+        """The results if there are all of them; runs nothing."""
+        return self.run(jobs) if all(self._key(job) in self._known for job in jobs) else None
 
     def _fill(self, todo: list[tuple[Scale, str, Job]]) -> None:
         self._data.parent.mkdir(parents=True, exist_ok=True)
