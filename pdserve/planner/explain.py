@@ -50,7 +50,7 @@ _WORDS: Final[Mapping[str, str]] = {
     "pinned": "pinned to {reason}",
     "waiting": "waits for a second tick in agreement: {value:.1%} would miss",
     "objective": "no objective is configured: only min, max and floors count",
-    "enough": "{value:.1%} would miss, at most {limit:.1%} may",
+    "enough": "{value:.1%} would miss; capacity is added above {limit:.1%}",
     "fast": "the next slow tick may make it smaller",
 }
 
