@@ -815,8 +815,9 @@ class EngineCore:
         finally:
             if self._tiers is not None:
                 self._tiers.close()
-            if self._region is not None and self._region.view is not None:
-                self._region.view.release()
+            for pool in () if self._region is None else self._region.pools:
+                if pool.view is not None:
+                    pool.view.release()
             self._executor.close()
 
     def _end_all(self) -> int:

@@ -23,7 +23,7 @@ from pdserve.engine_core.kv_transfer.connector import (
 from pdserve.errors import PathLost, TransferError, TransferRefused, TransferWithdrawn
 from pdserve.messages.transfer import TransferTicket
 from pdserve.testing.kv_oracle import POISON
-from pdserve.transfer.copy_plan import align_blocks, bind_blocks, block_bytes, plan_block
+from pdserve.transfer.copy_plan import align_blocks, bind_blocks, plan_block
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,12 +62,31 @@ class _Delivery:
     """What is to be sent, when it was ordered; None: not known."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """What is copied from one rank's pool to another's."""
+
+    source: Region
+    target: Region
+    runs: CopyRuns
+
+
+def _data(moves: list[_Move]) -> list[bytes]:
+    """The bytes of all runs, in order."""
+    found: list[bytes] = []
+    for move in moves:
+        view = move.source.view
+        assert view is not None
+        found += [bytes(view[at : at + size]) for at, _, size in move.runs]
+    return found
+
+
 @dataclass(slots=True, eq=False)
 class _Ghost:
     """Bytes whose sender has given up."""
 
     grant: _Grant
-    runs: CopyRuns
+    moves: list[_Move]
     data: list[bytes]
 
 
@@ -186,7 +205,7 @@ class FakeMover:
         delivery = _Delivery(self, handle, ticket, part)
         grant = self.net.grants[ticket.slot, ticket.generation]
         if self.region.view is not None and not grant.closed:
-            delivery.data = self._data(self._runs(grant, delivery))
+            delivery.data = _data(self._moves(grant, delivery))
         self.net.under_way.append(lambda: self._land(delivery))
         self._deliveries.append(delivery)
 
@@ -217,50 +236,53 @@ class FakeMover:
             if not (grant.revoked or grant.closed):
                 grant.mover.say(AttemptBroken(grant.key, delivery.error))
             return
-        runs = self._runs(grant, delivery)
-        data = self._data(runs)
+        moves = self._moves(grant, delivery)
+        data = _data(moves)
         assert delivery.data in (None, data), "blocks have changed while they were sent"
-        self._write(grant, runs, data, fault)
-        self.say(PartDelivered(delivery.handle, delivery.part.number, runs.size, None))
+        self._write(moves, data, fault)
+        size = sum(move.runs.size for move in moves)
+        self.say(PartDelivered(delivery.handle, delivery.part.number, size, None))
         if not grant.revoked:
-            grant.mover.say(PartArrived(grant.key, delivery.part.number, runs.size))
+            grant.mover.say(PartArrived(grant.key, delivery.part.number, size))
 
-    def _runs(self, grant: _Grant, delivery: _Delivery) -> CopyRuns:
+    def _moves(self, grant: _Grant, delivery: _Delivery) -> list[_Move]:
         ticket, part, ours = delivery.ticket, delivery.part, self.region.layout
         skip, place = align_blocks(
             ticket.first_token, ticket.tokens, ours.tokens, part.start, len(part.blocks)
         )
         blocks = part.blocks[skip:]
-        plan = plan_block(ours, grant.mover.region.layout, part.layers)
-        return bind_blocks(plan, blocks, ticket.blocks[place : place + len(blocks)])
+        theirs = ticket.blocks[place : place + len(blocks)]
+        return [
+            _Move(source, target, bind_blocks(plan, blocks, theirs))
+            for source in self.region.pools
+            for target in grant.mover.region.pools
+            if (plan := plan_block(source.layout, target.layout, part.layers)).spans
+        ]
 
-    def _data(self, runs: CopyRuns) -> list[bytes]:
-        view = self.region.view
-        assert view is not None
-        return [bytes(view[at : at + size]) for at, _, size in runs]
-
-    def _write(self, grant: _Grant, runs: CopyRuns, data: list[bytes], fault: str) -> None:
-        view = grant.mover.region.view
-        assert view is not None
-        for (_, at, size), piece in zip(runs, data, strict=True):
-            view[at : at + size] = piece
-            if fault == "corrupt":
-                view[at] ^= 1
-                self.net.counts["corrupted"] += 1
-                fault = ""
+    def _write(self, moves: list[_Move], data: list[bytes], fault: str) -> None:
+        pieces = iter(data)
+        for move in moves:
+            view = move.target.view
+            assert view is not None
+            for _, at, size in move.runs:
+                view[at : at + size] = next(pieces)
+                if fault == "corrupt":
+                    view[at] ^= 1
+                    self.net.counts["corrupted"] += 1
+                    fault = ""
         self.net.counts["copied"] += 1
-        self.net.bytes_applied += runs.size
+        self.net.bytes_applied += sum(move.runs.size for move in moves)
 
     def _leave_ghost(self, grant: _Grant, delivery: _Delivery) -> None:
-        runs = self._runs(grant, delivery)
-        ghost = _Ghost(grant, runs, self._data(runs))
+        moves = self._moves(grant, delivery)
+        ghost = _Ghost(grant, moves, _data(moves))
         self.net.under_way.append(lambda: self._haunt(ghost))
 
     def _haunt(self, ghost: _Ghost) -> None:
         """After a fence nothing lands."""
         if not ghost.grant.closed:
             self.net.counts["landed_late"] += 1
-            self._write(ghost.grant, ghost.runs, ghost.data, "")
+            self._write(ghost.moves, ghost.data, "")
 
     # ------------------------------------------------------------------ ending
 
@@ -300,14 +322,14 @@ class FreeGuard:
         self._filled = free
 
     def _views(self, blocks: set[int]) -> Iterator[tuple[int, memoryview]]:
-        """Each of these blocks with its bytes in the pool."""
+        """Each of these blocks with its bytes, on every rank."""
         if not blocks:
             return
-        region = self._mover.region
-        assert region.view is not None
-        size = block_bytes(region.layout)
-        for block in blocks:
-            yield block, region.view[block * size : (block + 1) * size]
+        for pool in self._mover.region.pools:
+            assert pool.view is not None
+            size = pool.block_bytes
+            for block in blocks:
+                yield block, pool.view[block * size : (block + 1) * size]
 
     def _look_at(self, blocks: set[int]) -> None:
         poison = b""

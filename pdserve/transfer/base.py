@@ -73,6 +73,9 @@ class Region:
 
     It must outlive the transport. `view` is its bytes in this process, None in device memory; `fd`
     is a descriptor that others can map, if there is one (`kv.storage.MemoryExport.fd`).
+
+    With `ranks` it stands for the pools of all ranks of a model: `layout` is that of the whole
+    model, block i is block i of every rank, and `view` only says that they are in host memory.
     """
 
     layout: RankKvLayout
@@ -80,11 +83,23 @@ class Region:
     view: memoryview | None = None
     fd: int | None = None
     address: int = 0
+    ranks: tuple[Region, ...] = ()
+    """The pools of all ranks, in order; empty: this is a pool itself."""
+
+    @property
+    def pools(self) -> tuple[Region, ...]:
+        """What transports are made for: the pools of the ranks, or this one."""
+        return self.ranks or (self,)
+
+    @property
+    def block_bytes(self) -> Bytes:
+        """Bytes of a block, over all ranks. Heads that several ranks hold count for each."""
+        return sum(block_bytes(pool.layout) for pool in self.pools)
 
     @property
     def size(self) -> Bytes:
         """Bytes of all blocks."""
-        return self.blocks * block_bytes(self.layout)
+        return self.blocks * self.block_bytes
 
     def card(self, keys: tuple[int, ...] = ()) -> RegionCard:
         """The description that peers get."""

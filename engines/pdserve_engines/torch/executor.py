@@ -234,12 +234,9 @@ class TorchExecutor:
         assert self.pool is not None, "allocate comes before region"
         assert self.info is not None
         layout, pool = layout_of(self.info), self.pool
-        if isinstance(self._model, LeaderModel):
-            raise ConfigError(
-                "--tp: the KV of several ranks cannot be transferred yet; use --mode=aggregated, "
-                "or --aggregated where one process runs all roles"
-            )
         self._moved = True
+        if isinstance(self._model, LeaderModel):
+            return self._model.region(layout)
         if pool.memory is not None:
             return region_in_memory(layout, pool.memory)
         return Region(layout, pool.num_blocks, address=pool.tensor.data_ptr())

@@ -35,7 +35,6 @@ from pdserve.errors import NotReady, PathLost
 from pdserve.ids import NodeId, NodeLife
 from pdserve.messages.engine import KvPullAnswer, KvPullEnded, KvPullOpened
 from pdserve.transfer.base import GrantSpec
-from pdserve.transfer.copy_plan import block_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -98,7 +97,7 @@ class KvPuller:
         """Pulls that ended with an error, by reason (`PullEnd`)."""
         self._mover = mover
         self._region = region
-        self._block = block_bytes(region.layout)
+        self._block = region.block_bytes
         self._say = say
         self._live: dict[int, _Pull] = {}
         """Pulls whose end has not been reported, by the caller's number."""

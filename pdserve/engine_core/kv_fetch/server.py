@@ -30,7 +30,6 @@ from pdserve.messages.engine import KvPullServed
 from pdserve.messages.kv_pull import KvPullGrant
 from pdserve.messages.transfer import MAX_PARTS
 from pdserve.transfer.base import KvPart
-from pdserve.transfer.copy_plan import block_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,7 +131,7 @@ class KvServer:
         self._mover = mover
         self._region = region
         self._limits = limits or ServeLimits()
-        self._block = block_bytes(region.layout)
+        self._block = region.block_bytes
         self._say = say
         self._servings: dict[int, _Serving] = {}
         """Pulls by handle, the oldest first, each until nothing of it is under way."""

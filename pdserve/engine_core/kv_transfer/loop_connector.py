@@ -176,7 +176,7 @@ class LoopKvConnector:
     def start(self, region: Region, wake: Callable[[], None]) -> tuple[str, ...]:
         """Start with the allocated pool; returns the usable back ends. Raises `ConfigError` if
         there is none."""
-        self.use([region], backend_offers(self._backends, [region]), wake)
+        self.use(region.pools, backend_offers(self._backends, region.pools), wake)
         return tuple(self._pool.offers.places) if self._pool is not None else ()
 
     def use(

@@ -29,7 +29,7 @@ from pdserve.errors import NotReady, Overloaded, PdserveError, TransferCorrupt, 
 from pdserve.ids import NodeId, NodeLife
 from pdserve.messages.engine import Admitted, AttemptBlocksOpened, AttemptLost
 from pdserve.transfer.base import GrantSpec
-from pdserve.transfer.copy_plan import block_bytes, valid_tokens
+from pdserve.transfer.copy_plan import valid_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,7 +89,7 @@ class KvReceiver:
     @property
     def received_bytes(self) -> int:
         """Bytes of the received blocks in this pool."""
-        return self.received_blocks * block_bytes(self._region.layout)
+        return self.received_blocks * self._region.block_bytes
 
     # ------------------------------------------------------------------ commands of the node
 
@@ -298,7 +298,7 @@ class KvReceiver:
         handoff, region, size = attempt.handoff, self._region, self._pool.block_size
         assert handoff is not None
         sizes = attempt.arrived.values()
-        wanted = len(attempt.fresh) * block_bytes(region.layout)
+        wanted = len(attempt.fresh) * region.block_bytes
         if all(sizes) and sum(sizes) != wanted:
             return f"{sum(sizes)} bytes have arrived instead of {wanted}"
         for place, expected in handoff.checksums if region.view is not None else ():

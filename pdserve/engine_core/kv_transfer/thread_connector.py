@@ -126,10 +126,10 @@ class ThreadKvConnector:
     def start(self, region: Region, wake: Callable[[], None]) -> tuple[str, ...]:
         """Start the thread with the allocated pool; returns the usable back ends. Raises
         `ConfigError` if there is none, `EngineError` if the thread does not start."""
-        offers = backend_offers(self._backends, [region])
+        offers = backend_offers(self._backends, region.pools)
         self._wake = wake
         self._thread = threading.Thread(
-            target=self._run, args=([region], offers), name="pdserve-transports", daemon=True
+            target=self._run, args=(region.pools, offers), name="pdserve-transports", daemon=True
         )
         self._thread.start()
         if not self._started.wait(_START):

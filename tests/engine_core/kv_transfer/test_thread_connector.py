@@ -21,7 +21,9 @@ from pdserve.engine_core.kv_transfer.connector import (
 from pdserve.engine_core.kv_transfer.thread_connector import ThreadKvConnector
 from pdserve.errors import ConfigError, EngineDied, EngineError
 from pdserve.messages.engine import PeerGone, TransferSpec
+from pdserve.messages.transfer import RankKvLayout
 from pdserve.transfer.backends import TransferBackend, make_backends
+from pdserve.transfer.base import Region
 from tests.engine_core.kv_transfer.world import World, delivered, filled, granted, part, revoked
 from tests.support.patience import PATIENCE
 
@@ -148,8 +150,9 @@ def test_an_impossible_wish_starts_no_thread() -> None:
     never = TransferBackend(name="never", make=None, lacking=lambda regions: "no such device")  # type: ignore[arg-type]
     ours, theirs = socket.socketpair()
     mover = ThreadKvConnector([never], lambda: None, theirs)
+    layout = RankKvLayout(content="m", layers=1, heads=1, tokens=1, dim=1, itemsize=1)
     with pytest.raises(ConfigError, match="never: no such device"):
-        mover.start(None, lambda: None)  # type: ignore[arg-type]
+        mover.start(Region(layout, 1), lambda: None)
     mover.close()
     ours.close()
     theirs.close()

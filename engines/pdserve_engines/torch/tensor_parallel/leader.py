@@ -6,18 +6,20 @@ seeds, grammars, penalties and the tokens of a request exist only there.
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec.structs import replace as replace_fields
 
-from pdserve.errors import EngineDied
+from pdserve.engine_core.kv_transfer.kv_region import region_in_memory
+from pdserve.errors import ConfigError, EngineDied
+from pdserve.transfer.base import Region
 from pdserve_engines.torch.sampling.sampler import argmax
 from pdserve_engines.torch.tensor_parallel.rank_model import RankModel
 from pdserve_engines.torch.tensor_parallel.rank_plan import RankPlan, RankTask, most_bytes
-from pdserve_engines.torch.tensor_parallel.rank_processes import RankProcesses
+from pdserve_engines.torch.tensor_parallel.rank_processes import RankPool, RankProcesses
 from pdserve_engines.torch.tensor_parallel.shard import check_division
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from pdserve.engine_core.executor import KvBlockShape
     from pdserve.ids import Bytes
     from pdserve.messages.engine import EngineSpec
+    from pdserve.messages.transfer import RankKvLayout
     from pdserve_engines.torch.kv_pool import KvPool
     from pdserve_engines.torch.model_loader.weights import Param
     from pdserve_engines.torch.models.base import LayersDoneFn
@@ -56,6 +59,8 @@ class LeaderModel:
         self._model = model
         self._shard = shard
         self._pool: KvPool | None = None
+        self._pools: list[RankPool | None] = []
+        """The other ranks' pools, in order."""
         self._others: Bytes = 0
         """Bytes of the other ranks' weights."""
 
@@ -90,10 +95,29 @@ class LeaderModel:
     def allocate(self, layout: KvBlockShape, num_blocks: int) -> KvBlockShape:
         """Let the other ranks allocate their pools. Returns the shape of rank 0's blocks, given
         that of the whole model's."""
-        for fd in self.ranks.allocate(num_blocks):
-            if fd is not None:
-                os.close(fd)
+        self._pools = self.ranks.allocate(num_blocks)
         return replace(layout, kv_heads=len(self._shard.kv_heads))
+
+    def region(self, layout: RankKvLayout) -> Region:
+        """The pools of all ranks, as one region of the model's `layout`. Peers may write to them
+        while no step computes: all ranks write their KV before a step ends. Raises `ConfigError`
+        if the memory of other processes cannot be mapped here."""
+        assert self._pool is not None, "bind comes before region"
+        blocks, own = self._pool.num_blocks, self._pool.memory
+        layouts = [
+            replace_fields(layout, tp=self._shard.ranks, rank=rank)
+            for rank in range(self._shard.ranks)
+        ]
+        if own is None or None in self._pools:
+            raise ConfigError(
+                "--tp: the KV of several ranks cannot be transferred on this system, which has no "
+                "memfd; use --mode=aggregated"
+            )
+        regions = [region_in_memory(layouts[0], own)]
+        for one, pool in zip(layouts[1:], self._pools, strict=True):
+            assert pool is not None
+            regions.append(Region(one, blocks, view=memoryview(pool.memory), fd=pool.fd))
+        return Region(layout, blocks, view=regions[0].view, ranks=tuple(regions))
 
     def bind(self, pool: KvPool) -> None:
         self._pool = pool
@@ -130,6 +154,10 @@ class LeaderModel:
         self._pool = None
         self._model.close()
         self.ranks.close()
+        for pool in self._pools:
+            if pool is not None:
+                pool.close()
+        self._pools = []
 
     @contextmanager
     def _together(self, plan: RankPlan) -> Iterator[None]:

@@ -7,6 +7,7 @@ all are ended: the operations that they compute together cannot be left by one a
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import subprocess
 import sys
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from pdserve.messages.engine import EngineSpec
     from pdserve_engines.torch.tensor_parallel.rank_plan import RankPlan
 
-__all__ = ["RankProcesses"]
+__all__ = ["RankPool", "RankProcesses"]
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +85,23 @@ class _Rank:
             self.process.kill()
         self.process.wait()
         self.page.close()
+
+
+class RankPool:
+    """The KV memory of another rank, mapped into this process."""
+
+    def __init__(self, fd: int) -> None:
+        """Own the descriptor `fd`."""
+        self.fd = fd
+        self.memory = mmap.mmap(fd, os.fstat(fd).st_size)
+
+    def close(self) -> None:
+        """Unmap the memory, once nothing views it any more. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        with suppress(BufferError):
+            self.memory.close()
 
 
 class RankProcesses:
@@ -134,15 +152,17 @@ class RankProcesses:
         except (RankLinkClosed, RuntimeError) as error:
             raise self.lost(error) from error
 
-    def allocate(self, num_blocks: int) -> list[int | None]:
-        """Let each rank allocate its pool. Returns descriptors of their memory, which the caller
-        closes; None for memory that cannot be shared. Raises `EngineDied`."""
+    def allocate(self, num_blocks: int) -> list[RankPool | None]:
+        """Let each rank allocate its pool. Returns the pools, which the caller closes; None for
+        memory that cannot be shared. Raises `EngineDied`."""
         try:
             for rank in self._ranks:
                 rank.link.send(AllocatePool(num_blocks))
         except RankLinkClosed as error:
             raise self.lost(error) from error
-        return [fds[0] if fds else None for _, fds in self._answers(PoolAllocated, _ALLOCATE)]
+        return [
+            RankPool(fds[0]) if fds else None for _, fds in self._answers(PoolAllocated, _ALLOCATE)
+        ]
 
     def tell(self, plan: RankPlan) -> None:
         """Pass a plan to all ranks. Raises `EngineDied`, and `EngineError` for a plan that is too

@@ -16,11 +16,10 @@ from pdserve.clock import ManualClock
 from pdserve.engine_core.engine_loader import load_core
 from pdserve.engine_core.executor import ScheduledChunk, StepPlan
 from pdserve.errors import ConfigError, EngineDied
-from pdserve.messages.engine import CoreFailed, Submit, TransferSpec
+from pdserve.messages.engine import CoreFailed, Submit
 from pdserve.messages.engine_errors import error_of
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.messages.tiers import TierSpec
-from pdserve.testing.fake_mover import FakeMover, FakeNet
 from pdserve.token_ids import token_ids
 from pdserve_engines.torch.kv_pool import KvPool
 from pdserve_engines.torch.tensor_parallel.rank import Rank
@@ -188,23 +187,6 @@ def test_what_does_not_work_with_ranks_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         loaded(checkpoint("llama")[0], tensor_parallel=2, **fields)
-
-
-@pytest.mark.parametrize("optional", [False, True])
-def test_kv_transfer_is_refused_or_off(optional: bool) -> None:
-    core = load_core("torch", ManualClock(), FakeMover(FakeNet()))
-    wanted = spec(
-        checkpoint("llama")[0],
-        kv_memory=1 << 20,
-        tensor_parallel=2,
-        transfer=TransferSpec(optional=optional),
-    )
-    if optional:
-        assert core.load(wanted, lambda _: None).transfers == ()
-    else:
-        with pytest.raises(ConfigError, match=r"--tp: .* use --mode=aggregated, or --aggregated"):
-            core.load(wanted, lambda _: None)
-    core.close()
 
 
 def test_a_rank_that_cannot_load_says_why() -> None:
