@@ -81,7 +81,10 @@ def test_help_of_a_group_is_the_whole_help(capsys):
         (["serve", "a", "--model", "b"], "the model is given twice, as 'a' and as --model b"),
         (["serve", "--modl", "b"], "--modl is unknown, did you mean --model?"),
         (["-v"], "-v is unknown: use --version"),
-        (["--tp", "2"], "--engine vllm --engine-option tensor_parallel_size=N (sglang: tp_size=N)"),
+        (
+            ["--tensor-parallel-size", "2"],
+            "--tensor-parallel-size is unknown: use --tp N with engine torch",
+        ),
         (["serve", "x", "--quantization=awq"], "--engine-option quantization=NAME"),
         (["--api-server-count=2"], "--api-server-count is unknown: use --frontends"),
         (["bench", "serve"], "unexpected argument 'serve' (try pdserve bench --help)"),
