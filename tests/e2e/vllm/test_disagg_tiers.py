@@ -6,6 +6,7 @@ The counters of the worker that receives, and vLLM's own of what it computes, sa
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -38,7 +39,11 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
+COMPUTED = "pdserve_computed_tokens_total"
+PULLED = "pdserve_kv_pulled_bytes_total"
 RECEIVED = 'pdserve_transfer_bytes_total{backend="shm",direction="received"}'
+LATE = 3.0
+"""Seconds; counters are late by one, and each may be late by itself."""
 
 
 @pytest.fixture(scope="module")
@@ -61,16 +66,19 @@ def apart(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm
         yield cluster
 
 
-def at_rest(node: Node) -> int:
-    """What vLLM has computed; counters are late by a second."""
-    seen: list[int] = []
+def at_rest(node: Node, *metrics: str) -> list[float]:
+    """The counters, once none has changed for some seconds."""
+    seen, since = [total(node, metric) for metric in metrics], time.monotonic()
 
     def same() -> bool:
-        seen.append(int(total(node, "pdserve_computed_tokens_total")))
-        return len(seen) > 12 and len({*seen[-12:]}) == 1
+        nonlocal seen, since
+        now = [total(node, metric) for metric in metrics]
+        if now != seen:
+            seen, since = now, time.monotonic()
+        return time.monotonic() - since > LATE
 
     eventually(same, lambda: seen)
-    return seen[-1]
+    return seen
 
 
 def wait_total(node: Node, metric: str, value: float) -> None:
@@ -81,14 +89,14 @@ def test_the_prefill_worker_fetches_what_a_third_one_has(apart: VllmCluster) -> 
     first, tokens = apart.workers["p"], prompt("of a third one")
     there = put(apart, "owner", tokens)
     wait_known(apart, "owner", tokens)
-    before, pulled = at_rest(first), total(first, "pdserve_kv_pulled_bytes_total")
+    before, pulled = at_rest(first, COMPUTED, PULLED)
     served = total(apart.workers["owner"], "pdserve_kv_served_bytes_total")
     found = put(apart, "d", tokens)
     assert found.tokens == there.tokens
     assert found.cached == {"prefill-peer": REUSED}
-    wait_computed(first, before + LENGTH - REUSED)
+    wait_computed(first, int(before) + LENGTH - REUSED)
     moved = REUSED // BLOCK * BLOCK_BYTES
-    wait_total(first, "pdserve_kv_pulled_bytes_total", pulled + moved)
+    wait_total(first, PULLED, pulled + moved)
     wait_total(apart.workers["owner"], "pdserve_kv_served_bytes_total", served + moved)
     assert total(first, 'pdserve_kv_plans_total{source="peer"}') == 1
 
@@ -100,11 +108,11 @@ def test_the_decode_worker_loads_what_it_has_evicted(apart: VllmCluster) -> None
     assert cold.cached == {}
     wait_known(apart, "d", tokens)
     assert evict(apart, "d", tokens, "host")
-    before, received = at_rest(decode), total(decode, RECEIVED)
+    before, received = at_rest(decode, COMPUTED, RECEIVED)
     hits = tier_count(decode, "host", "hit_tokens_total")
     warm = put(apart, "d", tokens)
     assert warm.tokens == cold.tokens
     assert warm.cached["host"] == REUSED
-    wait_computed(decode, before + ANSWER)
+    wait_computed(decode, int(before) + ANSWER)
     wait_total(decode, RECEIVED, received + BLOCK_BYTES)
     assert tier_count(decode, "host", "hit_tokens_total") == hits + REUSED
