@@ -715,14 +715,18 @@ class EngineCore:
         self._step_seconds += took
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
-        _log.error("a step of %d tokens failed", plan.num_tokens, exc_info=error)
+        died = error.message if isinstance(error, EngineDied) else ""
+        if died:  # where the step was then says nothing more
+            _log.error("a step of %d tokens failed: %s", plan.num_tokens, died)
+        else:
+            _log.error("a step of %d tokens failed", plan.num_tokens, exc_info=error)
         record = failed_event(error)
         for handle in self.scheduler.fail(plan):
             message = f"the engine failed while computing a step: {record.message}"
             self._reject(handle, StepFailed(message))
         self._failures += 1
-        if isinstance(error, EngineDied):
-            self._broken = error.message
+        if died:
+            self._broken = died
         elif self._failures >= _FAILURES_IN_A_ROW:
             self._broken = (
                 f"{_FAILURES_IN_A_ROW} steps in a row failed, the last one: {record.message}"

@@ -157,18 +157,19 @@ class Node(Server):
     def pause(self) -> float:
         """As a process that is stopped, its engine included; returns when."""
         when = time.time()
-        for process in self._all():
+        for process in self.processes():
             process.suspend()
         return when
 
     def resume(self) -> float:
         """See `pause`."""
         when = time.time()
-        for process in self._all():
+        for process in self.processes():
             process.resume()
         return when
 
-    def _all(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
+        """This node and all below it."""
         me = psutil.Process(self.process.pid)
         return [me, *me.children(recursive=True)]
 
