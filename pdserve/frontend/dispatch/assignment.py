@@ -98,8 +98,10 @@ class Assignment:
         self._owner.unwanted(self, reason)
 
     def fail(self, error: PdserveError) -> None:
-        """Ends the request, wherever it is."""
-        self._owner.fail(error)
+        """Ends the request, since its frontend closes. One that the worker has not accepted yet
+        ends as its stream does: `dispatch` raises the error, and the sink must not hear it too."""
+        if self.sequence is not None:
+            self._owner.fail(error)
 
     def ended(self) -> EndedRequest | None:
         """How the client's request ended, once: afterwards, and while it goes on, None."""

@@ -853,6 +853,24 @@ async def test_closing_ends_what_runs() -> None:
 
 
 @virtually
+async def test_closing_ends_what_no_worker_has_accepted_once() -> None:
+    """A worker that stands still has been asked: who opens gets the error, and nobody else."""
+    async with world() as w:
+        await w.router("r")
+        await w.worker("a")
+        await w.ready()
+        (await w.backend.open(request(), Sink())).cancel()
+        w.nodes.world.pause("a")
+        sink = Sink()
+        opening = asyncio.ensure_future(w.backend.open(request(), sink))
+        await w.nodes.until(lambda: bool(w.backend.routers.booked))
+        w.backend.close(Draining("shutting down"))
+        with pytest.raises(Draining):
+            await opening
+        assert sink.errors == []
+
+
+@virtually
 async def test_cancelled_while_it_is_held_the_router_hears_at_once() -> None:
     async with world() as w:
         router = await w.router("r")
