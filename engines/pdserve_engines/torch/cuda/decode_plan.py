@@ -33,7 +33,7 @@ class WorkItems:
 
     @property
     def splits(self) -> bool:
-        """Whether a sequence has several items, which must be merged."""
+        """True if some sequence has more than one item: the merge kernel then joins the results."""
         return len(self.items) > len(self.first_items) - 1
 
 

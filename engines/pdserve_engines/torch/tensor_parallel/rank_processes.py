@@ -42,6 +42,8 @@ __all__ = ["RankPool", "RankProcesses"]
 
 _log = logging.getLogger(__name__)
 
+_REAP: Seconds = 5.0
+"""Seconds for a killed rank to end."""
 _MODULE: Final = "pdserve_engines.torch.tensor_parallel.rank"
 _LOAD: Seconds = 1800.0
 """Longest load of a rank; as long as the node waits for the whole engine by default."""
@@ -83,7 +85,10 @@ class _Rank:
         self.link.close()
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait()
+        try:
+            self.process.wait(_REAP)
+        except subprocess.TimeoutExpired:  # the kernel holds it, as in a read of a dead disk
+            _log.warning("%s does not end %g s after it was killed", self, _REAP)
         self.page.close()
 
 
