@@ -324,13 +324,16 @@ class OutcomeOracle:
         return "" if named else "it does not say of whom it knows that"
 
     def _wrongly_nobody(self, host: VirtualHost, account: TrackedRequest) -> str:
-        """Returns a worker that could have served the request; empty: there was none."""
+        """Returns a worker that could have served the request; empty: there was none. One that died
+        and was back between two looks was not fit all the time."""
         self._look()
         since = self._world.loop.time() - _FIT
         refused = () if account.accepted else {placed.worker for placed in account.placed}
         for (frontend, worker), begun in self._fit.items():
             if worker in refused:
                 continue  # a new request is not brought back to who did not take it
+            if max(self._deaths.get(worker, ()), default=-inf) > since:
+                continue
             settings = self._world.hosts[worker].settings
             if frontend == host.name and settings.model == account.request.model and begun <= since:
                 return f"{worker} could have served it for {_FIT:g} s or longer"

@@ -123,7 +123,7 @@ def test_what_could_be_served_in_time_has_to_be():
 def test_a_suspect_may_wait_in_vain_while_others_are_tried():
     world = World()
     another = NoWorker("no other worker took it: another suspect request is being tried")
-    world.judge._deaths["w0"] = [99.5]
+    world.judge._deaths["w0"] = [94.5]
     assert "could have served" in world.said(another, placed="w0"), "there is no other one"
     world.judge._tried.clear()
     world.accounts.append(_account(99.0, world.complain, placed="w0"))
@@ -215,6 +215,14 @@ def test_no_worker_and_a_lost_one_need_that_none_is_fit():
     world.judge._fit = {}
     assert not world.said(NoWorker("none"))
     assert "no reason" in world.said(WorkerLost("gone"), placed="w0")
+
+
+def test_who_died_and_came_back_between_two_looks_was_not_fit_all_the_time():
+    world = World()
+    world.judge.died("w1")
+    assert "w0 could have served" in world.said(NoWorker("none")), "another one's death"
+    world.judge.died("w0")
+    assert not world.said(NoWorker("none"))
 
 
 class Engine(VirtualTimeEngine):
