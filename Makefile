@@ -18,6 +18,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 PATHS  ?=
 PYTEST ?=
+SUITE  ?=
 SECONDS ?= 3600
 REPORT ?= bench/results/chaos_hour.md
 
@@ -36,7 +37,7 @@ export PDSERVE_TEST_SEED ?= $(or $(shell git rev-parse --short=8 HEAD 2>/dev/nul
 # Tests start some thousand processes; each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help serve test test-here test-long vllm test-vllm chaos soak lint check rewritten format bench docs clean
+.PHONY: help serve test checks test-here test-long vllm test-vllm chaos soak lint check rewritten format bench docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -47,17 +48,20 @@ help:
 serve: $(VENV)/.deps-serve $(BUILT)
 	@exec $(BIN)/pdserve $(SERVE_FLAGS) $(ARGS)
 
-test: $(VENV)/.deps-dev $(BUILT)
-	@# mypy takes the core that the rewriting leaves idle.
-	@$(MAKE) --no-print-directory -j2 lint docs rewritten check
-	@$(MAKE) --no-print-directory test-here
+test: checks
 	@if [ -e .venv-vllm ] || [ -n "$(PDSERVE_REQUIRE_VLLM)" ]; then \
-	  $(MAKE) --no-print-directory test-vllm; \
-	else $(SAY) "tests with vLLM are left out: make vllm makes their environment"; fi
+	  $(MAKE) --no-print-directory test-here SUITE=all; \
+	else $(MAKE) --no-print-directory test-here && \
+	  $(SAY) "tests with vLLM are left out: make vllm makes their environment"; fi
 
+# mypy takes the core that the rewriting leaves idle.
+checks: $(VENV)/.deps-dev $(BUILT)
+	@$(MAKE) --no-print-directory -j2 lint docs rewritten check
+
+# SUITE=all: with the tests of vLLM beside the others.
 test-here: $(VENV)/.deps-dev $(BUILT)
 	@$(SAY) "pytest, seed $(PDSERVE_TEST_SEED)"
-	@env -u PDSERVE_REQUIRE_VLLM $(BIN)/python .ci/pytest.py -q -m "not vllm" \
+	@PYTHON=$(PYTHON) $(BIN)/python .ci/pytest.py $(SUITE) -q \
 	  --hypothesis-seed=$(PDSERVE_TEST_SEED) $(PYTEST)
 
 vllm:
@@ -65,7 +69,7 @@ vllm:
 
 test-vllm: vllm
 	@$(SAY) "pytest with vLLM, seed $(PDSERVE_TEST_SEED)"
-	@PDSERVE_REQUIRE_VLLM=1 .venv-vllm/bin/python .ci/pytest.py vllm -q -m vllm \
+	@.venv-vllm/bin/python .ci/pytest.py vllm -q \
 	  --hypothesis-seed=$(PDSERVE_TEST_SEED) $(PYTEST)
 
 test-long: $(VENV)/.deps-dev $(BUILT)

@@ -2,10 +2,13 @@
 
     python .ci/pytest.py [pytest's arguments]
     python .ci/pytest.py vllm [pytest's arguments]
+    python .ci/pytest.py all [pytest's arguments]
 
 Tests marked `alone` measure time, or fill the machine by themselves. Both parts run whatever comes
 of the first, unless that was told to stop (-x). With `vllm` it runs the tests of the real vLLM, in
-two processes at the same time: an engine that is loaded once serves all tests of a process.
+two processes at the same time: an engine that is loaded once serves all tests of a process. `all`
+runs these two one after the other beside the first part: they leave half of two cores idle. Their
+output follows that of the first part.
 
 A few tests that failed run once more, one after the other, on what is then an idle machine. If all
 of them pass, the run is green and its last lines name them as flaky: a shared machine that stands
@@ -20,15 +23,17 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 MOST = 4
-"""Processes at a time: more gain little, and each takes the memory of a whole suite. Two for each
-core, since what starts servers mostly waits for them."""
+"""Processes at a time, besides one with vLLM: more gain little, and each takes the memory of a
+whole suite. Two for each core, since what starts servers mostly waits for them."""
 MOST_AGAIN = 3
 """Failures that may be a machine's."""
-FAILED, NONE_CHOSEN = 1, 5
-"""pytest's exit statuses when tests failed, and when the arguments leave no test over."""
+FAILED, BROKEN, NONE_CHOSEN = 1, 3, 5
+"""pytest's exit statuses: tests failed, something else did, the arguments leave no test over."""
 STOP = {"-x", "--exitfirst", "--maxfail=1"}
 CLUSTERS = ("tests/e2e/vllm",)
 ENGINES = (
@@ -38,6 +43,9 @@ ENGINES = (
 )
 """Where the tests with vLLM are: of nodes, and of engines in the tests' own process. Each half
 keeps its engines until its end, and by itself leaves much of two cores idle."""
+VLLM_PYTHON = ".venv-vllm/bin/python"
+MAKE_VLLM = ("bash", ".ci/vllm.sh")
+"""Makes the environment of that interpreter."""
 
 
 def cores() -> int:
@@ -46,15 +54,20 @@ def cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def command(*arguments: str) -> list[str]:
-    """pytest in a process of its own."""
-    return [sys.executable, "-m", "pytest", *arguments]
-
-
 def part(name: str, *arguments: str) -> int:
-    """Run one part; `tests/support/parts.py` leaves out the other's tests."""
+    """Run one part without vLLM; `tests/support/parts.py` leaves out the other's tests."""
     environ = os.environ | {"PDSERVE_TEST_PART": name}
-    return subprocess.run(command(*arguments), env=environ).returncode
+    environ.pop("PDSERVE_REQUIRE_VLLM", None)
+    command = [sys.executable, "-m", "pytest", "-m", "not vllm", *arguments]
+    return subprocess.run(command, env=environ).returncode
+
+
+def start_vllm(*arguments: str, output: IO[str] | None = None) -> subprocess.Popen[bytes]:
+    """Start pytest on tests with vLLM."""
+    environ = os.environ | {"PDSERVE_TEST_PART": "vllm", "PDSERVE_REQUIRE_VLLM": "1"}
+    command = [VLLM_PYTHON, "-m", "pytest", "-m", "vllm", *arguments]
+    errors = None if output is None else subprocess.STDOUT
+    return subprocess.Popen(command, env=environ, stdout=output, stderr=errors)
 
 
 def failed_tests(cache: Path) -> list[str]:
@@ -63,11 +76,17 @@ def failed_tests(cache: Path) -> list[str]:
     return sorted(each for file in files for each in json.loads(file.read_text()))
 
 
-def run_again(failed: list[str], arguments: list[str]) -> int:
-    """Run these once more, alone; prints what came of it, and returns pytest's status."""
+def run_again(cache: Path, arguments: list[str]) -> int:
+    """Run what failed once more, alone; prints what came of it, and returns pytest's status."""
+    failed = failed_tests(cache)
     print(f"==> once more, alone: {', '.join(failed)}", flush=True)
-    options = [one for one in arguments if one.startswith("--hypothesis-seed")]
-    status = part("", "-q", *options, *failed)
+    options = ["-q", *(one for one in arguments if one.startswith("--hypothesis-seed"))]
+    statuses = []
+    if here := failed_tests(cache / "here"):
+        statuses.append(part("", *options, *here))
+    if vllm := failed_tests(cache / "vllm"):
+        statuses.append(start_vllm(*options, *vllm).wait())
+    status = max(statuses)
     verdict = "flaky: failed beside others, passed alone" if status == 0 else "failed twice"
     print(f"==> {verdict}: {', '.join(failed)}", flush=True)
     return status
@@ -82,28 +101,66 @@ def files_alone(arguments: list[str]) -> list[str]:
     return [str(each) for each in files if "pytest.mark.alone" in each.read_text()]
 
 
-def run_parts(arguments: list[str], cache: str) -> list[int]:
+def run_together(arguments: list[str], cache: Path) -> int:
+    """The status of the part whose tests run beside each other."""
+    processes = ("-n", str(min(2 * cores(), MOST)), "--dist", "loadfile", "--no-loadscope-reorder")
+    return part("together", *processes, *arguments, "-o", f"cache_dir={cache}/here")
+
+
+def run_alone(before: list[int], arguments: list[str], cache: Path) -> list[int]:
+    """The statuses before, and that of the part `alone`; not if a failure was to end the run."""
+    if STOP & set(arguments) and verdict_of(before) not in ([], [NONE_CHOSEN]):
+        return before
+    cached = ("-o", f"cache_dir={cache}/here")
+    return [*before, part("alone", *arguments, *cached, *files_alone(arguments))]
+
+
+def run_parts(arguments: list[str], cache: Path) -> list[int]:
     """The statuses of both parts."""
-    arguments = [*arguments, "-o", f"cache_dir={cache}"]
-    together = ("-n", str(min(2 * cores(), MOST)), "--dist", "loadfile", "--no-loadscope-reorder")
-    statuses = [part("together", *together, *arguments)]
-    if statuses[0] in (0, NONE_CHOSEN) or not STOP & set(arguments):
-        statuses.append(part("alone", *arguments, *files_alone(arguments)))
+    return run_alone([run_together(arguments, cache)], arguments, cache)
+
+
+def halves(arguments: list[str], cache: Path) -> list[list[str]]:
+    """pytest's arguments for each half of the tests with vLLM."""
+    paths = {"clusters": CLUSTERS, "engines": ENGINES}
+    return [
+        [*arguments, "-o", f"cache_dir={cache}/vllm/{name}", *half] for name, half in paths.items()
+    ]
+
+
+def run_halves(arguments: list[str], cache: Path) -> list[int]:
+    """The statuses of both halves with vLLM. What the second says comes after the first's end."""
+    one, other = halves(arguments, cache)
+    with tempfile.TemporaryFile("w+") as said:
+        second = start_vllm(*other, output=said)
+        statuses = [start_vllm(*one).wait(), second.wait()]
+        show(said)
     return statuses
 
 
-def run_halves(arguments: list[str], cache: str) -> list[int]:
-    """The statuses of both halves with vLLM. What the second says comes after the first's end."""
-
-    def half(number: int, paths: tuple[str, ...]) -> list[str]:
-        return command(*arguments, "-o", f"cache_dir={cache}/{number}", *paths)
-
+def run_all(arguments: list[str], cache: Path) -> list[int]:
+    """The statuses of all: tests with vLLM run beside the first part, and end before the second."""
     with tempfile.TemporaryFile("w+") as said:
-        with subprocess.Popen(half(2, ENGINES), stdout=said, stderr=subprocess.STDOUT) as second:
-            first = subprocess.run(half(1, CLUSTERS)).returncode
-        said.seek(0)
-        print(said.read(), end="", flush=True)
-    return [first, second.returncode]
+        with ThreadPoolExecutor(1) as beside:
+            vllm = beside.submit(run_halves_quietly, arguments, cache, said)
+            statuses = [run_together(arguments, cache)]
+            print("==> tests with vLLM", flush=True)
+        show(said)
+    return run_alone([*statuses, *vllm.result()], arguments, cache)
+
+
+def run_halves_quietly(arguments: list[str], cache: Path, said: IO[str]) -> list[int]:
+    """The statuses of the halves with vLLM, one after the other, once there is an environment."""
+    made = subprocess.run(MAKE_VLLM, stdout=said, stderr=subprocess.STDOUT)
+    if made.returncode:
+        return [BROKEN]
+    return [start_vllm(*half, output=said).wait() for half in halves(arguments, cache)]
+
+
+def show(said: IO[str]) -> None:
+    """Print what was written into a file."""
+    said.seek(0)
+    print(said.read(), end="", flush=True)
 
 
 def verdict_of(statuses: list[int]) -> list[int]:
@@ -113,16 +170,20 @@ def verdict_of(statuses: list[int]) -> list[int]:
     return [status for status in statuses if status not in (0, NONE_CHOSEN)]
 
 
+RUNNERS = {"vllm": run_halves, "all": run_all}
+
+
 def main(arguments: list[str]) -> int:
     """The exit status."""
-    runner = run_parts
-    if arguments[:1] == ["vllm"]:
-        runner, arguments = run_halves, arguments[1:]
-    with tempfile.TemporaryDirectory(prefix="pdserve-pytest-") as cache:
+    runner = RUNNERS.get(arguments[0] if arguments else "", run_parts)
+    if runner is not run_parts:
+        arguments = arguments[1:]
+    with tempfile.TemporaryDirectory(prefix="pdserve-pytest-") as folder:
+        cache = Path(folder)
         statuses = verdict_of(runner(arguments, cache))
-        failed = failed_tests(Path(cache))
-    if set(statuses) == {FAILED} and 0 < len(failed) <= MOST_AGAIN and not STOP & set(arguments):
-        return run_again(failed, arguments)
+        again = set(statuses) == {FAILED} and not STOP & set(arguments)
+        if again and 0 < len(failed_tests(cache)) <= MOST_AGAIN:
+            return run_again(cache, arguments)
     return statuses[0] if statuses else 0
 
 

@@ -22,14 +22,14 @@ import psutil
 from pdserve.launch import exit_codes
 from tests.e2e.server import PATIENCE, Server
 from tests.support.metrics_page import find
-from tests.support.parts import worker_number
+from tests.support.parts import PROCESSES, worker_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
 _POLL = 0.05
-_PORTS = range(20_000, 30_000)[worker_number() % 4 :: 4]
+_PORTS = range(20_000, 30_000)[worker_number() % PROCESSES :: PROCESSES]
 """Below those that systems give to whoever asks for any: nobody gets ours between two starts. Tests
 that run at the same time have different ones."""
 

@@ -14,16 +14,21 @@ if TYPE_CHECKING:
     import pytest
 
 PART = os.environ.get("PDSERVE_TEST_PART", "")
-"""`together`, `alone`, or empty: both."""
+"""`together`, `alone`, `vllm` (what runs with the real vLLM, beside `together`), or empty: all."""
+PROCESSES = 5
+"""Most processes that run tests at the same time: four together, and one with vLLM."""
 
 
 def belongs(part: str, alone: bool) -> bool:
     """Whether this part takes a test that must be alone, or need not."""
-    return not part or alone == (part == "alone")
+    return part in ("", "vllm") or alone == (part == "alone")
 
 
 def worker_number() -> int:
-    """The number of this process among those that run tests together."""
+    """The number of this process among those that run tests at the same time, below `PROCESSES` as
+    `make test` starts them."""
+    if PART == "vllm":
+        return PROCESSES - 1
     name = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
     return int(name.removeprefix("gw"))
 

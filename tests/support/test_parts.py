@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ def script():
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_test_is_in_one_part_and_in_a_run_without_parts(alone):
     assert belongs("", alone)
+    assert belongs("vllm", alone)
     assert belongs("alone", alone) != belongs("together", alone)
 
 
@@ -33,6 +36,8 @@ def test_processes_that_run_tests_together_are_numbered(monkeypatch):
     assert worker_number() == 0
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw3")
     assert worker_number() == 3
+    monkeypatch.setattr(parts, "PART", "vllm")
+    assert worker_number() == 4 == script().MOST
 
 
 @pytest.mark.parametrize(
@@ -86,10 +91,11 @@ def test_files_that_may_take_long_come_first_and_stay_whole(
 
 
 HALF = """
-import pathlib, time
+import pathlib, pytest, time
 
 HERE = pathlib.Path(__file__).parent
 
+@pytest.mark.vllm
 def test_it():
     (HERE / "{name}").touch()
     end = time.monotonic() + 20
@@ -102,23 +108,85 @@ def test_it():
 """
 
 
+@pytest.fixture
+def module(monkeypatch):
+    """The script, which has this interpreter for vLLM, too."""
+    module = script()
+    monkeypatch.setattr(module, "VLLM_PYTHON", sys.executable)
+    monkeypatch.setattr(module, "CLUSTERS", ("test_clusters.py",))
+    monkeypatch.setattr(module, "ENGINES", ("test_engines.py",))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # most of the time of its processes
+    return module
+
+
 @pytest.mark.parametrize(
     ("failures", "status", "said"),
     [((0, 0), 0, ""), ((0, 1), 0, "flaky"), ((1, 1), 0, "flaky"), ((2, 1), 1, "failed twice")],
 )
 def test_halves_with_vllm_run_at_the_same_time_and_what_failed_runs_once_more(
-    pytester: pytest.Pytester, monkeypatch, capfd, failures, status, said
+    pytester: pytest.Pytester, module, capfd, failures, status, said
 ):
-    module = script()
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # most of the time of its processes
     names = ("clusters", "engines")
     for name, other, count in zip(names, reversed(names), failures, strict=True):
         text = HALF.format(name=name, other=other, failures=count)
         (pytester.path / f"test_{name}.py").write_text(text)
-    monkeypatch.setattr(module, "CLUSTERS", ("test_clusters.py",))
-    monkeypatch.setattr(module, "ENGINES", ("test_engines.py",))
     assert module.main(["vllm", "-q"]) == status
     printed = capfd.readouterr().out
     assert said in printed
     assert printed.count("1 passed") >= 2 - sum(map(bool, failures))
     assert ("once more" in printed) == bool(said)
+
+
+ALL = """
+import pathlib, pytest, time
+
+RAN = pathlib.Path(__file__).parent / "ran"
+
+@pytest.mark.vllm
+def test_with():
+    time.sleep(0.2)
+    with RAN.open("a") as file:
+        file.write("v")
+    assert RAN.read_text().count("v") > 1
+
+def test_without():
+    with RAN.open("a") as file:
+        file.write("h")
+"""
+
+
+def test_vllm_runs_beside_the_first_part_and_has_ended_before_the_second(
+    pytester: pytest.Pytester, module, monkeypatch, capfd
+):
+    for name in ("clusters", "engines"):
+        (pytester.path / f"test_{name}.py").write_text(ALL)
+    monkeypatch.setattr(module, "MAKE_VLLM", ("true",))
+    begun = threading.Event()
+
+    def together(arguments, cache):
+        status = module.part("together", *arguments, "test_clusters.py")
+        begun.set()
+        return status
+
+    def halves(arguments, cache):
+        assert begun.wait(20.0), "they do not run beside the first part"
+        return all_halves(arguments, cache)
+
+    all_halves = module.halves
+    monkeypatch.setattr(module, "run_together", together)
+    monkeypatch.setattr(module, "halves", halves)
+    monkeypatch.setattr(module, "files_alone", lambda arguments: ["test_clusters.py"])
+    assert module.main(["all", "-q"]) == 0
+    assert (pytester.path / "ran").read_text() == "hvvh" + "v"  # which had failed
+    assert "flaky" in capfd.readouterr().out
+
+
+def test_an_environment_of_vllm_that_cannot_be_made_is_no_failed_test(module, monkeypatch, capfd):
+    monkeypatch.setattr(module, "MAKE_VLLM", ("sh", "-c", "echo no network; false"))
+    monkeypatch.setattr(module, "part", lambda *arguments: 1)
+    monkeypatch.setattr(module, "failed_tests", lambda cache: ["one"])
+    assert module.verdict_of(module.run_all([], Path("none"))) == [1, module.BROKEN, 1]
+    assert module.main(["all"]) == 1
+    printed = capfd.readouterr().out
+    assert "no network" in printed
+    assert "once more" not in printed
