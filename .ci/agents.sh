@@ -8,7 +8,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/pdserve
 limit=900 # seconds for one of them; the first time they are downloaded
-failed=0
 
 # made NAME COMMAND FILE LINK: LINK leads to a folder of the cache that COMMAND has filled from FILE.
 made() {
@@ -22,7 +21,7 @@ made() {
     echo "==> installing $name into $folder"
     rm -rf "$folder" && mkdir -p "$folder"
     "$command" "$folder" "$file" && touch "$folder/.complete"
-  ) 9> "$folder.lock" || { echo "$name cannot be installed" >&2; failed=1; return; }
+  ) 9> "$folder.lock" || { echo "$name cannot be installed" >&2; return 1; }
   if [ -d "$link" ] && [ ! -L "$link" ]; then rm -rf "$link"; fi
   ln -sfn "$folder" "$link"
 }
@@ -43,9 +42,12 @@ if ! command -v npm >/dev/null; then
   export DEBIAN_FRONTEND=noninteractive
   { apt-get update -qq && apt-get install -qq -y --no-install-recommends nodejs npm; } >/dev/null
 fi
-made agents with_npm .ci/agents/package.json .venv/agents
+# Side by side: each mostly waits for its downloads.
+made agents with_npm .ci/agents/package.json .venv/agents &
 for list in .ci/agents/*.txt; do
   name=$(basename "$list" .txt)
-  made "clients-$name" with_pip "$list" ".venv/clients/$name"
+  made "clients-$name" with_pip "$list" ".venv/clients/$name" &
 done
+failed=0
+for each in $(jobs -p); do wait "$each" || failed=1; done
 exit "$failed"
