@@ -18,6 +18,7 @@ import pytest
 
 from tests.chaos.cluster import Cluster, Node, eventually
 from tests.e2e.server import PATIENCE
+from tests.support.vllm_threads import ONE_THREAD
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -61,7 +62,8 @@ class VllmCluster(Cluster):
         return self
 
     def make(self, role: str, name: str, *flags: str, **environ: str) -> Node:
-        node = super().make(role, name, *flags, **({"VLLM_CACHE_ROOT": str(CACHE)} | environ))
+        common = {"VLLM_CACHE_ROOT": str(CACHE)} | ONE_THREAD
+        node = super().make(role, name, *flags, **(common | environ))
         node._command[0] = str(PYTHON)
         # vLLM and its libraries write lines of their own, and a killed engine is an error.
         node.expected_errors = role == "worker"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.engines.vllm import real
+from tests.support.vllm_threads import ONE_THREAD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,5 +16,11 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session", autouse=True)
 def engines() -> Iterator[None]:
     """Engines stay loaded for the whole run."""
-    yield
-    real.unload()
+    if not real.has_vllm():
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ONE_THREAD.items():
+            patch.setenv(name, value)
+        yield
+        real.unload()

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +63,14 @@ MARKS = [pytest.mark.vllm, pytest.mark.timeout(300)]
 """The `pytestmark` of every file with the real vLLM."""
 
 
+def has_vllm() -> bool:
+    """Whether vLLM is installed."""
+    return importlib.util.find_spec("vllm") is not None
+
+
 def require_vllm() -> None:
     """Skip the module where there is no vLLM, unless the run asks for it."""
-    if importlib.util.find_spec("vllm") is not None:
+    if has_vllm():
         return
     if os.environ.get("PDSERVE_REQUIRE_VLLM", "") not in ("", "0"):
         pytest.fail("PDSERVE_REQUIRE_VLLM is set, and there is no vLLM", pytrace=False)
@@ -119,9 +125,12 @@ def loaded(spec: EngineSpec) -> _Loaded:
 
 
 def unload(*specs: EngineSpec) -> None:
-    """End the engines of these specs, or all, as the fixture `engines` does."""
-    for key in [msgspec.msgpack.encode(spec) for spec in specs] or [*_LOADED]:
-        _LOADED.pop(key).engine.close()
+    """End the engines of these specs, or all, as the fixture `engines` does. They end at the same
+    time, since each waits some seconds for its worker process."""
+    keys = [msgspec.msgpack.encode(spec) for spec in specs] or [*_LOADED]
+    ending = [_LOADED.pop(key).engine for key in keys]
+    with ThreadPoolExecutor(max(1, len(ending))) as threads:
+        list(threads.map(lambda engine: engine.close(), ending))
 
 
 def _start_threads(engine: Engine) -> None:

@@ -3,7 +3,6 @@ a disk."""
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,27 +17,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 real.require_vllm()
-pytestmark = [
-    *real.MARKS,
-    pytest.mark.long(whole_file=True),
-    pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="a rank needs a core of its own"),
-]
+pytestmark = [*real.MARKS, pytest.mark.long(whole_file=True)]
 
 TWO = msgspec.structs.replace(P, options=P.options | {"tensor_parallel_size": "2"})
 """Each of its ranks has one of the model's two KV heads."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def engines_of_this_file(engines: None) -> None:
-    """vLLM asks for a memory node per rank unless it is told which cores to take. It keeps what it
-    has read of the environment once an engine is loaded."""
-    from vllm import envs
-
-    envs.disable_envs_cache()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-        real.loaded(TWO)
-    real.loaded(P)
+engines_of_this_file = real.keeps(TWO, P)
 
 
 @pytest.mark.parametrize("way", ["one to two", "two to one"])
