@@ -36,7 +36,7 @@ from pdserve_engines.torch.models.pooler import Pooler, to_bytes
 from pdserve_engines.torch.models.row_selection import RowSelection
 from pdserve_engines.torch.models.torch_model import TorchModel
 from pdserve_engines.torch.opened_model import open_model
-from pdserve_engines.torch.sampling.sampler import Sampler, describe, is_plain
+from pdserve_engines.torch.sampling.sampler import Sampler, describe
 from pdserve_engines.torch.settings import resolve_settings
 from pdserve_engines.torch.tensor_parallel.leader import LeaderModel, start_leader
 from pdserve_engines.torch.tensor_parallel.shard import Shard
@@ -343,7 +343,7 @@ class TorchExecutor:
         wanted = RowSelection(plan.chunks)
         batch = make_batch(plan.chunks, wanted.rows, block_size)
         sequences = [plan.chunks[index].sequence for index in wanted.sampling]
-        if wanted.only_sampling and all(map(is_plain, sequences)):
+        if wanted.only_sampling and self._sampler.is_plain(sequences):
             tokens = model.greedy(batch, self._after(plan))
             return _checked(StepResult(tokens, [None] * len(tokens)), wanted)
         with torch.inference_mode():
@@ -357,7 +357,7 @@ class TorchExecutor:
         self,
         chunks: Seq[ScheduledChunk],
         wanted: RowSelection,
-        sequences: Seq[Sequence],
+        sequences: list[Sequence],
         hidden: torch.Tensor,
     ) -> StepResult:
         """Sample tokens, logprobs and embeddings from the wanted rows."""

@@ -5,6 +5,7 @@ Plain numpy on the host; it knows neither requests nor sampling.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,26 +64,32 @@ class ForwardBatch:
 
 def make_batch(chunks: Seq[ScheduledChunk], rows: Seq[int], block_size: int) -> ForwardBatch:
     """Flatten `chunks`; only the blocks that hold their tokens are listed."""
+    starts = np.array([chunk.start for chunk in chunks], np.int32)
+    counts = np.array([chunk.count for chunk in chunks], np.int32)
+    needed = -(-(starts + counts) // block_size)
+    offsets = _offsets(counts)
     tokens = token_ids()
-    positions: list[int] = []
-    starts: list[int] = []
     tables: list[int] = []
-    offsets, table_offsets = [0], [0]
-    for chunk in chunks:
-        start = chunk.start
-        end = start + chunk.count
-        tokens += chunk.sequence.tokens[start:end]
-        positions += range(start, end)
-        starts.append(start)
-        tables += chunk.sequence.blocks[: -(-end // block_size)]
-        offsets.append(len(tokens))
-        table_offsets.append(len(tables))
+    for chunk, blocks in zip(chunks, needed.tolist(), strict=True):
+        start, count, sequence = chunk.start, chunk.count, chunk.sequence
+        if count == 1:
+            tokens.append(sequence.tokens[start])
+        else:
+            tokens += sequence.tokens[start : start + count]
+        tables += sequence.blocks[:blocks]
     return ForwardBatch(
-        tokens=np.array(tokens, np.int32),
-        positions=np.array(positions, np.int32),
-        offsets=np.array(offsets, np.int32),
-        starts=np.array(starts, np.int32),
-        tables=np.array(tables, np.int32),
-        table_offsets=np.array(table_offsets, np.int32),
+        tokens=np.frombuffer(tokens, np.uint32).astype(np.int32),
+        positions=np.arange(len(tokens), dtype=np.int32) + np.repeat(starts - offsets[:-1], counts),
+        offsets=offsets,
+        starts=starts,
+        tables=np.frombuffer(array("i", tables), np.int32),
+        table_offsets=_offsets(needed),
         rows=np.array(rows, np.int32),
     )
+
+
+def _offsets(counts: Int32s) -> Int32s:
+    """Where each of so many entries begins, and where the last one ends."""
+    offsets = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets

@@ -28,6 +28,10 @@ class RowSelection:
         """(chunk index, first place in `rows`, count)."""
         self.pooled: list[tuple[int, int, int]] = []
         """The same, for rows of embedding requests."""
+        if all(chunk.count == 1 and chunk.samples for chunk in chunks):
+            # A chunk of the last token predicts no prompt token.
+            self.rows = self.sampling = self.sampling_places = list(range(len(chunks)))
+            return
         offset = 0
         for index, chunk in enumerate(chunks):
             self._add(index, chunk, offset)

@@ -34,9 +34,7 @@ class GrammarMasks:
     def apply(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
         """Set row i of `logits` `[n, vocab]`, which continues `sequences[i]`, to minus infinity
         where a token is not allowed; in place."""
-        self.faults.clear()
-        self.lasting.clear()
-        self.forced = frozenset()
+        self.clear()
         guided = [
             row for row, each in enumerate(sequences) if uses_structured_output(each.sampling)
         ]
@@ -50,6 +48,12 @@ class GrammarMasks:
         self.forced = frozenset(row for row in masks if self._is_forced(sequences[row]))
         if masks:
             _apply(logits, masks)
+
+    def clear(self) -> None:
+        """Forget what the last step has found: no sequence of this one is guided."""
+        self.faults.clear()
+        self.lasting.clear()
+        self.forced = frozenset()
 
     def forget(self, key: SequenceKey) -> None:
         """Drop the state of a sequence; unknown ones are ignored."""

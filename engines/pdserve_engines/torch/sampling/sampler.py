@@ -11,103 +11,96 @@ Only requested work is done; a purely greedy step (`is_plain`) does not come her
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from pdserve.messages.request import SamplingParams, TokenLogprob
+from pdserve.messages.request import TokenLogprob
+from pdserve_engines.torch.models.upload import upload
 from pdserve_engines.torch.sampling.grammar_masks import GrammarMasks
-from pdserve_engines.torch.sampling.noise import uniforms
+from pdserve_engines.torch.sampling.penalties import Penalties
+from pdserve_engines.torch.sampling.row_params import RowParamsCache, is_penalised
 from pdserve_engines.torch.sampling.token_bans import TokenBans
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable
+    from collections.abc import Iterable
     from collections.abc import Sequence as Seq
 
     from pdserve.engine_core.scheduler.sequence import Sequence
     from pdserve.ids import SequenceKey
+    from pdserve_engines.torch.sampling.row_params import (
+        Draws,
+        Floats,
+        Ints,
+        RowFilter,
+        RowFilters,
+        RowParams,
+    )
 
 _NUCLEUS_GUESS = 128
 """How many of the likeliest tokens top_p looks at before it sorts a whole row."""
 
 
-@dataclass(slots=True)
-class _History:
-    """Token counts of one penalised sequence; follows its tokens, which only grow."""
-
-    prompt: np.ndarray
-    """Distinct prompt tokens."""
-    output: dict[int, int] = field(default_factory=dict)
-    seen: int = 0
-    """Output tokens counted so far."""
-
-    def follow(self, sequence: Sequence) -> None:
-        for token in sequence.tokens[sequence.prompt_len + self.seen :]:
-            self.output[token] = self.output.get(token, 0) + 1
-        self.seen = sequence.num_output
-
-
 class Sampler:
-    """Samples tokens. Keeps only token counts of penalised sequences, until `forget`."""
+    """Samples tokens. Keeps parameters and token counts of sequences, until `forget`."""
 
     def __init__(self) -> None:
-        self._histories: dict[SequenceKey, _History] = {}
         self.masks = GrammarMasks()
         """Masks of grammars and of the reasoning's end."""
         self.bans = TokenBans()
         """Tokens that requests exclude themselves."""
+        self._params = RowParamsCache()
+        self._penalties = Penalties()
 
     def sample(
-        self, logits: torch.Tensor, sequences: Seq[Sequence]
+        self, logits: torch.Tensor, sequences: list[Sequence]
     ) -> tuple[list[int], list[TokenLogprob | None]]:
         """Sample one token per row of `logits` `[n, vocab]` float32, which may be overwritten.
 
         Row i continues `sequences[i]`; its logprob is None unless requested. The token is negative
         where no logit is a number; the other rows are not affected.
         """
-        params = [sequence.sampling for sequence in sequences]
-        wanted = [row for row, param in enumerate(params) if param.logprobs is not None]
+        batch = self._params.of(sequences)
+        wanted = batch.logprobs
         raw = logits[wanted].log_softmax(-1) if wanted else None
-        self._adjust(logits, sequences)
-        tokens = argmax(logits)
-        faulty = tokens < 0
-        if broken := bool(faulty.any()):
-            logits[faulty] = 0
-        drawing = [row for row, param in enumerate(params) if param.temperature > 0]
-        if drawing:
-            chosen = [sequences[row] for row in drawing]
-            tokens[drawing] = draw(
-                logits if len(drawing) == len(params) else logits[drawing], chosen
-            )
-        if broken:
-            tokens[faulty] = -1
+        num_outputs = batch.num_outputs()
+        self._adjust(logits, batch, num_outputs)
+        tokens = _choose(logits, batch, num_outputs)
         found: list[int] = tokens.tolist()
         logprobs: list[TokenLogprob | None] = [None] * len(found)
         if raw is not None:
-            counts = [params[row].logprobs or 0 for row in wanted]
-            others = [params[row].logprob_token_ids for row in wanted]
+            counts = [batch.params[row].logprobs or 0 for row in wanted]
+            others = [batch.params[row].logprob_token_ids for row in wanted]
             records = describe(raw, [max(0, found[row]) for row in wanted], counts, others)
             for row, record in zip(wanted, records, strict=True):
                 logprobs[row] = record
         return found, logprobs
 
+    def is_plain(self, sequences: list[Sequence]) -> bool:
+        """Return whether each next token is the likeliest one and nothing else is requested."""
+        batch = self._params.of(sequences)
+        return batch.simple and not len(batch.before_min(batch.num_outputs()))
+
     def forget(self, keys: Iterable[SequenceKey]) -> None:
         """Drop the state of these sequences; unknown ones are ignored."""
         for key in keys:
-            self._histories.pop(key, None)
+            self._params.forget(key)
+            self._penalties.forget(key)
             self.masks.forget(key)
             self.bans.forget(key)
 
     def faults(self, sequences: Seq[Sequence]) -> dict[int, str]:
         """Index of a sequence -> why it has no token, for causes other than the model's logits."""
         faults = self.masks.faults
+        if not faults:
+            return {}
         return {row: faults[each.key] for row, each in enumerate(sequences) if each.key in faults}
 
     def lasting(self, sequences: Seq[Sequence]) -> set[int]:
         """Indices in `faults` whose request would fail on any worker."""
         lasting = self.masks.lasting
+        if not lasting:
+            return set()
         return {row for row, each in enumerate(sequences) if each.key in lasting}
 
     def close(self) -> None:
@@ -115,45 +108,28 @@ class Sampler:
         if self.masks.structured_output is not None:
             self.masks.structured_output.close()
 
-    def _adjust(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
+    def _adjust(self, logits: torch.Tensor, batch: RowParams, num_outputs: Ints) -> None:
         """Bias, masks and penalties, in place."""
-        self.masks.apply(logits, sequences)
-        self.bans.apply(logits, sequences, self.masks.forced)
-        _add_bias(logits, [sequence.sampling for sequence in sequences])
-        _mask_ends(logits, sequences, self.masks.forced)
-        penalised = [row for row, seq in enumerate(sequences) if _is_penalised(seq.sampling)]
-        if penalised:
-            self._penalise(logits, sequences, penalised)
+        if batch.guided:
+            self.masks.apply(logits, batch.sequences)
+        else:
+            self.masks.clear()
+        if batch.banned:
+            self.bans.apply(logits, batch.sequences, self.masks.forced)
+        if batch.biased:
+            bias = batch.bias(logits.device)
+            logits[bias.rows, bias.ids] += bias.values
+        self._mask_ends(logits, batch, num_outputs)
+        self._penalties.apply(logits, batch)
 
-    def _penalise(
-        self, logits: torch.Tensor, sequences: Seq[Sequence], penalised: Seq[int]
-    ) -> None:
-        for row in penalised:
-            history, sampling = self._history(sequences[row]), sequences[row].sampling
-            used = np.fromiter(history.output, np.int64, len(history.output))
-            if sampling.repetition_penalty != 1.0:
-                every = torch.from_numpy(np.union1d(history.prompt, used)).to(logits.device)
-                values = logits[row, every]
-                factor = sampling.repetition_penalty
-                scaled = torch.where(values > 0, values / factor, values * factor)
-                # A tiny factor makes infinities, from which no token can be drawn. A factor that
-                # rounds to zero makes NaN of a masked token.
-                most = torch.finfo(scaled.dtype).max
-                logits[row, every] = scaled.nan_to_num_(
-                    nan=-torch.inf, posinf=most, neginf=-torch.inf
-                )
-            counts = np.fromiter(history.output.values(), np.float32, len(used))
-            penalty = counts * sampling.frequency_penalty + sampling.presence_penalty
-            ids = torch.from_numpy(used).to(logits.device)
-            logits[row, ids] -= torch.from_numpy(penalty.astype(np.float32)).to(logits.device)
-
-    def _history(self, sequence: Sequence) -> _History:
-        history = self._histories.get(sequence.key)
-        if history is None:
-            prompt = np.unique(np.array(sequence.tokens[: sequence.prompt_len], np.int64))
-            history = self._histories[sequence.key] = _History(prompt)
-        history.follow(sequence)
-        return history
+    def _mask_ends(self, logits: torch.Tensor, batch: RowParams, num_outputs: Ints) -> None:
+        """Mask end tokens before `min_tokens`, but not in rows for which only an end is left."""
+        rows = batch.before_min(num_outputs)
+        if not len(rows):
+            return
+        free = [row for row in rows.tolist() if row not in self.masks.forced]
+        ends = batch.ends(free, logits.device)
+        logits[ends.rows, ends.ids] = -torch.inf
 
 
 def is_plain(sequence: Sequence) -> bool:
@@ -164,7 +140,7 @@ def is_plain(sequence: Sequence) -> bool:
         and sampling.logprobs is None
         and not sampling.logit_bias
         and sequence.num_output >= sampling.min_tokens
-        and not _is_penalised(sampling)
+        and not is_penalised(sampling)
         and not sampling.steered
     )
 
@@ -181,51 +157,65 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     return found.masked_fill_(~(most > -torch.inf), -1)
 
 
-def draw(logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
+def _choose(logits: torch.Tensor, batch: RowParams, num_outputs: Ints) -> torch.Tensor:
+    """One token per row of the adjusted logits: `[n]` int64, -1 where none is a number."""
+    likeliest = argmax(logits)
+    rows = batch.drawing
+    if not len(rows):
+        return likeliest
+    draws = batch.draws(logits)
+    noise = draws.uniforms(num_outputs[rows])
+    if len(rows) == len(logits):
+        drawn = draw(logits, draws, noise)
+        return torch.where(likeliest < 0, likeliest, drawn)
+    at = upload(rows, logits.device)
+    drawn = draw(logits[at], draws, noise)
+    return likeliest.scatter(0, at, torch.where(likeliest[at] < 0, likeliest[at], drawn))
+
+
+def draw(logits: torch.Tensor, draws: Draws, noise: Floats) -> torch.Tensor:
     """Draw one token per row by temperature, filters and the row's own uniform number: `[n]`
-    int64."""
-    params = [sequence.sampling for sequence in sequences]
-    # Below the smallest normal number the quotient would be 0 / 0; there it has reached its limit.
-    coldest = torch.finfo(logits.dtype).tiny
-    temperatures = _column([max(param.temperature, coldest) for param in params], logits)
+    int64. A row without numbers gets any token."""
     # Subtracting the maximum first keeps tiny temperatures from overflowing to infinity.
-    scaled = (logits - logits.amax(-1, keepdim=True)) / temperatures
+    scaled = (logits - logits.amax(-1, keepdim=True)) / draws.temperatures
     probabilities = scaled.softmax(-1)
-    filter_(probabilities, params)
-    noise = uniforms(
-        [param.seed for param in params],
-        [sequence.request.prompt_index for sequence in sequences],
-        [sequence.choice for sequence in sequences],
-        [sequence.num_output for sequence in sequences],
-    )
+    filter_(probabilities, draws.filters)
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    targets = torch.from_numpy(noise).to(logits.device).unsqueeze(1) * cumulative[:, -1:]
+    targets = upload(noise[:, None], logits.device) * cumulative[:, -1:]
     # The first token whose cumulative probability lies beyond the target. Noise below 1 - 2**-52
     # keeps the target under the total, so there always is one, and never an impossible one.
     return torch.searchsorted(cumulative, targets, right=True).squeeze(1)
 
 
-def filter_(probabilities: torch.Tensor, params: Seq[SamplingParams]) -> None:
+def filter_(probabilities: torch.Tensor, filters: RowFilters) -> None:
     """Zero what min_p, then top_k, then top_p exclude, in place; no renormalisation."""
-    rows = [row for row, param in enumerate(params) if param.min_p > 0]
-    if rows:
-        chosen = probabilities[rows]
-        least = _column([params[row].min_p for row in rows], chosen)
-        least = least * chosen.amax(-1, keepdim=True)
-        probabilities[rows] = chosen.masked_fill_(chosen < least, 0)
-    vocab = probabilities.shape[-1]
-    rows = [row for row, param in enumerate(params) if 0 < param.top_k < vocab]
-    if rows:
-        limits = [params[row].top_k for row in rows]
-        chosen = probabilities[rows]
-        largest = chosen.topk(max(limits)).values
-        index = torch.tensor(limits, device=chosen.device).unsqueeze(1) - 1
-        probabilities[rows] = chosen.masked_fill_(chosen < largest.gather(1, index), 0)
-    rows = [row for row, param in enumerate(params) if param.top_p < 1]
-    if rows:
-        chosen = probabilities[rows]
-        shares = _column([params[row].top_p for row in rows], chosen)
-        probabilities[rows] = chosen.masked_fill_(chosen < _nucleus_border(chosen, shares), 0)
+    if filters.min_p is not None:
+        chosen = _rows_of(probabilities, filters.min_p)
+        least = filters.min_p.column * chosen.amax(-1, keepdim=True)
+        _keep(probabilities, filters.min_p, chosen, least)
+    if filters.top_k is not None:
+        chosen = _rows_of(probabilities, filters.top_k)
+        largest = chosen.topk(filters.top_k.most).values
+        least = largest.gather(1, filters.top_k.column - 1)
+        _keep(probabilities, filters.top_k, chosen, least)
+    if filters.top_p is not None:
+        chosen = _rows_of(probabilities, filters.top_p)
+        least = _nucleus_border(chosen, filters.top_p.column)
+        _keep(probabilities, filters.top_p, chosen, least)
+
+
+def _rows_of(probabilities: torch.Tensor, rows: RowFilter) -> torch.Tensor:
+    return probabilities if rows.rows is None else probabilities[rows.rows]
+
+
+def _keep(
+    probabilities: torch.Tensor, rows: RowFilter, chosen: torch.Tensor, least: torch.Tensor
+) -> None:
+    """Zero the probabilities below `least` in the filter's rows, of which `chosen` is a view or a
+    copy."""
+    chosen.masked_fill_(chosen < least, 0)
+    if rows.rows is not None:
+        probabilities[rows.rows] = chosen
 
 
 def _nucleus_border(probabilities: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
@@ -276,40 +266,3 @@ def _likeliest(raw: torch.Tensor, counts: Seq[int]) -> list[list[tuple[int, floa
         for row, ids, found in zip(rows, best.indices.tolist(), best.values.tolist(), strict=True):
             tops[row] = list(zip(ids, found, strict=True))
     return tops
-
-
-def _is_penalised(param: SamplingParams) -> bool:
-    return (
-        param.repetition_penalty != 1.0
-        or param.frequency_penalty != 0.0
-        or param.presence_penalty != 0.0
-    )
-
-
-def _add_bias(logits: torch.Tensor, params: Seq[SamplingParams]) -> None:
-    rows = [row for row, param in enumerate(params) for _ in param.logit_bias]
-    if rows:
-        ids = [token for param in params for token in param.logit_bias]
-        values = [value for param in params for value in param.logit_bias.values()]
-        logits[rows, ids] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
-
-
-def _mask_ends(logits: torch.Tensor, sequences: Seq[Sequence], forced: Container[int] = ()) -> None:
-    """Mask end tokens before `min_tokens`. `forced`: rows for which only an end is left."""
-    rows: list[int] = []
-    ids: list[int] = []
-    for row, sequence in enumerate(sequences):
-        param = sequence.sampling
-        if sequence.num_output >= param.min_tokens or row in forced:
-            continue
-        ends = (
-            param.stop_token_ids if param.ignore_eos else param.stop_token_ids + param.eos_token_ids
-        )
-        rows += [row] * len(ends)
-        ids += ends
-    if rows:
-        logits[rows, ids] = -torch.inf
-
-
-def _column(values: Seq[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)

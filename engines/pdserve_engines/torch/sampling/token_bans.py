@@ -10,7 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+from pdserve_engines.torch.models.upload import upload
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -21,11 +25,11 @@ if TYPE_CHECKING:
     from pdserve.messages.request import SamplingParams
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Lists:
     """One sequence's lists, in the form that a step needs."""
 
-    allowed: torch.Tensor | None
+    allowed: npt.NDArray[np.int64] | None
     """None: all tokens."""
     always: list[int]
     """Bad words of one token."""
@@ -48,6 +52,10 @@ class TokenBans:
 
     def __init__(self) -> None:
         self._lists: dict[SequenceKey, _Lists] = {}
+        self._limited: tuple[list[int], list[_Lists]] = ([], [])
+        """The rows of the last step that allow only some tokens, and their lists."""
+        self._kept = torch.zeros((2, 0), dtype=torch.int64)
+        """Rows and tokens that those rows allow."""
 
     def apply(
         self, logits: torch.Tensor, sequences: Seq[Sequence], forced: Container[int] = ()
@@ -55,37 +63,53 @@ class TokenBans:
         """Set row i of `logits` `[n, vocab]`, which continues `sequences[i]`, to minus infinity
         where a token is excluded; in place. `forced`: rows for which only an end is left; they are
         not changed."""
+        limited: tuple[list[int], list[_Lists]] = ([], [])
         rows: list[int] = []
         ids: list[int] = []
         for row, sequence in enumerate(sequences):
-            sampling = sequence.sampling
-            if row in forced or not (sampling.allowed_token_ids or sampling.bad_words):
+            sampling = sequence.request.sampling
+            if not (sampling.allowed_token_ids or sampling.bad_words) or row in forced:
                 continue
-            lists = self._of(sequence, logits.device)
+            lists = self._of(sequence)
             if lists.allowed is not None:
-                kept = logits[row, lists.allowed]
-                logits[row] = -torch.inf
-                logits[row, lists.allowed] = kept
+                limited[0].append(row)
+                limited[1].append(lists)
             banned = lists.ended_by(sequence)
             rows += [row] * len(banned)
             ids += banned
+        if limited[0]:
+            self._limit(logits, limited)
         if rows:
-            logits[rows, ids] = -torch.inf
+            places = upload(np.array((rows, ids), np.int64), logits.device)
+            logits[places[0], places[1]] = -torch.inf
+
+    def _limit(self, logits: torch.Tensor, limited: tuple[list[int], list[_Lists]]) -> None:
+        """Leave each of these rows only the tokens that it allows."""
+        if limited != self._limited:
+            found = [lists.allowed for lists in limited[1] if lists.allowed is not None]
+            rows = np.repeat(np.array(limited[0], np.int64), [len(each) for each in found])
+            self._kept = upload(np.stack((rows, np.concatenate(found))), logits.device)
+            self._limited = limited
+        kept_rows, kept_ids = self._kept
+        kept = logits[kept_rows, kept_ids]
+        logits[upload(np.array(limited[0], np.int64), logits.device)] = -torch.inf
+        logits[kept_rows, kept_ids] = kept
 
     def forget(self, key: SequenceKey) -> None:
         """Drop a sequence's lists; an unknown one is ignored."""
-        self._lists.pop(key, None)
+        if self._lists.pop(key, None) is not None:
+            self._limited = ([], [])
 
-    def _of(self, sequence: Sequence, device: torch.device) -> _Lists:
+    def _of(self, sequence: Sequence) -> _Lists:
         lists = self._lists.get(sequence.key)
         if lists is None:
-            lists = self._lists[sequence.key] = _lists(sequence.sampling, device)
+            lists = self._lists[sequence.key] = _lists(sequence.sampling)
         return lists
 
 
-def _lists(sampling: SamplingParams, device: torch.device) -> _Lists:
+def _lists(sampling: SamplingParams) -> _Lists:
     ids = sampling.allowed_token_ids
-    allowed = torch.tensor(ids, dtype=torch.int64, device=device) if ids else None
+    allowed = np.array(ids, np.int64) if ids else None
     lists = _Lists(allowed, [word[0] for word in sampling.bad_words if len(word) == 1])
     for word in sampling.bad_words:
         if len(word) > 1:

@@ -15,9 +15,11 @@ from pdserve.engine_core.scheduler.sequence import Sequence
 from pdserve.messages.request import GenerateRequest, SamplingParams, TokenLogprob
 from pdserve.token_ids import token_ids
 from pdserve_engines.torch.sampling.noise import uniforms
+from pdserve_engines.torch.sampling.row_params import RowFilters
 from pdserve_engines.torch.sampling.sampler import Sampler, filter_
 
 VOCAB = 24
+CPU = torch.device("cpu")
 
 Batch = list[tuple[Sequence, list[float]]]
 
@@ -222,7 +224,7 @@ def test_a_nucleus_wider_than_the_guess_is_still_exact(vocab: int, seed: int) ->
     shares = [0.95, 0.5, 0.9, 0.99, 0.9, 0.3]
     params = [SamplingParams(max_tokens=1, top_p=share) for share in shares]
     probabilities = logits.softmax(-1)
-    filter_(probabilities, params)
+    filter_(probabilities, RowFilters.of(params, CPU, vocab))
     for row, (kept, param) in enumerate(zip(probabilities, params, strict=True)):
         expected = survivors(logits[row].tolist(), param)
         assert abs(int((kept > 0).sum()) - len(expected)) <= 1
@@ -317,5 +319,5 @@ def test_a_vanishing_repetition_penalty_leaves_a_masked_end_masked(temperature: 
 
 def test_tokens_that_tie_at_the_border_all_stay() -> None:
     probabilities = torch.tensor([[0.2, 0.2, 0.2, 0.2, 0.2]])
-    filter_(probabilities, [SamplingParams(max_tokens=1, top_k=2)])
+    filter_(probabilities, RowFilters.of([SamplingParams(max_tokens=1, top_k=2)], CPU, 5))
     assert int((probabilities > 0).sum()) == 5
