@@ -43,6 +43,12 @@ SAMPLES = [
     Sample("a bracket too many", "now\n{}}", "", [NOW]),
     Sample("marks in text", "all\na >> b >>> c", "a >> b >>> c"),
     Sample("a long first line", "x" * 300, "x" * 300),
+    Sample(
+        "a call behind a long first line",
+        "x" * 300 + '>>>get_weather\n{"city": "Paris"}',
+        "x" * 300,
+        [("get_weather", {"city": "Paris"})],
+    ),
     Sample("nothing behind the mark", "all\nHm.>>>", "Hm.>>>"),
     Sample("cut in the mark", "all\nHm.>>", "Hm.>>"),
     Sample("cut in the name", "get_w", "get_w"),

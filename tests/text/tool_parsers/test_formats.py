@@ -245,6 +245,8 @@ def no_json(constant: str) -> None:
 @pytest.mark.parametrize("name", SLICE)
 def test_text_without_markup_comes_out_as_it_is(name: str, text: str):
     text = text.replace("<", "(").replace("[", "(").replace("{", "(")
+    if name == "harmony":
+        text = text.replace("to=", "to:")  # begins a header, without a marker
     assert content(read(parser(name), text)) == text
 
 

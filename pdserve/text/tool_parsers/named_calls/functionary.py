@@ -119,13 +119,16 @@ class _Parser(ToolCallReader):
 
     def _recipient(self) -> bool:
         """State in the line that names a recipient."""
-        line = _LINE.match(self.text, self.at)
+        # No more than shows that it is no name: the rest is read as content, wherever it is cut.
+        line = _LINE.match(self.text, self.at, self.at + _LONGEST_NAME + 1 - len(self._name))
         # The pattern matches an empty string too.
         assert line is not None
         self._name += line[0]
         self._head.append(line[0])
         self.at = line.end()
-        if self.at == len(self.text) and len(self._name) <= _LONGEST_NAME:
+        if len(self._name) > _LONGEST_NAME:
+            return self._give_up()
+        if self.at == len(self.text):
             return self.last and self._give_up()
         if self._name == "all":
             if self._head[0] == _PART:
