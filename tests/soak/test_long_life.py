@@ -49,7 +49,7 @@ SHORT = {
     "handoffs": Scale(120, 4, 6 * MIB),  # torch's threads and buffers come with the first batches
 }
 LONG = {
-    "requests": Scale(100_000, 40),
+    "requests": Scale(300_000, 60),  # what has bounds is full after 100,000
     "members": Scale(2_000, 20),
     "streams": Scale(2_000, 4),
     "handoffs": Scale(4_000, 20),
