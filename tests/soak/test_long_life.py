@@ -28,7 +28,7 @@ LEAK = 8.0
 NOISE = 4 * MIB
 """What a process may take besides: Python's allocator asks for a MiB at a time, and the logs that
 are kept for readers who fall behind fill, to 4 MiB each. Over the three quarters of the work that
-are judged it is, for each piece: of LONG 60 bytes of a request, 1.5 KiB of a handoff, 3 KiB of a
+are judged it is, for each piece: of LONG 19 bytes of a request, 1.5 KiB of a handoff, 3 KiB of a
 member and 4 KiB of a stream; of SHORT 5 KiB, 100 KiB, 340 KiB and 55 KiB. A smaller leak is not
 seen here: that not one entry is kept is `test_lives`' to prove."""
 
