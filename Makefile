@@ -48,7 +48,9 @@ help:
 serve: $(VENV)/.deps-serve $(BUILT)
 	@exec $(BIN)/pdserve $(SERVE_FLAGS) $(ARGS)
 
+# WAIT_FOR=PID: tests begin when that process has ended, such as one that installs what they need.
 test: checks
+	@$(if $(WAIT_FOR),tail --pid=$(WAIT_FOR) -f /dev/null)
 	@if [ -e .venv-vllm ] || [ -n "$(PDSERVE_REQUIRE_VLLM)" ]; then \
 	  $(MAKE) --no-print-directory test-here SUITE=all; \
 	else $(MAKE) --no-print-directory test-here && \
