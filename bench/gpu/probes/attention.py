@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from bench.gpu.limits import settle
 from bench.gpu.probes.base import Row, Unavailable, guarded
@@ -153,6 +152,8 @@ def _new_prefills(probe: Probe, name: str, what: str) -> Iterator[Row]:
 def _chunk(probe: Probe, name: str, count: int, length: int) -> Callable[[int], object]:
     """Only flash shares a group's keys by itself. Behind earlier keys, cuDNN and math would need a
     mask in memory: they compute hidden keys too, and the rate counts only what is needed."""
+    from torch.nn.attention.bias import causal_lower_right  # with torch's compiler: a second
+
     queries = _random(probe, 1, HEADS, count)
     shared = name in ("flash", "cudnn")
     heads = KV_HEADS if shared else HEADS

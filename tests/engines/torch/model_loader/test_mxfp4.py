@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
 from pdserve_engines.torch.model_loader.mxfp4 import BLOCK, BLOCK_BYTES, dequantise
 from tests.engines.torch.mxfp4 import quantise
@@ -12,6 +11,9 @@ from tests.engines.torch.mxfp4 import quantise
 
 def reference(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Of `transformers`, which wants a dimension for the experts and swaps the other two."""
+    # Imports torch's compiler, which collecting the tests would take a second longer for.
+    from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
+
     made: torch.Tensor = _convert_moe_packed_tensors(blocks[None].clone(), scales[None].clone())
     return made[0].T
 

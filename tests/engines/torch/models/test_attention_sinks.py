@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 from pdserve_engines.torch.models.attention_sinks import with_sink_key, with_sinks
 
@@ -32,6 +31,9 @@ def by_definition(
 @pytest.mark.filterwarnings("ignore:.*")  # the CPU has no causal kernel, and torch says so
 @pytest.mark.parametrize("form", ["mask", "causal"])
 def test_a_sink_takes_its_part_of_the_weights(form: str) -> None:
+    # Imports torch's compiler, which collecting the tests would take a second longer for.
+    from torch.nn.attention.bias import causal_lower_right
+
     queries, keys, values = (
         drawn(seed, HEADS, rows, DIM) for seed, rows in enumerate((ROWS, LENGTH, LENGTH))
     )
