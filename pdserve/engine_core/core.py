@@ -36,6 +36,7 @@ from pdserve.engine_core.scheduler.block_hasher import BlockHasher
 from pdserve.engine_core.scheduler.prefill_budget import PrefillBudget
 from pdserve.engine_core.scheduler.scheduler import Scheduler
 from pdserve.engine_core.scheduler.scheduler_state import SchedulerLimits
+from pdserve.engine_core.scheduler.step_pipeline import StepPipeline
 from pdserve.engine_core.tiers.core_tiers import CoreTiers, open_storage, threads
 from pdserve.engine_core.tiers.drops import drop_kv
 from pdserve.engine_core.tiers.early_starts import EarlyStarts
@@ -103,6 +104,7 @@ if TYPE_CHECKING:
         StepPlan,
         StepResult,
         SupportsGrammarPrefetch,
+        SupportsRunAhead,
     )
     from pdserve.engine_core.kv_fetch.ports import FetchCommand
     from pdserve.engine_core.kv_fetch.puller import KvPuller
@@ -166,6 +168,8 @@ class EngineCore:
         self._tiers: CoreTiers | None = None
         self._onboarder: Onboarder | None = None
         self._early: EarlyStarts | None = None
+        self._pipeline: StepPipeline | None = None
+        """Begins steps before the last one has ended; None: every step is computed at once."""
         self._fetch_lane: FetchLane | None = None
         self._step_cost = StepCost()
         self._copied = False
@@ -213,6 +217,9 @@ class EngineCore:
         self._pace = PrefillBudget(limits.max_batch_tokens, slow=info.device.startswith("cpu"))
         self.scheduler.prefill_tokens = self._pace.tokens
         self.scheduler.steerable = getattr(self._executor, "ready", None)
+        if getattr(self._executor, "runs_ahead", False):
+            device = cast("SupportsRunAhead", self._executor)
+            self._pipeline = StepPipeline(device, self.scheduler, self._fail)
         if self._mover is not None:
             progress(LoadProgress(stage="registering KV blocks"))
         transfers = self._start_moving(spec)
@@ -454,6 +461,7 @@ class EngineCore:
         incoming, outgoing = self._incoming, self._outgoing
         for handle in self._aborted.keys() & handles:
             held = incoming is not None and incoming.holds(handle)
+            held = held or (self._pipeline is not None and self._pipeline.holds(handle))
             if not held and not (outgoing is not None and outgoing.holds(handle)):
                 self.on_freed(handle, self._aborted.pop(handle))
 
@@ -535,6 +543,8 @@ class EngineCore:
             return True
         if self._fetches is not None and self._fetches.has_work:
             return True
+        if self._pipeline is not None and self._pipeline.is_busy:
+            return True
         return self.scheduler.has_work or bool(self._events or self._deltas) or self._changed
 
     def wake_at(self) -> Seconds | None:
@@ -544,15 +554,22 @@ class EngineCore:
         return min((time for time in times if time is not None), default=None)
 
     def step(self) -> list[Event]:
-        """Drop expired requests, plan and compute one step, and return its events."""
+        """Drop expired requests, plan and compute one step, and return its events. With a device
+        that runs ahead, the step may have been planned before, and the next one may be under way
+        on return."""
         started = self._clock.now()
         if self._incoming is not None:
             self._take_moved(self._poll(), started)
         self._expire(started)
         self._advance_moves(started)
-        if self.scheduler.has_work and not self._broken:
+        pipeline = self._pipeline
+        if pipeline is not None and pipeline.is_busy and not self._broken:
+            self._turn(pipeline)
+        elif self.scheduler.has_work and not self._broken:
             plan = self._plan(started)
-            if plan.chunks:
+            if pipeline is not None and pipeline.begin(plan, started):
+                self._turn(pipeline)
+            elif plan.chunks:
                 self._compute(plan, started)
             elif self.scheduler.unsteered:
                 cast("SupportsGrammarPrefetch", self._executor).wait_ready(_BREATH)
@@ -591,6 +608,7 @@ class EngineCore:
 
     def _plan(self, now: Seconds) -> StepPlan:
         plan = self.scheduler.schedule(now)
+        plan.tick = self.tick
         self._release()
         if self._early is not None:
             self._early.guard(plan, now)
@@ -641,10 +659,16 @@ class EngineCore:
             now = self._clock.now()
             self._take(plan, result, now - started, now)
 
+    def _turn(self, pipeline: StepPipeline) -> None:
+        """Take in the step that the device computes, while it computes the next."""
+        self._changed = True
+        freed = pipeline.turn(self._take, self._clock.now, self.tick)
+        if freed:
+            self._note_freed(freed)
+
     def _execute(self, plan: StepPlan) -> StepResult | None:
         """Compute the plan; None if the step failed, after its requests have got the error."""
         self._changed = True
-        plan.tick = self.tick
         try:
             result = self._executor.execute(plan)
             _check_result(plan, result)
@@ -825,6 +849,8 @@ class EngineCore:
             self._executor.close()
 
     def _end_all(self) -> int:
+        if self._pipeline is not None:
+            self._pipeline.drain()
         for handle in self.scheduler.handles():
             self._end_transfers(handle)
             self.scheduler.abort(handle)

@@ -2,7 +2,8 @@
 
 The scheduler (pure, without torch) decides what a step computes and passes it as a `StepPlan`; an
 `Executor` (torch, sim) computes it and returns one token per sampling chunk. Both live in one
-thread of the engine core and take turns: nothing here is concurrent.
+thread of the engine core and take turns: nothing here is concurrent, but a device that
+`SupportsRunAhead`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from pdserve.engine_core.scheduler.sequence import Sequence
@@ -86,6 +87,9 @@ class ScheduledChunk:
     count: int
     samples: bool
     """Whether the chunk ends at the sequence's last token, so that the next token is sampled."""
+    token_from: int | None = None
+    """Set for a chunk of one token that the host does not know yet: its index among the tokens that
+    the step before samples. `sequence` has neither the token nor the `num_computed` before it."""
 
     @property
     def vector(self) -> bool:
@@ -171,7 +175,7 @@ class Executor(Protocol):
     """Computes steps. All methods are called in the core's thread, one at a time.
 
     Optional abilities are the protocols `SupportsWeightSharing`, `SupportsKvTransfer`,
-    `SupportsTiers`, `SupportsLayerGroups` and `SupportsGrammarPrefetch`.
+    `SupportsTiers`, `SupportsLayerGroups`, `SupportsGrammarPrefetch` and `SupportsRunAhead`.
     """
 
     def load(self, spec: EngineSpec, progress: ProgressFn) -> ModelInfo:
@@ -219,6 +223,36 @@ class SupportsLayerGroups(Protocol):
     @property
     def loads_layers(self) -> bool:
         """True: `execute` calls `StepPlan.gate`."""
+        ...
+
+
+class SupportsRunAhead(Protocol):
+    """Optional ability of an executor: its device computes a step while the host plans the next.
+
+    A step is begun, sampled and finished. The next one may be begun before, but is sampled after,
+    the one before it is finished; so at most two are under way. The device works in that order.
+    """
+
+    @property
+    def runs_ahead(self) -> bool:
+        """True: the core uses the methods below for steps that only decode or end prompts."""
+        ...
+
+    def begin(self, plan: StepPlan) -> Any:
+        """Launch the forward pass; returns what stands for the step. Blocks and tokens are read
+        before it returns, since the sequences change before the device has computed them. An error
+        means that nothing was launched."""
+        ...
+
+    def sample(self, step: Any, plan: StepPlan) -> None:
+        """Launch the choice of tokens for `plan`: those chunks of the begun plan whose sequences
+        still run. The tokens before are known now, so masks and penalties are exact."""
+        ...
+
+    def finish(self, step: Any) -> StepResult:
+        """Wait until the device has ended the step; returns the result for the plan that `sample`
+        got, and an empty one if `sample` was not called or has failed. Called once for each begun
+        step, also after an error."""
         ...
 
 

@@ -156,6 +156,10 @@ class ScriptedExecutor:
         if plan.watch is not None:
             for layers in sorted(plan.watch_at):
                 plan.watch(layers)
+        return self._result(plan)
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        """What a step brings, once its KV is written."""
         faults = {
             index: "the script says: spoilt"
             for index, chunk in enumerate(plan.chunks)

@@ -20,7 +20,7 @@ core owns the scheduler and calls in turn `schedule`, (its executor), `complete`
 
 What is known of the sequences and what happens to a single one is in `scheduler_state`. Prompts
 that are prefilled elsewhere come in by `remote_admission`. A core in simulated time skips steps by
-`fast_forward`.
+`fast_forward`; one with a device plans a step before the last one has ended by `run_ahead`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 from pdserve.engine_core.executor import ScheduledChunk, StepPlan, StepResult
 from pdserve.engine_core.scheduler.fast_forward import FastForward
 from pdserve.engine_core.scheduler.remote_admission import RemoteAdmission
+from pdserve.engine_core.scheduler.run_ahead import RunAhead
 from pdserve.engine_core.scheduler.sequence import SequenceStatus
 from pdserve.engine_core.scheduler.submission import (
     Submission,
@@ -41,8 +42,6 @@ from pdserve.engine_core.scheduler.submission import (
 from pdserve.messages.request import GenerateRequest, TokenDelta, TokenLogprob
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pdserve.engine_core.scheduler.block_hasher import BlockHasher
     from pdserve.engine_core.scheduler.scheduler_state import SchedulerLimits
     from pdserve.engine_core.scheduler.sequence import Sequence
@@ -62,7 +61,7 @@ class Expired:
     """What it was doing, as text that follows "while"."""
 
 
-class Scheduler(RemoteAdmission, FastForward):
+class Scheduler(RemoteAdmission, FastForward, RunAhead):
     """Plans the steps over one block pool and keeps the state of its sequences."""
 
     def __init__(
@@ -72,9 +71,6 @@ class Scheduler(RemoteAdmission, FastForward):
         super().__init__(pool, limits, names)
         self.prefill_tokens = limits.max_batch_tokens
         """Most prompt tokens in a step; the owner may change it between steps."""
-        self.steerable: Callable[[Sequence], bool] | None = None
-        """Asked before a chunk would sample a sequence's next token; until it returns True, that
-        sequence is computed up to its last token only. None: never asked."""
         self.unsteered = 0
         """Sequences that `steerable` kept out of the last plan or cut short in it."""
         self._copying: list[tuple[int, int]] = []
@@ -121,7 +117,8 @@ class Scheduler(RemoteAdmission, FastForward):
                     self._commit(sequence)
 
     def abort(self, handle: int) -> bool:
-        """Drop a submission in any state; its blocks are free on return. False: unknown."""
+        """Drop a submission in any state; its blocks are free on return, or when the step under way
+        with it has ended. False: unknown."""
         submission = self._submissions.get(handle)
         if submission is None:
             return False

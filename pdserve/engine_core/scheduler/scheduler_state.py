@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pdserve.engine_core.scheduler.block_hasher import BlockHasher
+    from pdserve.engine_core.scheduler.step_holds import StepHolds
     from pdserve.engine_core.tiers.onboarder import Onboarder
     from pdserve.ids import Seconds
     from pdserve.kv.block_pool import BlockPool
@@ -135,6 +136,11 @@ class SchedulerState:
         """Whether that reservation waits for blocks: then no later sequence overtakes it."""
         self.onboarder: Onboarder | None = None
         """Brings blocks from lower tiers and other workers; None: there are none."""
+        self.steerable: Callable[[Sequence], bool] | None = None
+        """Asked before a chunk would sample a sequence's next token; until it returns True, that
+        sequence is computed up to its last token only. None: never asked."""
+        self._in_flight: StepHolds | None = None
+        """What the last step on the device still uses; None: no step is under way."""
         self.left: Callable[[Sequence], None] | None = None
         """Called for each sequence that gives back its blocks, before it does."""
 
@@ -356,12 +362,28 @@ class SchedulerState:
         hashes = self._names.of(sequence, full)
         first = sequence.num_committed
         parent = hashes[first - 1] if first else sequence.root
+        blocks = sequence.blocks[first:full]
+        if self._in_flight is not None and sequence in self._in_flight:
+            self._hold_twins(self._in_flight, sequence, blocks, hashes[first:full])
         # Another holder of a shared block may have committed it first, so it may have its hash.
-        sequence.blocks[first:full] = self._pool.commit_run(
-            sequence.blocks[first:full], hashes[first:full], parent
-        )
+        sequence.blocks[first:full] = self._pool.commit_run(blocks, hashes[first:full], parent)
         sequence.num_committed = full
         sequence.commit_at = (full + 1) * self._pool.block_size
+
+    def _hold_twins(
+        self, step: StepHolds, sequence: Sequence, blocks: list[int], hashes: list[bytes]
+    ) -> None:
+        """Hold the blocks that a commit replaces by others of the same content: the step under way
+        reads them."""
+        pool = self._pool
+        replaced = [
+            block
+            for block, name in zip(blocks, hashes, strict=True)
+            if pool.name(block) is None and name in pool
+        ]
+        if replaced:
+            pool.acquire(replaced)
+            step.hold(sequence, replaced, [])
 
     def _leave(self, sequence: Sequence) -> None:
         """Give back everything a running sequence holds.
@@ -375,12 +397,20 @@ class SchedulerState:
             sequence.copy_from = None
         if not self.keeps(sequence):
             kept = sequence.kept_blocks
-            if kept < len(sequence.blocks):
-                self._pool.release_early(sequence.blocks[kept:])
-            self._pool.release(sequence.blocks[:kept])
+            self._give_back(sequence, sequence.blocks[:kept], sequence.blocks[kept:])
         sequence.blocks = []
         sequence.early = None
         self._released.append(sequence)
+
+    def _give_back(self, sequence: Sequence, kept: list[int], others: list[int]) -> None:
+        """Release blocks, or leave them to the step that still uses them. `others`: those behind
+        that are not worth keeping in the cache."""
+        if self._in_flight is not None and sequence in self._in_flight:
+            self._in_flight.hold(sequence, kept, others)
+            return
+        if others:
+            self._pool.release_early(others)
+        self._pool.release(kept)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._pool.block_size)
