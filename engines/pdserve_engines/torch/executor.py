@@ -38,6 +38,7 @@ from pdserve_engines.torch.models.torch_model import TorchModel
 from pdserve_engines.torch.opened_model import open_model
 from pdserve_engines.torch.sampling.sampler import Sampler, describe
 from pdserve_engines.torch.settings import resolve_settings
+from pdserve_engines.torch.step_in_flight import StepInFlight
 from pdserve_engines.torch.tensor_parallel.leader import LeaderModel, start_leader
 from pdserve_engines.torch.tensor_parallel.shard import Shard
 from pdserve_engines.torch.tier_copier import TorchTierCopier
@@ -105,6 +106,8 @@ class TorchExecutor:
         self._cudnn_attention = CudnnAttentionOff()
         self._stream: torch.cuda.Stream | None = None
         """None: the device's default stream."""
+        self._sampled: torch.Tensor | None = None
+        """On the device, the tokens of the last step that `sample` was called for."""
         self._batch_tokens = 1
         """Tokens of the largest step."""
         self._moved = False
@@ -309,6 +312,43 @@ class TorchExecutor:
                 self._settle()
             return result
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the core begins decode steps ahead: `begin`, `sample` and `finish`."""
+        return self._settings is not None and self._settings.async_scheduling
+
+    def begin(self, plan: StepPlan) -> StepInFlight:
+        assert self.pool is not None, "allocate comes before begin"
+        assert self._model is not None
+        rows = RowSelection(plan.chunks).rows
+        with self._in_stream(), torch.inference_mode():
+            batch = make_batch(plan.chunks, rows, self.pool.layout.block_size, self._sampled)
+            try:
+                return StepInFlight(plan, self._model.forward(batch, self._after(plan)))
+            except Exception:
+                self._settle()  # what was queued before the error writes to the plan's blocks
+                raise
+
+    def sample(self, step: StepInFlight, plan: StepPlan) -> None:
+        assert self._model is not None
+        step.sequences = [chunk.sequence for chunk in plan.chunks]
+        with self._in_stream(), torch.inference_mode():
+            logits = self._model.logits(step.rows_of(plan))
+            step.sampled = self._sampler.launch(logits, step.sequences)
+        self._sampled = step.sampled.tokens
+        step.faults = self._sampler.faults(step.sequences)
+        step.lasting = self._sampler.lasting(step.sequences)
+
+    def finish(self, step: StepInFlight) -> StepResult:
+        with self._in_stream(), torch.inference_mode():
+            if step.sampled is None:
+                self._settle()
+                return StepResult([], [])
+            result = StepResult(*step.sampled.read())
+        result.lasting = step.lasting
+        _note_faults(result, range(len(result.tokens)), step.faults)
+        return result
+
     def _settle(self) -> None:
         """Wait until everything computed so far is in memory."""
         assert self._settings is not None
@@ -407,13 +447,19 @@ def _checked(
 ) -> StepResult:
     """The result with a fault for each sequence that has no next token. `why`: known reasons by
     row; without one, the model returned no numbers."""
-    if result.tokens and min(result.tokens) < 0:
-        for row, (index, token) in enumerate(zip(wanted.sampling, result.tokens, strict=True)):
-            if token < 0:
-                result.faults[index] = why.get(row, _NO_NUMBERS)
-                if row in why:
-                    result.sound.add(index)
+    _note_faults(result, wanted.sampling, why)
     return result
+
+
+def _note_faults(result: StepResult, indices: Seq[int], why: Mapping[int, str]) -> None:
+    """Enter a fault for each row without a token; `indices`: those of its chunk in the plan."""
+    if not result.tokens or min(result.tokens) >= 0:
+        return
+    for row, (index, token) in enumerate(zip(indices, result.tokens, strict=True)):
+        if token < 0:
+            result.faults[index] = why.get(row, _NO_NUMBERS)
+            if row in why:
+                result.sound.add(index)
 
 
 def _enter(device: torch.device) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _THREADS_BESIDE_GPU = 2
 _RANK_TIMEOUT: Seconds = 8.0
 """Shorter than `--stall-timeout` by default, so that the error names the rank."""
-OPTIONS = ("kernels", "classifier_from_token", "rank_timeout")
+OPTIONS = ("kernels", "classifier_from_token", "rank_timeout", "async_scheduling")
 """Names of the engine's options."""
 
 
@@ -44,6 +44,8 @@ class TorchSettings:
     rank_timeout: Seconds = _RANK_TIMEOUT
     """Longest time that a tensor-parallel rank waits for another within a step; then the engine
     ends."""
+    async_scheduling: bool = False
+    """Whether a decode step is begun before the tokens of the one before it are read."""
 
 
 def resolve_settings(spec: EngineSpec, config: ModelConfig) -> TorchSettings:
@@ -67,6 +69,7 @@ def resolve_settings(spec: EngineSpec, config: ModelConfig) -> TorchSettings:
         kernels=kernels,
         classifier_from_token=classifier_option(spec.options),
         rank_timeout=timeout_option(spec.options),
+        async_scheduling=async_option(spec.options, device, spec.tensor_parallel),
     )
 
 
@@ -142,6 +145,20 @@ def timeout_option(options: dict[str, str]) -> Seconds:
     if not 0.1 <= seconds <= 3600:
         raise ConfigError(f"engine option rank_timeout={value!r}: give 0.1 to 3600 seconds")
     return seconds
+
+
+def async_option(options: dict[str, str], device: torch.device, ranks: int) -> bool:
+    """The value of the option `async_scheduling`; `auto` is on where a device computes beside the
+    host. Raises `ConfigError`."""
+    value = options.get("async_scheduling", "auto")
+    if value not in ("auto", "on", "off"):
+        raise ConfigError(f"engine option async_scheduling={value!r}: give auto, on or off")
+    if value == "on" and ranks > 1:
+        raise ConfigError(
+            f"--tp {ranks}: ranks take one step at a time; leave out the engine option "
+            "async_scheduling=on"
+        )
+    return value == "on" or (value == "auto" and device.type == "cuda" and ranks == 1)
 
 
 def kernels_option(options: dict[str, str]) -> str:

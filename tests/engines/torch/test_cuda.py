@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from pdserve.messages.request import SamplingParams
+from pdserve.clock import SystemClock
+from pdserve.engine_core.engine_loader import load_core
+from pdserve.messages.engine import StepOutput, Submit
+from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.token_ids import token_ids
 from pdserve_engines.torch.models import attention
 from tests.engines.torch.checkpoints import NAMES, VOCAB, checkpoint, oracle_generate
-from tests.engines.torch.driver import Driver, loaded
+from tests.engines.torch.driver import Driver, loaded, spec
+
+if TYPE_CHECKING:
+    from pdserve.engine_core.kit import Core
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,6 +37,50 @@ def test_greedy_output_is_that_of_transformers_on_the_cpu(name: str) -> None:
     driver.finish(sequences, 12, chunk=7)
     assert [sequence.output for sequence in sequences] == expected
     executor.close()
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_steps_that_are_begun_ahead_bring_the_same_tokens(kernels: str) -> None:
+    """Greedy, drawn, penalised and stopped rows together, which end at different steps."""
+    prompts = [random.Random(length).choices(range(VOCAB), k=length) for length in (1, 9, 40, 12)]
+    ways = (
+        SamplingParams(max_tokens=30, temperature=0.0),
+        SamplingParams(max_tokens=25, temperature=1.0, seed=3, top_k=20),
+        SamplingParams(max_tokens=20, temperature=0.8, seed=4, repetition_penalty=1.2),
+        SamplingParams(max_tokens=40, temperature=1.0, seed=5, stop_token_ids=tuple(range(9))),
+    )
+    found = []
+    for mode in ("off", "on"):
+        core = load_core("torch", SystemClock())
+        options = {"async_scheduling": mode, "kernels": kernels}
+        core.load(
+            spec(
+                checkpoint("llama")[0],
+                device="cuda",
+                dtype="float32",
+                kv_memory=64 << 20,
+                options=options,
+            ),
+            lambda progress: None,
+        )
+        for handle, (prompt, sampling) in enumerate(zip(prompts, ways, strict=True), 1):
+            request = GenerateRequest(
+                request_id=f"r{handle}", model="m", prompt=token_ids(prompt), sampling=sampling
+            )
+            core.handle(Submit(handle=handle, request=request))
+        found.append(outputs_of(core))
+        assert core.close() == 0
+    assert found[0] == found[1]
+
+
+def outputs_of(core: Core) -> dict[int, list[int]]:
+    """Run the core until it has nothing to do; returns the tokens of each handle."""
+    outputs: dict[int, list[int]] = {}
+    while core.has_work:
+        for event in core.step():
+            for delta in event.deltas if isinstance(event, StepOutput) else ():
+                outputs.setdefault(delta.handle, []).extend(delta.tokens)
+    return outputs
 
 
 def test_the_same_noise_chooses_the_same_tokens_on_both_devices() -> None:

@@ -70,8 +70,9 @@ class Inline:
         return self.core.stats()
 
 
-@pytest.fixture
-def start(watch_blocks: Watch) -> Iterator[Callable[..., Inline]]:
+@pytest.fixture(params=["off", "on"])
+def start(watch_blocks: Watch, request: pytest.FixtureRequest) -> Iterator[Callable[..., Inline]]:
+    """Starts cores; each story is told with and without steps that are begun ahead."""
     cores: list[EngineCore] = []
 
     def make(name: str, num_blocks: int, **fields: object) -> Inline:
@@ -86,6 +87,7 @@ def start(watch_blocks: Watch) -> Iterator[Callable[..., Inline]]:
             checkpoint(name)[0],
             block_size=BLOCK,
             kv_memory=num_blocks * block_bytes * 4,
+            options={"async_scheduling": request.param},
             **fields,
         )
         capabilities = core.load(wanted, lambda progress: None)

@@ -11,6 +11,7 @@ import torch
 from pdserve.errors import ConfigError
 from pdserve_engines.torch.model_loader.config import parse_config
 from pdserve_engines.torch.settings import (
+    async_option,
     choose_device,
     choose_dtype,
     choose_threads,
@@ -75,3 +76,26 @@ def test_a_length_over_the_checkpoints_is_refused() -> None:
 def test_a_window_does_not_limit_the_length() -> None:
     config = parse_config(MISTRAL | {"sliding_window": 64})
     assert resolve_settings(spec(Path("x")), config).max_model_len == 512
+
+
+@pytest.mark.parametrize(
+    ("value", "device", "ranks", "expected"),
+    [
+        ("auto", CPU, 1, False),
+        ("auto", CUDA, 1, True),
+        ("auto", CPU, 2, False),
+        ("on", CPU, 1, True),
+        ("off", CUDA, 1, False),
+    ],
+)
+def test_steps_are_begun_ahead_where_a_device_computes_beside_the_host(
+    value: str, device: torch.device, ranks: int, expected: bool
+) -> None:
+    assert async_option({"async_scheduling": value}, device, ranks) == expected
+
+
+def test_steps_cannot_be_begun_ahead_by_ranks_or_by_words_of_ones_own() -> None:
+    with pytest.raises(ConfigError, match="--tp 2: ranks take one step at a time"):
+        async_option({"async_scheduling": "on"}, CPU, 2)
+    with pytest.raises(ConfigError, match="give auto, on or off"):
+        async_option({"async_scheduling": "maybe"}, CPU, 1)

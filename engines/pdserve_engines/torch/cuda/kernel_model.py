@@ -37,7 +37,7 @@ class KernelModel(TorchModel):
         weights, config = self._held, self._config
         step = StepAttention(batch, self._pool, config, self._windows)
         scales = query_scales(config.rope, step.positions, self._dtype)
-        x = self._embed(step.tokens)
+        x = self._embed(batch.fill(step.tokens))
         added: torch.Tensor | None = None
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):

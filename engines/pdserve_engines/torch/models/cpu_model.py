@@ -181,7 +181,7 @@ class CpuModel:
 
     def forward(self, batch: ForwardBatch, after: LayersDoneFn | None = None) -> torch.Tensor:
         hidden = np.empty((len(batch.rows), self._config.hidden_size), np.float32)
-        self._native.forward(*batch.arrays, hidden, after)
+        self._native.forward(*batch.known.arrays, hidden, after)
         return torch.from_numpy(hidden)
 
     def greedy(self, batch: ForwardBatch, after: LayersDoneFn | None = None) -> list[int]:

@@ -115,7 +115,7 @@ class TorchModel:
         }
         scales = query_scales(config.rope, positions, self._dtype)
         rows = upload(batch.rows, self._device)
-        x = self._embed(upload(batch.tokens, self._device))
+        x = self._embed(batch.fill(upload(batch.tokens, self._device)))
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
             normed = self._norm_input(layer, "attn_norm", x)

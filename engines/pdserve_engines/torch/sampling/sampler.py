@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from pdserve.messages.request import TokenLogprob
+from pdserve_engines.torch.models.download import Download
 from pdserve_engines.torch.models.upload import upload
 from pdserve_engines.torch.sampling.grammar_masks import GrammarMasks
 from pdserve_engines.torch.sampling.penalties import Penalties
@@ -41,6 +43,31 @@ _NUCLEUS_GUESS = 128
 """How many of the likeliest tokens top_p looks at before it sorts a whole row."""
 
 
+class SampledTokens:
+    """Tokens that the device has been told to choose."""
+
+    def __init__(self, tokens: torch.Tensor, raw: torch.Tensor | None, batch: RowParams) -> None:
+        """`raw`: logprobs of the rows that want some."""
+        self.tokens = tokens
+        """`[n]` int64 on the device, negative where no logit is a number."""
+        self._host = Download(tokens)
+        self._raw = raw
+        self._batch = batch
+
+    def read(self) -> tuple[list[int], list[TokenLogprob | None]]:
+        """Wait for the tokens; returns them as `Sampler.sample` does."""
+        found: list[int] = self._host.wait().tolist()
+        logprobs: list[TokenLogprob | None] = [None] * len(found)
+        if self._raw is not None:
+            wanted, params = self._batch.logprobs, self._batch.params
+            counts = [params[row].logprobs or 0 for row in wanted]
+            others = [params[row].logprob_token_ids for row in wanted]
+            records = describe(self._raw, [max(0, found[row]) for row in wanted], counts, others)
+            for row, record in zip(wanted, records, strict=True):
+                logprobs[row] = record
+        return found, logprobs
+
+
 class Sampler:
     """Samples tokens. Keeps parameters and token counts of sequences, until `forget`."""
 
@@ -60,21 +87,17 @@ class Sampler:
         Row i continues `sequences[i]`; its logprob is None unless requested. The token is negative
         where no logit is a number; the other rows are not affected.
         """
+        return self.launch(logits, sequences).read()
+
+    def launch(self, logits: torch.Tensor, sequences: list[Sequence]) -> SampledTokens:
+        """The same without waiting for the device."""
         batch = self._params.of(sequences)
-        wanted = batch.logprobs
-        raw = logits[wanted].log_softmax(-1) if wanted else None
+        raw: torch.Tensor | None = None
+        if batch.logprobs:
+            raw = logits[upload(np.array(batch.logprobs), logits.device)].log_softmax(-1)
         num_outputs = batch.num_outputs()
         self._adjust(logits, batch, num_outputs)
-        tokens = _choose(logits, batch, num_outputs)
-        found: list[int] = tokens.tolist()
-        logprobs: list[TokenLogprob | None] = [None] * len(found)
-        if raw is not None:
-            counts = [batch.params[row].logprobs or 0 for row in wanted]
-            others = [batch.params[row].logprob_token_ids for row in wanted]
-            records = describe(raw, [max(0, found[row]) for row in wanted], counts, others)
-            for row, record in zip(wanted, records, strict=True):
-                logprobs[row] = record
-        return found, logprobs
+        return SampledTokens(_choose(logits, batch, num_outputs), raw, batch)
 
     def is_plain(self, sequences: list[Sequence]) -> bool:
         """Return whether each next token is the likeliest one and nothing else is requested."""
