@@ -22,6 +22,7 @@ from pdserve.engine_core.pool_sizing import check_kv_memory
 from pdserve.engine_core.structured_output import StructuredOutputManager, read_tokenizer
 from pdserve.errors import ConfigError
 from pdserve.limits.memory import available
+from pdserve.limits.sizes import approximate_size
 from pdserve.transfer.base import Region
 from pdserve_engines.torch import warm_up
 from pdserve_engines.torch.cuda.model_choice import make_gpu_model
@@ -476,6 +477,13 @@ def _load_weights(
     on a host before they are read, those of all ranks."""
     needed = weights.nbytes(opened.config, opened.settings.dtype.itemsize)
     device = opened.settings.device
+    if opened.weight_format is not None:
+        progress(
+            f"weights: {opened.weight_format.name} is read into "
+            f"{str(opened.settings.dtype).removeprefix('torch.')}, which takes "
+            f"{approximate_size(needed)} instead of {approximate_size(opened.stored_bytes)}",
+            None,
+        )
     if device.type == "cpu" and needed > available().free:
         raise out_of_memory("weights", needed, device)
     try:

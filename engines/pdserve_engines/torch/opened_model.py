@@ -15,6 +15,7 @@ from pdserve_engines.torch.model_loader import weights
 from pdserve_engines.torch.model_loader.classifier import read_head, without_output_layer
 from pdserve_engines.torch.model_loader.config import read_config
 from pdserve_engines.torch.model_loader.safetensors_reader import Checkpoint
+from pdserve_engines.torch.model_loader.weight_formats.base import read_weight_format
 from pdserve_engines.torch.settings import resolve_settings
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from pdserve.messages.engine import EngineSpec
     from pdserve_engines.torch.model_loader.classifier import ClassificationHead
     from pdserve_engines.torch.model_loader.config import ModelConfig
+    from pdserve_engines.torch.model_loader.weight_formats.base import WeightFormat
     from pdserve_engines.torch.settings import TorchSettings
 
 __all__ = ["OpenedModel", "open_model"]
@@ -36,6 +38,14 @@ class OpenedModel:
     config: ModelConfig
     settings: TorchSettings
     head: ClassificationHead | None
+    weight_format: WeightFormat | None = None
+    """That of its quantised weights; None: it has none, or only those that a model reads itself."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all parameters in the files."""
+        names = [name for param in weights.params(self.config) for name in param.stored]
+        return sum(self.checkpoint.entries[name].nbytes for name in names)
 
     def identity(self) -> bytes:
         """A digest that tells checkpoints apart (`Checkpoint.identity`), the head included."""
@@ -52,6 +62,9 @@ def open_model(spec: EngineSpec) -> Iterator[OpenedModel]:
     settings = resolve_settings(spec, config)
     with Checkpoint(directory) as checkpoint:
         checkpoint.entries = weights.canonical(checkpoint.entries, multimodal=config.multimodal)
+        quantised = read_weight_format(directory)
+        if quantised is not None:
+            checkpoint.entries = quantised.join(checkpoint.entries)
         embeds = (directory / "modules.json").exists()
         config = weights.resolve_lm_head(config, checkpoint.entries, embeds=embeds)
         config = weights.resolve_experts(config, checkpoint.entries)
@@ -59,4 +72,4 @@ def open_model(spec: EngineSpec) -> Iterator[OpenedModel]:
         if head is not None and head.stored:
             config = without_output_layer(config)
         weights.check(config, checkpoint.entries)
-        yield OpenedModel(checkpoint, config, settings, head)
+        yield OpenedModel(checkpoint, config, settings, head, quantised)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm
 
 import pdserve
 from pdserve.clock import SystemClock

@@ -29,6 +29,7 @@ from pdserve_engines.torch.model_loader.quantization import (
 )
 from pdserve_engines.torch.model_loader.rope_config import RopeConfig, max_positions, parse_rope
 from pdserve_engines.torch.model_loader.text_part import text_part
+from pdserve_engines.torch.model_loader.weight_formats.base import METHODS, weight_format
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -168,7 +169,7 @@ def read_config(directory: Path) -> ModelConfig:
     Raises `UnsupportedCheckpoint`, which names the file or the key at fault.
     """
     raw = _read_json(directory / "config.json")
-    refuse_quantised_files(directory)
+    refuse_quantised_files(directory, text_part(raw))
     generation = directory / "generation_config.json"
     return parse_config(raw, _read_json(generation) if generation.exists() else {})
 
@@ -178,7 +179,8 @@ def parse_config(raw: Json, generation: Json | None = None) -> ModelConfig:
     family = family_of(raw)
     reader, multimodal = FAMILIES[family], not TEXT_PARTS.keys().isdisjoint(architectures(raw))
     raw = dict(reader.defaults) | text_part(raw)
-    refuse_quantised_config(raw, read=_READ_QUANTISED.get(family))
+    refuse_quantised_config(raw, read=(*METHODS, *_READ_QUANTISED.get(family, ())))
+    weight_format(raw)  # refuses settings that are not read
     layers = positive(raw, "num_hidden_layers")
     window, full_layers = parse_windows(raw, family, layers)
     fields: Fields = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "qk_norm"), False)
@@ -267,8 +269,8 @@ def _head_dim(raw: Json, hidden: int, heads: int) -> int:
 
 
 _EXPERTS = ("mixtral", "qwen3_moe", "qwen3_vl_moe", "gpt_oss")
-_READ_QUANTISED: Mapping[ModelFamily, str] = {"gpt_oss": "mxfp4"}
-"""Families whose weights may be quantised by one method: they are read into the dtype."""
+_READ_QUANTISED: Mapping[ModelFamily, tuple[str, ...]] = {"gpt_oss": ("mxfp4",)}
+"""Methods that are read for some families only."""
 
 
 def _experts(raw: Json, family: ModelFamily, layers: int) -> ExpertsConfig | None:
@@ -297,7 +299,7 @@ def _experts(raw: Json, family: ModelFamily, layers: int) -> ExpertsConfig | Non
 def _stacked_experts(raw: Json, family: ModelFamily) -> Fields:
     if family != "gpt_oss":
         return {"storage": "stacked"} if family == "qwen3_vl_moe" else {}
-    quantised = bool(raw.get("quantization_config"))
+    quantised = (raw.get("quantization_config") or {}).get("quant_method") == "mxfp4"
     if quantised:
         for key in ("hidden_size", "intermediate_size"):
             if positive(raw, key) % mxfp4.BLOCK:

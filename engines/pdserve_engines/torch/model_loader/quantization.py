@@ -1,7 +1,8 @@
-"""Recognises quantised checkpoints: by `config.json`, by files of quantising tools, or by tensors.
+"""Recognises quantised checkpoints that this engine does not read: by `config.json`, by files of
+quantising tools, or by tensors.
 
-This engine computes none of them, and reads one into the dtype. The error names the method, and the
-engine that serves it.
+The error names the method, and the engine that serves it. `mxfp4` and `weight_formats` have what is
+read.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from pdserve.errors import UnsupportedCheckpoint
 from pdserve_engines.torch.model_loader.architectures import VLLM_SERVES_IT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
     from pdserve_engines.torch.model_loader.config_keys import Json
-    from pdserve_engines.torch.model_loader.safetensors_reader import TensorEntry
+    from pdserve_engines.torch.model_loader.safetensors_reader import Entry
+
+_ORIGINAL: Final = "serve the checkpoint that it was made from, in bfloat16 or float32"
 
 _CONFIG_KEYS: Final = ("quantization_config", "compression_config")
 """Keys of `config.json`; the first releases of compressed-tensors wrote the second one."""
@@ -66,17 +69,28 @@ _BY_DTYPE: Final[Mapping[str, str]] = {
 }
 
 
-def refuse_quantised_config(raw: Json, read: str | None = None) -> None:
-    """Raise `UnsupportedCheckpoint` if `config.json` says that the weights are quantised. `read`: a
-    method that is none the less supported."""
+def refuse_quantised_config(raw: Json, read: Collection[str] = ()) -> None:
+    """Raise `UnsupportedCheckpoint` if `config.json` says that the weights are quantised. `read`:
+    methods that are none the less supported, in the first of the keys."""
     for key in _CONFIG_KEYS:
-        if raw.get(key) and _method(raw[key]) != read:
+        if raw.get(key) and not (key == _CONFIG_KEYS[0] and _method(raw[key]) in read):
             method = _method(raw[key])
             raise _refusal(f"config.json: {key} ({method})", method.lower() in _BY_VLLM)
 
 
-def refuse_quantised_files(directory: Path) -> None:
-    """Raise `UnsupportedCheckpoint` if a quantising tool left a file that says so."""
+def refused_scheme(method: str, what: str) -> UnsupportedCheckpoint:
+    """The error for settings that are not read, of a method that is."""
+    return UnsupportedCheckpoint(
+        f"config.json: quantization_config ({method}): {what}: not supported by the torch engine: "
+        f"{VLLM_SERVES_IT}; or {_ORIGINAL}"
+    )
+
+
+def refuse_quantised_files(directory: Path, raw: Json) -> None:
+    """Raise `UnsupportedCheckpoint` if a quantising tool left a file that says so. What
+    `config.json` says, `raw`, counts more."""
+    if any(raw.get(key) for key in _CONFIG_KEYS):
+        return
     for name, tool in _FILES.items():
         path = directory / name
         if not path.exists():
@@ -87,7 +101,7 @@ def refuse_quantised_files(directory: Path) -> None:
             raise _refusal(f"{name}: {method}", by_vllm=True)
 
 
-def refuse_quantised_tensors(entries: Mapping[str, TensorEntry]) -> None:
+def refuse_quantised_tensors(entries: Mapping[str, Entry]) -> None:
     """Raise `UnsupportedCheckpoint` if names or dtypes show it, whatever the files say."""
     for end, method in _BY_NAME.items():
         for name in entries:
@@ -115,7 +129,7 @@ def _algorithm(path: Path) -> Any:
 
 def _refusal(what: str, by_vllm: bool = False) -> UnsupportedCheckpoint:
     """`by_vllm`: whether vLLM loads this. It needs a file that says so, tensors are not enough."""
-    remedy = "serve the checkpoint that it was made from, in bfloat16 or float32"
+    remedy = _ORIGINAL
     if by_vllm:
         remedy = f"{VLLM_SERVES_IT}; or {remedy}"
     return UnsupportedCheckpoint(

@@ -19,13 +19,15 @@ from pdserve.errors import UnsupportedCheckpoint
 from pdserve_engines.torch.model_loader.architectures import VLLM_SERVES_IT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
     from types import TracebackType
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 BYTES = {"U8": torch.uint8}
-"""Of quantised weights."""
+"""Of MXFP4."""
+_QUANTISED = {"F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32}
+"""Of `weight_formats`."""
 
 _HEADER_LIMIT = 100 << 20
 """Most bytes of the JSON header; the reference implementation refuses more."""
@@ -49,6 +51,35 @@ class TensorEntry:
     def nbytes(self) -> int:
         return self.end - self.begin
 
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        """The tensors in files that it is made of: itself."""
+        return (self,)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedEntry:
+    """A float32 tensor that is computed from several stored ones."""
+
+    name: str
+    shape: tuple[int, ...]
+    stored: tuple[TensorEntry, ...]
+    """What it is computed from, in the order that `read` takes."""
+    read: Callable[..., torch.Tensor]
+    """Computes it from the stored tensors, to which it must not write."""
+
+    @property
+    def dtype(self) -> str:
+        return "F32"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the files."""
+        return sum(entry.nbytes for entry in self.stored)
+
+
+Entry = TensorEntry | JoinedEntry
+
 
 class Checkpoint:
     """Every tensor of a directory by name. Holds one private mapping per file it has read from."""
@@ -56,23 +87,30 @@ class Checkpoint:
     def __init__(self, directory: Path) -> None:
         """Read the headers. Raises `UnsupportedCheckpoint` with the file and what is wrong."""
         self._maps: dict[Path, mmap.mmap] = {}
-        self.entries: dict[str, TensorEntry] = {}
+        self.entries: dict[str, Entry] = {}
+        files: dict[str, str] = {}
         for file in _files(directory):
             for entry in read_header(file):
-                if entry.name in self.entries:
-                    other = self.entries[entry.name].file.name
+                if other := files.get(entry.name):
                     raise UnsupportedCheckpoint(
                         f"{file}: tensor {entry.name} is in {other} as well"
                     )
+                files[entry.name] = file.name
                 self.entries[entry.name] = entry
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The stored tensor, backed by the file's pages. Valid until `close`; never write to it."""
+        """The tensor, backed by the file's pages unless it is computed. Valid until `close`; never
+        write to it."""
         entry = self.entries[name]
-        dtype = (DTYPES | BYTES).get(entry.dtype)
+        if isinstance(entry, JoinedEntry):
+            return entry.read(*map(self._stored, entry.stored))
+        return self._stored(entry)
+
+    def _stored(self, entry: TensorEntry) -> torch.Tensor:
+        dtype = (DTYPES | BYTES | _QUANTISED).get(entry.dtype)
         if dtype is None:
             raise UnsupportedCheckpoint(
-                f"{entry.file}: tensor {name} has dtype {entry.dtype}; "
+                f"{entry.file}: tensor {entry.name} has dtype {entry.dtype}; "
                 f"only {', '.join(DTYPES)} are supported"
             )
         count = math.prod(entry.shape)
@@ -90,12 +128,14 @@ class Checkpoint:
         """
         digest = hashlib.sha256()
         for name in sorted(names):
-            entry = self.entries[name]
-            digest.update(repr((name, entry.dtype, entry.shape)).encode())
-            mapping = self._mapping(entry.file)
-            middle = entry.begin + entry.nbytes // 2
-            for start in (entry.begin, middle, max(entry.begin, entry.end - _SAMPLE)):
-                digest.update(mapping[start : min(start + _SAMPLE, entry.end)])
+            stored = self.entries[name].stored
+            for part, entry in enumerate(stored):
+                label = f"{name}.{part}" if part else name
+                digest.update(repr((label, entry.dtype, entry.shape)).encode())
+                mapping = self._mapping(entry.file)
+                middle = entry.begin + entry.nbytes // 2
+                for start in (entry.begin, middle, max(entry.begin, entry.end - _SAMPLE)):
+                    digest.update(mapping[start : min(start + _SAMPLE, entry.end)])
         return digest.digest()
 
     def close(self) -> None:
@@ -153,7 +193,11 @@ def _entry(file: Path, name: str, fields: Any, base: int, size: int) -> TensorEn
     except (TypeError, KeyError, ValueError) as error:
         raise UnsupportedCheckpoint(f"{file}: tensor {name}: malformed entry") from error
     expected = math.prod(shape) * _ITEMSIZE.get(dtype, 1)
-    if begin < base or end < begin or (dtype in DTYPES | BYTES and end - begin != expected):
+    if (
+        begin < base
+        or end < begin
+        or (dtype in DTYPES | BYTES | _QUANTISED and end - begin != expected)
+    ):
         raise UnsupportedCheckpoint(f"{file}: tensor {name}: its offsets do not fit its shape")
     if end > size:
         raise UnsupportedCheckpoint(

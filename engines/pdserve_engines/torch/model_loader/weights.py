@@ -19,7 +19,7 @@ from pdserve_engines.torch.model_loader.safetensors_reader import (
     BYTES,
     DTYPES,
     Checkpoint,
-    TensorEntry,
+    Entry,
 )
 from pdserve_engines.torch.model_loader.stacked_experts import StackedExperts
 
@@ -192,27 +192,26 @@ models), and as part of a multimodal model by older and newer tools."""
 _OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "visual.")
 
 
-def canonical(
-    entries: Mapping[str, TensorEntry], *, multimodal: bool = False
-) -> dict[str, TensorEntry]:
+def canonical(entries: Mapping[str, Entry], *, multimodal: bool = False) -> dict[str, Entry]:
     """The tensors under the names that `params` uses, without the other parts of a multimodal
     model. `multimodal`: whether the configuration says that it is one."""
     stem = next((stem for stem in _STEMS if f"{stem}embed_tokens.weight" in entries), "model.")
     others = multimodal or "language_model" in stem
-    named: dict[str, TensorEntry] = {}
+    named: dict[str, Entry] = {}
     for name, entry in entries.items():
         bare = name.removeprefix("model.")
         if others and bare.startswith(_OTHER_PARTS):
             continue
-        if name.endswith("lm_head.weight"):
-            named["lm_head.weight"] = entry
+        _, head, rest = name.rpartition("lm_head.")
+        if head:
+            named[f"lm_head.{rest}"] = entry
         else:
             named[f"model.{name.removeprefix(stem)}" if name.startswith(stem) else name] = entry
     return named
 
 
 def resolve_lm_head(
-    config: ModelConfig, entries: Mapping[str, TensorEntry], *, embeds: bool
+    config: ModelConfig, entries: Mapping[str, Entry], *, embeds: bool
 ) -> ModelConfig:
     """Return the configuration with the output layer decided. `embeds`: the checkpoint's other
     files say that it is an embedding model; in any other model a missing output layer is an
@@ -226,7 +225,7 @@ def resolve_lm_head(
     return replace(config, headless=False)
 
 
-def resolve_experts(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> ModelConfig:
+def resolve_experts(config: ModelConfig, entries: Mapping[str, Entry]) -> ModelConfig:
     """Return the configuration with the layout of stacked experts decided. Published checkpoints of
     Qwen3-VL store [in_features, out_features]; other tools may write the transposed matrices."""
     experts = config.experts
@@ -239,7 +238,7 @@ def resolve_experts(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> 
     return by_rows if fits else config
 
 
-def check(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> None:
+def check(config: ModelConfig, entries: Mapping[str, Entry]) -> None:
     """Refuse a checkpoint whose tensors are not exactly the model's, naming the first few."""
     wanted = {name: shape for param in params(config) for name, shape in param.stored.items()}
     extra = [name for name in entries if name not in wanted and not _is_harmless(name, config)]
@@ -290,17 +289,25 @@ def load(
         if param.stacked is not None:
             place(param, param.stacked.read(checkpoint.tensor))
         else:
-            tensors = [checkpoint.tensor(name) for name, _ in param.parts]
-            part, tensors = (param, tensors) if shard is None else shard.cut(param, tensors)
+            part = param
+            tensors: Iterable[torch.Tensor] = (checkpoint.tensor(name) for name, _ in param.parts)
+            if shard is not None:
+                part, tensors = shard.cut(param, list(tensors))
             place(part, _arranged(held, param, tensors))
         done += size
         progress("loading weights", done / total)
 
 
-def _arranged(config: ModelConfig, param: Param, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def _arranged(
+    config: ModelConfig, param: Param, parts: Iterable[torch.Tensor]
+) -> Iterable[torch.Tensor]:
     """The parts that the models take: gate and up apart, and the dimensions of each head of q and k
     in the order of `RopeConfig.head_order`, by which no score changes."""
     name = param.key.rpartition(".")[2]
+    if name.startswith("experts"):
+        # One by one: dequantised, those of a layer take more memory than the rest of it.
+        return parts
+    tensors = list(parts)
     if name.startswith("gate_up") and len(tensors) == 1:
         return list(tensors[0].chunk(2))
     order = config.rope.head_order(config.head_dim)

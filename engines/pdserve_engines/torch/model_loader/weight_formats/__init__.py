@@ -1,0 +1,1 @@
+"""Reads quantised weights, one file for each format; `base` says which formats there are."""
