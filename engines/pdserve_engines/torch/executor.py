@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -169,11 +169,13 @@ class TorchExecutor:
     def _share(self, owner: _Loaded, spec: EngineSpec) -> _Loaded | None:
         """Share the owner's weights; None if they are gone."""
         settings = resolve_settings(spec, owner.config)
-        if settings.kernels != owner.settings.kernels:
-            raise ConfigError(
-                f"engine option kernels={settings.kernels}: the core to share weights with has "
-                f"{owner.settings.kernels}"
-            )
+        for name in ("kernels", "kv_cache_dtype"):
+            wanted, there = getattr(settings, name), getattr(owner.settings, name)
+            if wanted != there:
+                raise ConfigError(
+                    f"engine option {name}={wanted}: the core to share weights with has {there}"
+                )
+        settings = replace(settings, kv_scales=owner.settings.kv_scales)
         model = owner.model.sibling(settings)
         if model is None:
             _log.warning("the core to share weights with is closed: reading the weights again")
@@ -199,7 +201,9 @@ class TorchExecutor:
         if isinstance(self._model, LeaderModel):
             layout = self._model.allocate(layout, num_blocks)
         with self._in_stream():
-            self.pool = KvPool(layout, num_blocks, settings.dtype, settings.device)
+            self.pool = KvPool(
+                layout, num_blocks, settings.kv_dtype, settings.device, settings.kv_scales
+            )
             # The pool has to be zeroed before a peer writes to it, on any stream.
             self._settle()
         self._model.bind(self.pool)
@@ -519,6 +523,8 @@ def make_model(config: ModelConfig, settings: TorchSettings, progress: ProgressF
         progress(f"kernels: {made.kernels}{why and f' (none in Triton: {why})'}", None)
         return made
     reason = unsupported_reason(config, settings.device)
+    if settings.kv_cache_dtype != "auto":
+        reason = f"they read no KV in {settings.kv_cache_dtype}"
     if settings.kernels == "torch":
         reason = "they were not asked for"
     elif settings.kernels == "triton":

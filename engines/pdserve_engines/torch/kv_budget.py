@@ -129,7 +129,9 @@ def plan_kv(
     return KvBudget(min(proposed, useful), most, reason)
 
 
-def step_memory(spec: EngineSpec, config: ModelConfig, itemsize: int) -> StepMemory:
+def step_memory(
+    spec: EngineSpec, config: ModelConfig, itemsize: int, kv_itemsize: int
+) -> StepMemory:
     """Estimate how much the largest step of torch's kernels allocates. Counted are:
     `torch_model.py` (activations of one layer, rotary embedding in float32), `attention.py`
     (boolean masks of every window, the bias that attention makes of one; keys and values of a
@@ -145,6 +147,9 @@ def step_memory(spec: EngineSpec, config: ModelConfig, itemsize: int) -> StepMem
     logits = (itemsize + 3 * 4 + 2 * 8) * config.vocab_size
     windows = len({config.window(layer) for layer in range(config.num_layers)})
     of_pool = GATHERED / config.num_layers
+    if kv_itemsize != itemsize:
+        # What is gathered is widened, too.
+        of_pool *= 1 + itemsize / kv_itemsize
     scores = 0
     if config.attention_cap is not None:
         scores = SCORES_AT_ONCE * _CAPPED_SCORE

@@ -49,7 +49,10 @@ def model_info(
         weight_bytes=weight_bytes,
         kv_memory=budget.proposed,
         compat_hash=compat_hash(
-            config.for_context(settings.max_model_len), layout, dtype, identity
+            config.for_context(settings.max_model_len),
+            layout,
+            dtype,
+            identity + kv_format(settings),
         ),
         embedding_size=config.hidden_size,
         generates=not config.headless,
@@ -71,7 +74,7 @@ def kv_block_shape(spec: EngineSpec, config: ModelConfig, settings: TorchSetting
         kv_heads=config.kv_heads,
         block_size=spec.block_size,
         head_dim=config.head_dim,
-        itemsize=settings.dtype.itemsize,
+        itemsize=settings.kv_dtype.itemsize,
     )
 
 
@@ -79,7 +82,7 @@ def plan_kv_budget(
     spec: EngineSpec, config: ModelConfig, settings: TorchSettings, room: AvailableMemory
 ) -> KvBudget:
     """The KV budget in this available memory."""
-    needs = step_memory(spec, config, settings.dtype.itemsize)
+    needs = step_memory(spec, config, settings.dtype.itemsize, settings.kv_dtype.itemsize)
     layout = kv_block_shape(spec, config, settings)
     budget = plan_kv(room, spec, layout, settings.max_model_len, needs)
     copies = max(1, spec.tensor_parallel // config.kv_heads)
@@ -87,6 +90,14 @@ def plan_kv_budget(
         return budget
     reason = f"{budget.reason}, for {copies} copies of each KV head on the ranks"
     return KvBudget(budget.proposed // copies, budget.most // copies, reason)
+
+
+def kv_format(settings: TorchSettings) -> bytes:
+    """What a byte of KV means, if that does not follow from the dtype; else empty, as it was before
+    there were other formats."""
+    if settings.kv_cache_dtype == "auto":
+        return b""
+    return repr((settings.kv_cache_dtype, settings.kv_scales)).encode()
 
 
 def compat_hash(config: ModelConfig, layout: KvBlockShape, dtype: str, identity: bytes) -> str:

@@ -7,13 +7,14 @@ its configuration. It allocates nothing on a device.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdserve_engines.torch.model_loader import weights
 from pdserve_engines.torch.model_loader.classifier import read_head, without_output_layer
 from pdserve_engines.torch.model_loader.config import read_config
+from pdserve_engines.torch.model_loader.kv_scales import take_kv_scales
 from pdserve_engines.torch.model_loader.safetensors_reader import Checkpoint
 from pdserve_engines.torch.model_loader.weight_formats.base import read_weight_format
 from pdserve_engines.torch.settings import resolve_settings
@@ -62,6 +63,9 @@ def open_model(spec: EngineSpec) -> Iterator[OpenedModel]:
     settings = resolve_settings(spec, config)
     with Checkpoint(directory) as checkpoint:
         checkpoint.entries = weights.canonical(checkpoint.entries, multimodal=config.multimodal)
+        scales = take_kv_scales(checkpoint, config.num_layers)
+        if settings.kv_cache_dtype != "auto":
+            settings = replace(settings, kv_scales=scales)
         quantised = read_weight_format(directory)
         if quantised is not None:
             checkpoint.entries = quantised.join(checkpoint.entries)

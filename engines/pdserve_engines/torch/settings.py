@@ -14,17 +14,26 @@ from pdserve import accel
 from pdserve.engine_core.kit import check_options
 from pdserve.errors import ConfigError
 from pdserve_engines.torch.cpus import available_cpus
+from pdserve_engines.torch.fp8_kv import FP8
 
 if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.messages.engine import EngineSpec
     from pdserve_engines.torch.model_loader.config import ModelConfig
+    from pdserve_engines.torch.model_loader.kv_scales import KvScales
 
 
 _THREADS_BESIDE_GPU = 2
 _RANK_TIMEOUT: Seconds = 8.0
 """Shorter than `--stall-timeout` by default, so that the error names the rank."""
-OPTIONS = ("kernels", "classifier_from_token", "rank_timeout", "async_scheduling")
+_KV_CACHE_DTYPES = {"auto": "auto", "fp8_e4m3": "fp8_e4m3", "fp8": "fp8_e4m3"}
+OPTIONS = (
+    "kernels",
+    "classifier_from_token",
+    "rank_timeout",
+    "async_scheduling",
+    "kv_cache_dtype",
+)
 """Names of the engine's options."""
 
 
@@ -34,18 +43,27 @@ class TorchSettings:
 
     device: torch.device
     dtype: torch.dtype
-    """Data type of weights, activations and KV."""
+    """Data type of weights and activations."""
     threads: int
     max_model_len: int
     kernels: str = "auto"
     """`auto`, `torch`, `triton`, `native`, or one of the native instruction sets."""
     classifier_from_token: tuple[str, ...] = ()
     """Tokens of which the output layer's rows make a classification head; empty: none."""
+    kv_cache_dtype: str = "auto"
+    """`auto`: KV has the data type of the activations; `fp8_e4m3`: it is rounded to FP8."""
+    kv_scales: KvScales = ()
+    """The checkpoint's scales of keys and values, with `fp8_e4m3`."""
     rank_timeout: Seconds = _RANK_TIMEOUT
     """Longest time that a tensor-parallel rank waits for another within a step; then the engine
     ends."""
     async_scheduling: bool = False
     """Whether a decode step is begun before the tokens of the one before it are read."""
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Data type of KV."""
+        return self.dtype if self.kv_cache_dtype == "auto" else FP8
 
 
 def resolve_settings(spec: EngineSpec, config: ModelConfig) -> TorchSettings:
@@ -58,8 +76,9 @@ def resolve_settings(spec: EngineSpec, config: ModelConfig) -> TorchSettings:
         )
     device = choose_device(spec.device)
     kernels = kernels_option(spec.options)
+    kv_cache_dtype = kv_cache_option(spec.options)
     if spec.tensor_parallel > 1:
-        _check_ranks(spec, device, kernels)
+        _check_ranks(spec, device, kernels, kv_cache_dtype)
     threads = choose_threads(spec.threads or available_cpus(), device)
     return TorchSettings(
         device=device,
@@ -67,13 +86,14 @@ def resolve_settings(spec: EngineSpec, config: ModelConfig) -> TorchSettings:
         threads=max(1, threads // spec.tensor_parallel),
         max_model_len=max_model_len,
         kernels=kernels,
+        kv_cache_dtype=kv_cache_dtype,
         classifier_from_token=classifier_option(spec.options),
         rank_timeout=timeout_option(spec.options),
         async_scheduling=async_option(spec.options, device, spec.tensor_parallel),
     )
 
 
-def _check_ranks(spec: EngineSpec, device: torch.device, kernels: str) -> None:
+def _check_ranks(spec: EngineSpec, device: torch.device, kernels: str, kv_cache_dtype: str) -> None:
     """Raise `ConfigError` for what does not work with several ranks."""
     flag = f"--tp {spec.tensor_parallel}"
     if device.type != "cpu":
@@ -82,6 +102,11 @@ def _check_ranks(spec: EngineSpec, device: torch.device, kernels: str) -> None:
         raise ConfigError(
             f"{flag}: ranks compute with torch's kernels; leave out the engine option "
             f"kernels={kernels}"
+        )
+    if kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"{flag}: KV in FP8 works with one rank only; leave out the engine option "
+            f"kv_cache_dtype={kv_cache_dtype}"
         )
     if spec.tiers is not None and spec.tiers.is_used:
         raise ConfigError(
@@ -133,6 +158,14 @@ def classifier_option(options: dict[str, str]) -> tuple[str, ...]:
             "those for irrelevant and relevant ones, as in no,yes"
         )
     return tokens
+
+
+def kv_cache_option(options: dict[str, str]) -> str:
+    """The value of the option `kv_cache_dtype`, under vLLM's names. Raises `ConfigError`."""
+    value = options.get("kv_cache_dtype", "auto")
+    if value not in _KV_CACHE_DTYPES:
+        raise ConfigError(f"engine option kv_cache_dtype={value!r}: give auto or fp8_e4m3")
+    return _KV_CACHE_DTYPES[value]
 
 
 def timeout_option(options: dict[str, str]) -> Seconds:

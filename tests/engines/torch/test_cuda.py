@@ -126,7 +126,7 @@ def test_causal_attention_without_masks_computes_what_masks_compute(
     sampling = SamplingParams(max_tokens=2, temperature=0.0, logprobs=5)
     found = []
     for skips in (True, False):
-        monkeypatch.setattr(attention, "_skips_hidden_keys", lambda pool, skips=skips: skips)
+        monkeypatch.setattr(attention, "_skips_hidden_keys", lambda *_, skips=skips: skips)
         for chunk in (50, 13):
             executor = loaded(checkpoint(name)[0], device="cuda", dtype="bfloat16")
             driver = Driver(executor)

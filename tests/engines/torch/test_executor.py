@@ -305,7 +305,7 @@ def test_the_zeros_of_a_pool_are_there_before_anybody_writes(
     vars(made).update(
         info=SimpleNamespace(layout=None),
         _stream=SimpleNamespace(),
-        _settings=SimpleNamespace(dtype=None, device=device),
+        _settings=SimpleNamespace(kv_dtype=None, kv_scales=(), device=device),
         _model=SimpleNamespace(bind=lambda pool: done.append("bound")),
     )
     monkeypatch.setattr(module, "KvPool", lambda *_: done.append("zeros"))

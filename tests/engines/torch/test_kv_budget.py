@@ -85,7 +85,7 @@ def test_no_more_is_taken_than_could_be_used() -> None:
 def gpu(free: int, total: int, **fields: Any) -> KvBudget:
     wanted = anything(block_size=32, **fields)
     room = AvailableMemory(free, "cuda:0", total, own=total - free)
-    return plan_kv(room, wanted, LAYOUT_8B, 131072, step_memory(wanted, LLAMA_8B, 2))
+    return plan_kv(room, wanted, LAYOUT_8B, 131072, step_memory(wanted, LLAMA_8B, 2, 2))
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
@@ -95,7 +95,7 @@ def test_pools_and_steps_of_all_cores_fit_into_what_a_gpu_has_free(
 ) -> None:
     free = (total - 17) * GIB
     wanted = anything(kv_share=share, block_size=32)
-    needs = step_memory(wanted, LLAMA_8B, 2)
+    needs = step_memory(wanted, LLAMA_8B, 2, 2)
     found = gpu(free, total * GIB, kv_share=share)
     assert found.proposed <= found.most
     pool = found.most * share
@@ -109,8 +109,8 @@ def test_pools_and_steps_of_all_cores_fit_into_what_a_gpu_has_free(
 
 def test_bounded_scores_need_memory_of_their_own() -> None:
     wanted = anything(block_size=32)
-    plain = step_memory(wanted, LLAMA_8B, 2)
-    bounded = step_memory(wanted, replace(LLAMA_8B, attention_cap=50.0), 2)
+    plain = step_memory(wanted, LLAMA_8B, 2, 2)
+    bounded = step_memory(wanted, replace(LLAMA_8B, attention_cap=50.0), 2, 2)
     assert bounded.fixed - plain.fixed == SCORES_AT_ONCE * 16
     assert plain.of_pool < bounded.of_pool < 1.1 * plain.of_pool
 
@@ -130,7 +130,7 @@ def test_workers_of_several_processes_divide_a_gpu() -> None:
         taken += weights
         wanted = anything(block_size=32, gpu_memory_utilization=0.45)
         room = AvailableMemory(total - taken, "cuda:0", total, own=weights)
-        needs = step_memory(wanted, LLAMA_8B, 2)
+        needs = step_memory(wanted, LLAMA_8B, 2, 2)
         found = plan_kv(room, wanted, LAYOUT_8B, 131072, needs)
         assert found.proposed > 8 * GIB
         taken += found.proposed + needs.fixed

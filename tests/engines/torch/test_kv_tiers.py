@@ -92,11 +92,25 @@ def both(engines: TieredPair) -> TieredPair:
     return engines
 
 
-def made(kernels: str, folder: Path, model: Path | None = None, **changes: Any) -> TieredPair:
+def made(
+    kernels: str,
+    folder: Path,
+    model: Path | None = None,
+    kv_cache_dtype: str = "auto",
+    **changes: Any,
+) -> TieredPair:
     spec = engine_spec(model or checkpoint("qwen3")[0], kernels, max_sequences=6)
+    spec.options["kv_cache_dtype"] = kv_cache_dtype
     # Every step looks at every block.
     spec = replace(spec, kv_memory=POOL if model is None else spec.kv_memory)
     return tiered_pair(spec, folder, request([1], max_tokens=1), **changes)
+
+
+def test_kv_in_fp8_comes_back_from_every_place(tmp_path: Path) -> None:
+    pair = made("torch", tmp_path, kv_cache_dtype="fp8_e4m3")
+    for dice, layout in enumerate(("DHSP.", "HS", "SP", "D.")):
+        case(pair, layout, dice - 1, dice)
+    pair.close()
 
 
 def case(pair: TieredPair, layout: str, border: int, dice: int, **changes: Any) -> None:

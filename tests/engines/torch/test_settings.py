@@ -99,3 +99,26 @@ def test_steps_cannot_be_begun_ahead_by_ranks_or_by_words_of_ones_own() -> None:
         async_option({"async_scheduling": "on"}, CPU, 2)
     with pytest.raises(ConfigError, match="give auto, on or off"):
         async_option({"async_scheduling": "maybe"}, CPU, 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        ("auto", torch.bfloat16),
+        ("fp8_e4m3", torch.float8_e4m3fn),
+        ("fp8", torch.float8_e4m3fn),  # vLLM's other name for it
+    ],
+)
+def test_kv_may_have_a_dtype_of_its_own(value: str, dtype: torch.dtype) -> None:
+    wanted = spec(Path("m"), dtype="bfloat16", options={"kv_cache_dtype": value})
+    settings = resolve_settings(wanted, parse_config(LLAMA))
+    assert (settings.dtype, settings.kv_dtype) == (torch.bfloat16, dtype)
+
+
+def test_other_kinds_of_kv_are_refused_by_name() -> None:
+    config = parse_config(LLAMA)
+    with pytest.raises(ConfigError, match="kv_cache_dtype='fp8_e5m2': give auto or fp8_e4m3"):
+        resolve_settings(spec(Path("m"), options={"kv_cache_dtype": "fp8_e5m2"}), config)
+    ranks = spec(Path("m"), options={"kv_cache_dtype": "fp8"}, tensor_parallel=2)
+    with pytest.raises(ConfigError, match="--tp 2: KV in FP8 works with one rank only"):
+        resolve_settings(ranks, config)

@@ -54,6 +54,7 @@ class _Check:
 
     def __init__(self, config: ModelConfig, settings: TorchSettings) -> None:
         self._config, self._device, self._dtype = config, settings.device, settings.dtype
+        self._kv_dtype = settings.kv_dtype
         self._generator = torch.Generator().manual_seed(0)
 
     def norm(self) -> float:
@@ -74,7 +75,8 @@ class _Check:
         """Stores the keys of two sequences token by token, and attends from the last ones."""
         config, dim = self._config, self._config.head_dim
         counts = [-(-length // _BLOCK) for length in _LENGTHS]
-        pool = self._draw(sum(counts) + 1, 2, config.kv_heads, _BLOCK, dim).fill_(torch.nan)
+        pool = self._draw(sum(counts) + 1, 2, config.kv_heads, _BLOCK, dim)
+        pool = pool.fill_(torch.nan).to(self._kv_dtype)
         tables = np.arange(len(pool) - 1, dtype=np.int32)[::-1] + 1
         starts = np.cumsum([0, *counts], dtype=np.int32)[:-1]
         positions = np.concatenate([np.arange(each, dtype=np.int32) for each in _LENGTHS])
@@ -110,7 +112,10 @@ class _Check:
             own = slice(end, end + length)
             end += length
             keys, values = (
-                part.transpose(0, 1).repeat_interleave(config.groups, dim=0)
+                part.to(self._kv_dtype)
+                .float()
+                .transpose(0, 1)
+                .repeat_interleave(config.groups, dim=0)
                 for part in (turned[own, config.num_heads :], heads[own, split:])
             )
             query = turned[end - 1, : config.num_heads].unsqueeze(1)

@@ -35,7 +35,7 @@ class KernelModel(TorchModel):
     def forward(self, batch: ForwardBatch, after: LayersDoneFn | None = None) -> torch.Tensor:
         assert self._pool is not None, "bind comes before forward"
         weights, config = self._held, self._config
-        step = StepAttention(batch, self._pool, config, self._windows)
+        step = StepAttention(batch, self._pool, config, self._windows, self._dtype)
         scales = query_scales(config.rope, step.positions, self._dtype)
         x = self._embed(batch.fill(step.tokens))
         added: torch.Tensor | None = None
@@ -85,6 +85,7 @@ class KernelModel(TorchModel):
             step.blocks,
             self._pool.tensor[:, index],
             norms,
+            self._pool.scales(index),
         )
         if scales is not None:
             qkv.view(len(qkv), -1, config.head_dim)[:, : config.num_heads] *= scales

@@ -40,9 +40,15 @@ class StepAttention:
     """`[R]` rows whose hidden state is wanted."""
 
     def __init__(
-        self, batch: ForwardBatch, pool: KvPool, config: ModelConfig, windows: Iterable[int | None]
+        self,
+        batch: ForwardBatch,
+        pool: KvPool,
+        config: ModelConfig,
+        windows: Iterable[int | None],
+        dtype: torch.dtype,
     ) -> None:
-        """`windows`: those of all layers, None for a layer that sees all tokens."""
+        """`windows`: those of all layers, None for a layer that sees all tokens. `dtype`: that of
+        the queries."""
         self._pool, self._config = pool, config
         self._scale = (config.query_scalar or config.head_dim) ** -0.5
         split = split_batch(batch)
@@ -81,6 +87,7 @@ class StepAttention:
                 listed,
                 config.query_scalar,
                 config.attention_cap,
+                dtype=dtype,
             )
 
     def attend(self, index: int, qkv: torch.Tensor) -> torch.Tensor:
@@ -92,7 +99,8 @@ class StepAttention:
         if self._prompts is not None and not self._decodes:
             return self._prompts.attend(index, queries, window).flatten(1)
         out = qkv.new_empty((len(qkv), heads * dim))
-        rules = ScoreRules(self._scale, window, config.attention_cap)
+        scales = self._pool.scales(index)
+        rules = ScoreRules(self._scale, window, config.attention_cap, scales)
         attend_decodes(qkv, out, self._pool.tensor[:, index], self._inputs[window], rules)
         if self._prompts is not None:
             found = self._prompts.attend(index, queries[self._prompt_rows], window)

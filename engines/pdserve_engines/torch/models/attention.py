@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from pdserve_engines.torch.fp8_kv import round_rows, widen
 from pdserve_engines.torch.models.attention_sinks import with_sink_key, with_sinks
 from pdserve_engines.torch.models.capped_attention import attend_capped
 from pdserve_engines.torch.models.upload import upload
@@ -62,10 +63,11 @@ class PagedAttention:
         cap: float | None = None,
         *,
         sinks: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """`windows`: those of all layers, None for a layer that sees all tokens. Scores are divided
         by the root of `query_scalar`; None: of the head's dimension. Then they are bounded by
-        `cap`. `sinks`: whether heads have them."""
+        `cap`. `sinks`: whether heads have them. `dtype`: that of the queries; None: the pool's."""
         self._pool = pool
         self._layout = layout = pool.layout
         self._groups = groups
@@ -73,7 +75,8 @@ class PagedAttention:
         self._cap = cap
         self._sinks = sinks
         self._device = pool.tensor.device
-        self._skips = cap is None and _skips_hidden_keys(pool.tensor)
+        self._dtype = dtype or pool.tensor.dtype
+        self._skips = cap is None and _skips_hidden_keys(self._device, self._dtype)
         self._block_heads = layout.num_layers * 2 * layout.kv_heads
         self._slots = self._slot_index(batch)
         self._clear_fresh_blocks(batch)
@@ -87,6 +90,8 @@ class PagedAttention:
     def write(self, layer: int, rows: torch.Tensor) -> None:
         """Store `[T, 2 * kv_heads, head_dim]` of the batch's own tokens: the keys of all heads,
         then their values."""
+        if self._pool.is_fp8:
+            rows = round_rows(rows, self._pool.scales(layer))
         rows = rows.reshape(-1, self._layout.head_dim)
         self._pool.tokens[layer].index_copy_(0, self._slots, rows)
 
@@ -157,6 +162,9 @@ class PagedAttention:
         kv_heads, dim = self._layout.kv_heads, self._layout.head_dim
         rows = self._pool.heads[layer].index_select(0, group.heads)
         keys, values = rows.view(2, group.n, kv_heads, -1, dim)[:, :, :, : group.length].unbind()
+        if self._pool.is_fp8:
+            key_scale, value_scale = self._pool.scales(layer)
+            return widen(keys, key_scale, self._dtype), widen(values, value_scale, self._dtype)
         return keys, values
 
     def _clear_fresh_blocks(self, batch: ForwardBatch) -> None:
@@ -168,7 +176,7 @@ class PagedAttention:
         fresh = (batch.positions % size == 0) & (batch.positions + size > ends)
         if fresh.any():
             blocks = upload(batch.blocks(size)[fresh], self._device)
-            self._pool.tensor.index_fill_(0, blocks, 0)
+            self._pool.clear(blocks)
 
     def _slot_index(self, batch: ForwardBatch) -> torch.Tensor:
         """Rows of `KvPool.tokens` for each token's keys, then its values."""
@@ -228,14 +236,14 @@ class PagedAttention:
         mask = mask[:, None].repeat(1, 1, self._groups, 1)
         if count == 1 and self._device.type == "cuda":
             # Otherwise every layer makes this of the mask again. A prompt's would be too large.
-            return _bias(mask, self._pool.tensor.dtype)
+            return _bias(mask, self._dtype)
         return mask
 
 
-def _skips_hidden_keys(pool: torch.Tensor) -> bool:
+def _skips_hidden_keys(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether causal attention without a mask is the better way there: kernels that skip hidden
     keys and share a group's keys take half precision on a GPU only."""
-    return pool.device.type == "cuda" and pool.dtype != torch.float32
+    return device.type == "cuda" and dtype != torch.float32
 
 
 def _bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -108,6 +108,7 @@ class TorchModel:
             config.query_scalar,
             config.attention_cap,
             sinks=config.sinks,
+            dtype=self._dtype,
         )
         positions = upload(batch.positions, self._device)
         angles: dict[RopeConfig | None, _Angles | None] = {

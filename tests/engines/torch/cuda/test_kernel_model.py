@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from pdserve.engine_core.executor import KvBlockShape, ScheduledChunk
-from pdserve_engines.torch.cuda import decode_attention, decode_plan
+from pdserve_engines.torch.cuda import (
+    decode_attention,
+    decode_plan,
+    kernel_model,
+    step_attention,
+)
 from pdserve_engines.torch.cuda.kernel_model import KernelModel
 from pdserve_engines.torch.cuda.support import unsupported_reason
+from pdserve_engines.torch.fp8_kv import FP8
 from pdserve_engines.torch.kv_pool import KvPool
 from pdserve_engines.torch.model_loader.config import ModelConfig, parse_config
 from pdserve_engines.torch.model_loader.weights import params
@@ -19,6 +25,9 @@ from pdserve_engines.torch.models.forward_batch import make_batch
 from pdserve_engines.torch.models.torch_model import TorchModel
 from pdserve_engines.torch.settings import TorchSettings
 from tests.engines.torch.driver import sequence
+
+if TYPE_CHECKING:
+    from pdserve_engines.torch.model_loader.kv_scales import KvScales
 
 BLOCK = 16
 SEGMENT = 64
@@ -92,8 +101,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 class Side:
     """A model with a pool of its own, in which free places are NaN."""
 
-    def __init__(self, model: TorchModel, config: ModelConfig, device: torch.device) -> None:
-        layout = KvBlockShape(config.num_layers, config.kv_heads, BLOCK, config.head_dim, 4)
+    def __init__(
+        self,
+        model: TorchModel,
+        config: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        scales: KvScales = (),
+    ) -> None:
+        size = dtype.itemsize
+        layout = KvBlockShape(config.num_layers, config.kv_heads, BLOCK, config.head_dim, size)
         generator = torch.Generator().manual_seed(1)
         for param in params(config):
             parts = []
@@ -101,7 +118,7 @@ class Side:
                 part = torch.randn(shape, generator=generator) * 0.1
                 parts.append(part + 1 if "norm" in name and not config.float_norms else part)
             model.place(param, parts)
-        self.model, self.pool = model, KvPool(layout, 40, torch.float32, device)
+        self.model, self.pool = model, KvPool(layout, 40, dtype, device, scales)
         self.pool.tensor.fill_(torch.nan)
         model.bind(self.pool)
 
@@ -170,3 +187,25 @@ def test_steps_are_those_of_torch(
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     kernels.close()
     plain.close()
+
+
+def test_each_layer_of_an_fp8_pool_has_its_own_scales(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they do is tested with the kernels: Triton's interpreter rounds to FP8 wrongly."""
+    stored: list[object] = []
+    read: list[object] = []
+
+    def attend(*args: Any) -> None:
+        args[1].zero_()
+        read.append(args[-1].kv_scales)
+
+    monkeypatch.setattr(kernel_model, "rotate_store", lambda *args: stored.append(args[-1]))
+    monkeypatch.setattr(step_attention, "attend_decodes", attend)
+    config, scales = parse_config(LLAMA), ((0.5, 2.0), (3.0, 0.25))
+    settings = TorchSettings(device, torch.float32, 1, 600, kv_cache_dtype="fp8_e4m3")
+    side = Side(KernelModel(config, settings), config, device, FP8, scales)
+    with torch.inference_mode():
+        side.model.forward(make_batch([chunk(5, 4, [3], 0)], [0], BLOCK))
+    assert stored == read == list(scales)
+    side.close()

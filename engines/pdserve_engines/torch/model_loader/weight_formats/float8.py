@@ -30,7 +30,7 @@ _DTYPE: Final = "F8_E4M3"
 _SCALES: Final = ("_scale", "_scale_inv")
 """What follows the name of a weight in that of its scale: of compressed-tensors, and of the method
 `fp8`, which multiplies by it, too."""
-_UNUSED: Final = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
+_UNUSED: Final = (".input_scale", ".output_scale", ".q_scale")
 """Ends of names of other scales."""
 
 
