@@ -43,6 +43,8 @@ _WORDS: Final[Mapping[str, str]] = {
     "unseen": "the demand has been seen for {seconds:.0f} s, and {limit:.0f} s must be known",
     "regret": "a removal at {before:.2f} work/s had to be undone; the load is {work:.2f} work/s "
     "now, and must be below {limit:.2f}",
+    "paired": "the last workers need each other: {modes}; one that does both jobs would do, and "
+    "modes has none",
     "changing": "waits for {action} of {what}",
     "unwanted": "the {action} of {what} is no longer needed, and is withdrawn",
     "operator": "{reason}",

@@ -133,6 +133,9 @@ def _no_victim(scene: Scene) -> Binding:
     size, floor = len(staying(scene)), scene.floor
     if size - 1 < floor:
         return Binding("floor", {"floor": floor, "workers": size})
+    mix = mix_of(slot_of(one) for one in staying(scene))
+    if not reasons and not _smaller(scene, mix):
+        return Binding("paired", {"modes": " and ".join(sorted(mix))})
     return Binding("operator", {"reason": reasons[0] if reasons else "no worker may be removed"})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.planner.tick import Refusal
-from tests.planner.support import Bench, actions, config, pool
+from tests.planner.support import Bench, actions, binding, config, pool
 from tests.planner.test_core import crowd, mine
 
 
@@ -21,6 +21,11 @@ def test_the_mode_with_room_gives_a_worker():
     """2 work/s: half of it for 2 prefill workers, three tenths of that for 3 decode workers."""
     assert actions(split(2, 3, 1.0, decode_weight=0.3).last) == ["begin stop w10"]
     assert actions(split(3, 2, 1.0, decode_weight=1.6).last) == ["begin stop w1"]
+
+
+def test_two_that_need_each_other_are_said_to():
+    bench = split(1, 1, 0.01)
+    assert binding(bench.last).startswith("the last workers need each other: decode and prefill")
 
 
 def test_every_worker_keeps_something_to_do():

@@ -397,6 +397,14 @@ def _changing(look: _Look, binding: Binding) -> str:
     return "" if what in found else f"only {found} are under way"
 
 
+def _paired(look: _Look, binding: Binding) -> str:
+    modes = sorted(one.mode for one in look.ready if one.hard_end is None)
+    if modes != ["decode", "prefill"]:
+        return f"workers that stay are {modes}"
+    wanted = {*look.pool.modes} & {"aggregated", "both"}
+    return f"one could become {min(wanted)}" if wanted else ""
+
+
 def _unwanted(look: _Look, binding: Binding) -> str:
     kinds = [one.kind for one in look.changes("start") if one.state == "ending"]
     return "" if binding.figures["what"] in kinds else f"only starts of {kinds} end"
@@ -461,6 +469,7 @@ RULES: Final[dict[str, Callable[[_Look, Binding], str]]] = {
     "unseen": _unseen,
     "regret": _regret,
     "changing": _changing,
+    "paired": _paired,
     "unwanted": _unwanted,
     "operator": _operator,
     "paused": _paused,

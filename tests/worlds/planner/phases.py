@@ -1,7 +1,8 @@
 """What planners must come to once nothing goes wrong any more.
 
 steady   the same load all the time: after a while nothing changes any more
-idle     no load: the pool shrinks to its minimum, and no instance is left that no plan knows
+idle     no load: the pool shrinks to its minimum, and no instance is left that no plan knows; a
+         prefill and a decode worker stay where no other mode is wanted
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
     from pdserve.ids import Seconds
+    from pdserve.planner.config import PoolConfig
     from tests.worlds.planner.stage import Stage
+    from tests.worlds.world import VirtualHost
 
     Until = Callable[..., Awaitable[None]]
 
@@ -72,10 +75,23 @@ def _undecided(stage: Stage) -> Iterator[str]:
 
 def _too_many(stage: Stage) -> Iterator[str]:
     for pool in stage.setup.config.pools:
-        ready = [host.name for host in serving(stage.world) if host.settings.model == pool.model]
-        if len(ready) != pool.min:
-            words = [one.words(pool.model) for one in stage.planners()]
-            yield f"{pool.min} workers of {pool.model} are enough: {ready}; {words}"
+        ready = [host for host in serving(stage.world) if host.settings.model == pool.model]
+        least = _least(pool, [_mode(host) for host in ready])
+        if len(ready) != least:
+            names, words = [h.name for h in ready], [p.words(pool.model) for p in stage.planners()]
+            yield f"{least} workers of {pool.model} are enough: {names}; {words}"
+
+
+def _least(pool: PoolConfig, modes: list[str]) -> int:
+    """Fewest workers of a pool whose workers have these modes. Where no worker may do both jobs, as
+    after an operator's pin, a prefill and a decode worker need each other."""
+    wanted = {*(pool.modes or modes)}
+    return max(pool.min, 1 if wanted & {"aggregated", "both"} else len({*modes}))
+
+
+def _mode(host: VirtualHost) -> str:
+    assert isinstance(host.part, OrderedWorker)
+    return host.part.service.mode
 
 
 def _unrest(stage: Stage) -> Iterator[str]:

@@ -47,6 +47,7 @@ LIES: dict[str, dict[str, Any]] = {
     "cooldown": {"seconds": 10.0, "limit": 120.0},
     "unseen": {"seconds": 20.0, "limit": 300.0},
     "regret": {"before": 0.5, "work": 0.5, "limit": 0.4},
+    "paired": {"modes": "decode and prefill"},
     "changing": {"action": "stop", "what": "w1"},
     "unwanted": {"action": "start", "what": "gpu"},
     "operator": {"reason": "w1 is pinned"},
