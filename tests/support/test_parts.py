@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -190,3 +191,114 @@ def test_an_environment_of_vllm_that_cannot_be_made_is_no_failed_test(module, mo
     printed = capfd.readouterr().out
     assert "no network" in printed
     assert "once more" not in printed
+
+
+ONE = """
+import pathlib, pytest, time
+
+@pytest.mark.vllm
+def test_it():
+    with (pathlib.Path(__file__).parent / "ran").open("a") as file:
+        file.write("{name} ")
+    {body}
+"""
+
+
+def write_halves(folder: Path, **bodies: str) -> None:
+    for name, body in bodies.items():
+        (folder / f"test_{name}.py").write_text(ONE.format(name=name, body=body))
+
+
+def test_a_first_failure_ends_the_halves_that_run_beside(
+    pytester: pytest.Pytester, module, monkeypatch
+):
+    """The second half is not begun, and the first one does not go on for a minute."""
+    write_halves(pytester.path, clusters="time.sleep(60)", engines="pass")
+    monkeypatch.setattr(module, "MAKE_VLLM", ("true",))
+    ran = pytester.path / "ran"
+
+    def together(arguments, cache):
+        end = time.monotonic() + 20
+        while not ran.exists():
+            assert time.monotonic() < end, "no half runs"
+            time.sleep(0.01)
+        return module.FAILED
+
+    monkeypatch.setattr(module, "run_together", together)
+    begun = time.monotonic()
+    assert module.main(["all", "-q", "-x"]) == module.FAILED
+    assert time.monotonic() - begun < 50.0
+    assert ran.read_text() == "clusters "
+
+
+def test_a_first_failure_with_vllm_is_the_end_of_all(
+    pytester: pytest.Pytester, module, monkeypatch
+):
+    write_halves(pytester.path, clusters="assert False", engines="pass")
+    monkeypatch.setattr(module, "MAKE_VLLM", ("true",))
+    monkeypatch.setattr(module, "part", lambda *arguments: 0)
+    assert module.main(["all", "-q", "-x"]) == module.FAILED
+    assert (pytester.path / "ran").read_text() == "clusters "
+
+
+def test_after_an_interrupt_no_half_begins(module, monkeypatch):
+    interrupted, begun = threading.Event(), []
+    all_halves = module.halves
+
+    def halves(arguments, cache):
+        assert interrupted.wait(20.0)
+        return all_halves(arguments, cache)
+
+    def together(arguments, cache):
+        threading.Timer(0.1, interrupted.set).start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.QuietHalves, "_make", lambda self: 0)
+    monkeypatch.setattr(module, "halves", halves)
+    monkeypatch.setattr(module, "run_together", together)
+    monkeypatch.setattr(module, "start_vllm", lambda *arguments, output: begun.append(arguments))
+    with pytest.raises(KeyboardInterrupt):
+        module.main(["all", "-q"])
+    assert not begun
+
+
+def test_a_second_try_that_is_killed_is_a_failure(module, monkeypatch, tmp_path):
+    class Killed:
+        def wait(self) -> int:
+            return -9
+
+    monkeypatch.setattr(module, "failed_tests", lambda cache: ["one"])
+    monkeypatch.setattr(module, "part", lambda *arguments: 0)
+    monkeypatch.setattr(module, "start_vllm", lambda *arguments: Killed())
+    assert module.run_again(tmp_path, ["-q"]) == -9
+
+
+def test_a_condition_on_marks_holds_beside_that_of_the_part():
+    assert script().marked("vllm", ["-q"]) == ["-m", "vllm", "-q"]
+    found = script().marked("not vllm", ["-m", "not slow", "-x"])
+    assert found == ["-m", "(not vllm) and (not slow)", "-x"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "chosen"),
+    [
+        (["-q"], [*script().CLUSTERS, *script().ENGINES]),
+        (["-k", "bench"], [*script().CLUSTERS, *script().ENGINES]),
+        (["tests/planner"], []),
+        (["tests/e2e"], ["tests/e2e/vllm"]),
+        (["tests/e2e/vllm/test_tiers.py::test_it"], ["tests/e2e/vllm/test_tiers.py::test_it"]),
+        (["tests/contracts", "tests/e2e/vllm"], ["tests/e2e/vllm", "tests/contracts"]),
+    ],
+)
+def test_of_vllms_tests_those_run_that_are_named(arguments, chosen):
+    commands = script().halves(arguments, Path("cache"))
+    found = [each for half in commands for each in half[half.index("-o") + 2 :]]
+    assert found == chosen
+    assert all("bench" in half for half in commands if "-k" in arguments)
+
+
+def test_where_no_named_test_is_vllms_its_environment_is_not_made(module, monkeypatch):
+    monkeypatch.setattr(module, "MAKE_VLLM", ("false",))
+    monkeypatch.setattr(module, "part", lambda *arguments: 0)
+    assert module.main(["all", str(Path(__file__))]) == 0
+    assert module.main(["vllm", str(Path(__file__))]) == module.NONE_CHOSEN
