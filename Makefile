@@ -48,9 +48,11 @@ help:
 serve: $(VENV)/.deps-serve $(BUILT)
 	@exec $(BIN)/pdserve $(SERVE_FLAGS) $(ARGS)
 
-# WAIT_FOR=PID: tests begin when that process has ended, such as one that installs what they need.
+# WAIT_FOR=PID: tests begin when that process has ended, such as one that installs what they need. They
+# do not wait for ever: those that miss something say what.
 test: checks
-	@$(if $(WAIT_FOR),tail --pid=$(WAIT_FOR) -f /dev/null)
+	@$(if $(WAIT_FOR),timeout --foreground 1800 tail --pid=$(WAIT_FOR) -f /dev/null || \
+	  $(SAY) "process $(WAIT_FOR) has not ended within half an hour: the tests begin")
 	@if [ -e .venv-vllm ] || [ -n "$(PDSERVE_REQUIRE_VLLM)" ]; then \
 	  $(MAKE) --no-print-directory test-here SUITE=all; \
 	else $(MAKE) --no-print-directory test-here && \
