@@ -89,9 +89,10 @@ class RunAhead(SchedulerState):
 
 
 def _is_plain(chunk: ScheduledChunk) -> bool:
-    """Return whether the chunk's result is a token, and changes no other sequence."""
+    """Return whether the chunk's result is a token alone, and changes no other sequence."""
     sequence = chunk.sequence
     if not chunk.samples or sequence.forks or sequence.early is not None:
         return False
-    begun = sequence.first_token is not None
-    return begun or sequence.request.sampling.prompt_logprobs is None
+    # A prompt that is computed again, after a preemption, has logprobs again.
+    predicts = chunk.start < sequence.prompt_len - 1
+    return not predicts or sequence.request.sampling.prompt_logprobs is None

@@ -197,3 +197,17 @@ def test_prompt_logprobs_arrive_whole_with_the_first_token(start: Callable[..., 
                 found = found or event.deltas[0].prompt_logprobs
     assert found is not None
     assert [record.token for record in found] == prompt[1:]
+
+
+def test_prompt_logprobs_outlast_a_preemption(start: Callable[..., Inline]) -> None:
+    """The prompt is computed again, with tokens that were sampled, and predicts its own again."""
+    inline = start("llama", num_blocks=10, max_model_len=10 * BLOCK, prefix_cache=False)
+    model, prompts = model_for("llama", 10 * BLOCK), {}
+    sampling = SamplingParams(max_tokens=40, temperature=0.0, prompt_logprobs=1)
+    for seed in range(2):
+        prompt = prompt_of(14, seed)
+        prompts[inline.submit(prompt, sampling)] = prompt
+    inline.run()
+    assert inline.stats.preemptions > 0
+    for handle, prompt in prompts.items():
+        assert inline.outputs[handle, 0] == oracle_generate(model, prompt, 40)
