@@ -162,6 +162,14 @@ class Checkpoint:
         return self._maps[file]
 
 
+def check_dtype(entry: Entry, wanted: Iterable[str]) -> None:
+    """Raise `UnsupportedCheckpoint` unless the tensor has one of these dtypes."""
+    if entry.dtype not in wanted:
+        raise UnsupportedCheckpoint(
+            f"tensor {entry.name} has dtype {entry.dtype}, supported are {', '.join(wanted)}"
+        )
+
+
 def read_header(file: Path) -> list[TensorEntry]:
     """The tensors of one safetensors file, checked against the file's size."""
     try:

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.errors import UnsupportedCheckpoint
 from pdserve_engines.torch.model_loader.quantization import refused_scheme
-from pdserve_engines.torch.model_loader.safetensors_reader import JoinedEntry
+from pdserve_engines.torch.model_loader.safetensors_reader import (
+    DTYPES,
+    JoinedEntry,
+    check_dtype,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -56,6 +60,7 @@ class Float8:
         return found
 
     def _matrix(self, weight: Entry, scale: Entry) -> JoinedEntry:
+        check_dtype(scale, DTYPES)
         block = _scaled_block(weight.shape, scale.shape, self.block)
         if block is None:
             raise UnsupportedCheckpoint(
@@ -64,6 +69,8 @@ class Float8:
             )
 
         def read(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+            if not (scales.isfinite() & (scales > 0)).all():
+                raise UnsupportedCheckpoint(f"tensor {scale.name}: a scale is no positive number")
             return dequantise(values, scales, block)
 
         return JoinedEntry(weight.name, weight.shape, (*weight.stored, *scale.stored), read)
@@ -91,7 +98,7 @@ def _scaled_block(
     if scale in ((), (1,), (1, 1)):
         return rows, columns
     if block is not None and scale == (-(-rows // block[0]), -(-columns // block[1])):
-        return block
+        return min(block[0], rows), min(block[1], columns)
     if scale == (rows,):
         return 1, columns
     if len(scale) == 2 and scale[0] == rows and scale[1] and columns % scale[1] == 0:
@@ -110,9 +117,9 @@ def parse_compressed_tensors(written: Json) -> Float8:
     method = "compressed-tensors"
     for problem in _problems(written):
         raise refused_scheme(method, problem)
-    blocks = {tuple(_weights(group).get("block_structure") or ()) for _, group in _groups(written)}
-    sizes = [block for block in blocks if block]
-    if len(sizes) > 1 or any(not _is_block(block) for block in sizes):
+    found = [_weights(group).get("block_structure") for _, group in _groups(written)]
+    sizes = [block for block in found if block is not None]
+    if any(not _is_block(block) or block != sizes[0] for block in sizes):
         raise refused_scheme(method, f"block_structure {sizes}")
     return Float8(method, (sizes[0][0], sizes[0][1]) if sizes else None)
 
@@ -143,7 +150,9 @@ def _problems(written: Json) -> Iterator[str]:
     if written.get("format") not in _FORMATS:
         yield f"format {written.get('format')!r}"
     sparsity = written.get("sparsity_config") or {}
-    if sparsity.get("format", "dense") != "dense":
+    if not isinstance(sparsity, dict):
+        yield f"sparsity_config {sparsity!r}"
+    elif sparsity.get("format", "dense") != "dense":
         yield f"sparsity_config.format {sparsity['format']!r}"
     if written.get("transform_config"):
         yield "transform_config, which rotates weights and activations"

@@ -16,7 +16,11 @@ import torch
 
 from pdserve.errors import UnsupportedCheckpoint
 from pdserve_engines.torch.model_loader.quantization import refused_scheme
-from pdserve_engines.torch.model_loader.safetensors_reader import JoinedEntry
+from pdserve_engines.torch.model_loader.safetensors_reader import (
+    DTYPES,
+    JoinedEntry,
+    check_dtype,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,6 +32,8 @@ __all__ = ["Gptq", "dequantise", "parse_gptq"]
 
 _BITS: Final = (4, 8)
 _WORD: Final = 32
+_CODES: Final = ("I32",)
+"""Dtypes of what is packed, and of indices."""
 _ONE_LESS: Final[Mapping[str, bool]] = {"gptq": True, "gptq_v2": False}
 """By `checkpoint_format`: whether zero points are stored less one."""
 
@@ -48,6 +54,8 @@ class Gptq:
         found = dict(entries)
         for name in [name for name in found if name.endswith(".qweight")]:
             stem = name.removesuffix(".qweight")
+            if f"{stem}.weight" in found:
+                raise UnsupportedCheckpoint(f"tensor {stem}.weight: {name} is there as well")
             found[f"{stem}.weight"] = self._matrix(stem, found)
         return found
 
@@ -61,17 +69,10 @@ class Gptq:
         groups = entries.pop(f"{stem}.g_idx", None)
         bits = _bits(qweight, qzeros, scales)
         inputs = qweight.shape[0] * _WORD // bits
-        if groups is not None and groups.shape != (inputs,):
-            raise UnsupportedCheckpoint(
-                f"tensor {groups.name}: shape {list(groups.shape)}, expected [{inputs}]"
-            )
-        if groups is None and inputs % scales.shape[0]:
-            raise UnsupportedCheckpoint(
-                f"tensor {scales.name}: {scales.shape[0]} groups do not divide {inputs} inputs, "
-                "and there is no g_idx"
-            )
+        _check_groups(groups, inputs, scales)
 
         def read(*tensors: torch.Tensor) -> torch.Tensor:
+            _check_values(stem, *tensors[2:])
             return dequantise(bits, *tensors, one_less=self.one_less)
 
         stored = [*qweight.stored, *qzeros.stored, *scales.stored]
@@ -118,7 +119,9 @@ def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _bits(qweight: Entry, qzeros: Entry, scales: Entry) -> int:
-    """Bits of a code. Raises `UnsupportedCheckpoint` if the shapes fit none that is read."""
+    """Bits of a code. Raises `UnsupportedCheckpoint` if dtypes or shapes fit none that is read."""
+    for entry, dtypes in ((qweight, _CODES), (qzeros, _CODES), (scales, DTYPES)):
+        check_dtype(entry, dtypes)
     if all(len(entry.shape) == 2 for entry in (qweight, qzeros, scales)):
         outputs, (groups, words) = qweight.shape[1], qzeros.shape
         for bits in _BITS:
@@ -128,12 +131,42 @@ def _bits(qweight: Entry, qzeros: Entry, scales: Entry) -> int:
     raise UnsupportedCheckpoint(f"tensors do not fit GPTQ's format in 4 or 8 bits: {shapes}")
 
 
+def _check_groups(groups: Entry | None, inputs: int, scales: Entry) -> None:
+    """Raise `UnsupportedCheckpoint` unless each input has a group. `groups`: the `g_idx`."""
+    if groups is not None:
+        check_dtype(groups, _CODES)
+        if groups.shape != (inputs,):
+            raise UnsupportedCheckpoint(
+                f"tensor {groups.name}: shape {list(groups.shape)}, expected [{inputs}]"
+            )
+    elif not scales.shape[0] or inputs % scales.shape[0]:
+        raise UnsupportedCheckpoint(
+            f"tensor {scales.name}: {scales.shape[0]} groups do not divide {inputs} inputs, "
+            "and there is no g_idx"
+        )
+
+
+def _check_values(stem: str, scales: torch.Tensor, g_idx: torch.Tensor | None = None) -> None:
+    """Raise `UnsupportedCheckpoint` for values that no tool writes.
+
+    A single scale may be zero: weights below float16's smallest number have such a group.
+    """
+    if not scales.isfinite().all() or not scales.any():
+        raise UnsupportedCheckpoint(
+            f"tensor {stem}.scales: a scale is no finite number, or all are zero"
+        )
+    if g_idx is not None and not ((g_idx >= 0) & (g_idx < len(scales))).all():
+        raise UnsupportedCheckpoint(
+            f"tensor {stem}.g_idx: a group is not one of the {len(scales)} in {stem}.scales"
+        )
+
+
 def parse_gptq(written: Json) -> Gptq:
     """The format of a `quantization_config` of GPTQ. Raises `UnsupportedCheckpoint`."""
     bits, kind = written.get("bits"), written.get("checkpoint_format") or "gptq"
     if bits not in _BITS:
         raise refused_scheme("gptq", f"bits {bits!r}")
-    if kind not in _ONE_LESS:
+    if not isinstance(kind, str) or kind not in _ONE_LESS:
         raise refused_scheme("gptq", f"checkpoint_format {kind!r}")
     if written.get("is_marlin_format"):
         raise refused_scheme("gptq", "is_marlin_format")

@@ -161,6 +161,7 @@ def with_group(**fields: Any) -> dict[str, Any]:
             CONFIG | {"sparsity_config": {"format": "sparse-24-bitmask"}},
             "sparsity_config.format 'sparse-24-bitmask'",
         ),
+        (CONFIG | {"sparsity_config": ["dense"]}, "sparsity_config ['dense']"),
         (CONFIG | {"transform_config": {"config_groups": {}}}, "transform_config"),
         (CONFIG | {"config_groups": None}, "config_groups is no object"),
         (with_group(weights=WEIGHTS | {"num_bits": 4}), "g.weights: 4 bits of type float"),
@@ -171,7 +172,10 @@ def with_group(**fields: Any) -> dict[str, Any]:
             with_group(input_activations=ACTIVATIONS | {"type": "int"}),
             "g.input_activations: 8 bits of type int",
         ),
-        (with_group(weights=WEIGHTS | {"block_structure": "no"}), "block_structure"),
+        *(
+            (with_group(weights=WEIGHTS | {"block_structure": bad}), f"block_structure [{bad!r}]")
+            for bad in ("no", 128, [[1], [2]], [0, 1], [1.5, 2], {"rows": 1}, [])
+        ),
     ],
 )
 def test_other_schemes_are_refused_by_name(changed: dict[str, Any], complaint: str) -> None:
@@ -205,6 +209,32 @@ def test_only_scales_that_fit_are_taken(tmp_path: Path) -> None:
         with fits as checkpoint, pytest.raises(UnsupportedCheckpoint) as bad:
             Float8("fp8", (3, 3)).join(checkpoint.entries)
         assert f"weight_scale: shape {shape} does not fit" in bad.value.message
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, torch.nan, torch.inf])
+def test_a_scale_is_a_positive_number(tmp_path: Path, bad: float) -> None:
+    weight, scale = torch.ones(4, 6).to(torch.float8_e4m3fn), torch.ones(4, 1)
+    scale[2] = bad
+    with stored(tmp_path, weight=weight, weight_scale=scale) as checkpoint:
+        checkpoint.entries = Float8("fp8", None).join(checkpoint.entries)
+        with pytest.raises(UnsupportedCheckpoint, match="weight_scale: a scale is no positive"):
+            checkpoint.tensor("weight")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_a_scale_in_another_dtype_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Bytes are exponents, for the tools that write them."""
+    weight, scale = torch.ones(4, 6).to(torch.float8_e4m3fn), torch.ones(4, 1).to(dtype)
+    held = stored(tmp_path, weight=weight, weight_scale=scale)
+    with held as checkpoint, pytest.raises(UnsupportedCheckpoint, match=r"weight_scale has dtype"):
+        Float8("fp8", None).join(checkpoint.entries)
+
+
+def test_a_block_may_be_larger_than_the_weight(tmp_path: Path) -> None:
+    weight, scale = torch.ones(4, 6).to(torch.float8_e4m3fn), torch.tensor([[2.0], [3.0]])
+    with stored(tmp_path, weight=weight, weight_scale=scale) as checkpoint:
+        checkpoint.entries = Float8("fp8", (2, 1 << 50)).join(checkpoint.entries)
+        assert checkpoint.tensor("weight")[:, 5].tolist() == [2.0, 2.0, 3.0, 3.0]
 
 
 def test_a_checkpoint_is_told_apart_by_its_scales(tmp_path: Path) -> None:

@@ -147,6 +147,7 @@ def test_tensors_become_one_entry(tmp_path: Path) -> None:
     ("changed", "complaint"),
     [
         ({"scales": None}, "tensor a.scales is missing"),
+        ({"weight": torch.ones(16, 64)}, "tensor a.weight: a.qweight is there as well"),
         ({"qzeros": None}, "tensor a.qzeros is missing"),
         ({"g_idx": torch.zeros(63, dtype=torch.int32)}, "a.g_idx: shape [63], expected [64]"),
         ({"scales": torch.ones(2, 15)}, "do not fit GPTQ's format in 4 or 8 bits: a.qweight"),
@@ -159,6 +160,18 @@ def test_tensors_become_one_entry(tmp_path: Path) -> None:
             },
             "3 groups do not divide 64 inputs",
         ),
+        (
+            {
+                "g_idx": None,
+                "scales": torch.ones(0, 16),
+                "qzeros": torch.zeros(0, 2, dtype=torch.int32),
+            },
+            "0 groups do not divide 64 inputs",
+        ),
+        ({"scales": torch.ones(2, 16).int()}, "a.scales has dtype I32, supported are F32"),
+        ({"qweight": torch.ones(8, 16)}, "a.qweight has dtype F32, supported are I32"),
+        ({"qzeros": torch.ones(2, 2)}, "a.qzeros has dtype F32"),
+        ({"g_idx": torch.zeros(64)}, "a.g_idx has dtype F32"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(
@@ -169,9 +182,35 @@ def test_tensors_that_do_not_fit_are_refused(
     assert complaint in error.value.message
 
 
+@pytest.mark.parametrize("bad", [-1, 2])
+def test_an_input_without_a_group_is_refused(tmp_path: Path, bad: int) -> None:
+    """A negative group would be one of the last ones."""
+    g_idx = torch.arange(64, dtype=torch.int32) // 32
+    g_idx[5] = bad
+    with joined(tmp_path, g_idx=g_idx) as checkpoint, pytest.raises(UnsupportedCheckpoint) as error:
+        checkpoint.tensor("a.weight")
+    assert "a.g_idx: a group is not one of the 2 in a.scales" in error.value.message
+
+
+@pytest.mark.parametrize("values", [[1.0, torch.nan], [1.0, torch.inf], [0.0, 0.0]])
+def test_scales_are_numbers(tmp_path: Path, values: list[float]) -> None:
+    scales = torch.tensor(values)[:, None].repeat(1, 16)
+    with joined(tmp_path, scales=scales) as checkpoint, pytest.raises(UnsupportedCheckpoint) as bad:
+        checkpoint.tensor("a.weight")
+    assert "a.scales: a scale is no finite number, or all are zero" in bad.value.message
+
+
+def test_a_group_of_tiny_weights_may_have_a_zero_scale(tmp_path: Path) -> None:
+    scales = torch.ones(2, 16).half()
+    scales[1] = 0
+    with joined(tmp_path, scales=scales) as checkpoint:
+        assert checkpoint.tensor("a.weight").isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("changed", "complaint"),
     [
+        ({"checkpoint_format": ["gptq"]}, "checkpoint_format ['gptq']"),
         ({"bits": 3}, "bits 3"),
         ({"bits": None}, "bits None"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
