@@ -108,22 +108,24 @@ class StepPipeline:
         if planned is not None:
             planned.tick = tick
             try:
-                following = self._launch(planned, clock())
+                # At once: whatever happens to the host, `drain` waits for it.
+                self._step = following = self._launch(planned, clock())
             except Exception as error:
                 lost = error
         result = self._finish(step)
         now = clock()
         took, self._ended = now - max(step.began, self._ended), now
-        if result is not None:
-            self._take_in(step.plan, result, lambda plan, result: take(plan, result, took, now))
-        freed = self._scheduler.landed(step.holds)
+        try:
+            if result is not None:
+                self._take_in(step.plan, result, lambda plan, result: take(plan, result, took, now))
+        finally:
+            freed = self._scheduler.landed(step.holds)
         if planned is not None and lost is not None:
             self._fail(_running(planned), lost)
         if following is not None:
             self.steps_ahead += 1
             following.plan = _running(following.plan)
             self._sample(following)
-            self._step = following
         return freed
 
     def _take_in(

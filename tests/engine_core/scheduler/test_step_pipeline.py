@@ -331,6 +331,28 @@ def test_a_call_that_fails_ends_the_requests_of_its_step_and_no_others(
     assert made.close() == 0
 
 
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_core_that_breaks_while_it_takes_a_step_in_waits_for_the_next(
+    stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with blocks of a request that has ended left to the step."""
+    device = LateDevice()
+    made = engine(device)
+    core = made.core
+    assert isinstance(core, EngineCore)
+    ledger = made.submit(request([5, 6, 7]))
+    made.submit(request([8, 9]))
+    made.step()
+    if stops:
+        made.abort(ledger)
+    monkeypatch.setattr(core.scheduler, "complete", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        made.step()
+    assert device._under_way
+    assert made.close() == 0
+    assert not device._under_way
+
+
 def test_a_core_that_closes_waits_for_its_device() -> None:
     device = LateDevice()
     made = engine(device)
