@@ -19,7 +19,17 @@ if TYPE_CHECKING:
     from pdserve.ids import Epoch, NodeId, NodeLife, Seconds
     from pdserve.messages.planner import Instance
 
-__all__ = ["Coming", "Mix", "Pool", "Worker", "WorkerState", "gather", "serves", "valid_mix"]
+__all__ = [
+    "Coming",
+    "Mix",
+    "Pool",
+    "Worker",
+    "WorkerState",
+    "gather",
+    "last_of_its_job",
+    "serves",
+    "valid_mix",
+]
 
 WorkerState = Literal["loading", "ready", "leaving", "proving", "draining"]
 Mix = dict[str, int]
@@ -165,6 +175,22 @@ def valid_mix(mix: Mapping[str, int]) -> bool:
     if not serves(mix) or (mix.get("prefill", 0) and not decode):
         return False
     return prompts > 0 or not decode
+
+
+def last_of_its_job(mix: Mix, mode: str, target: str) -> bool:
+    """True if no other worker would decode, or compute prompts, after this switch. The worker
+    refuses such a switch unless the order says `last`."""
+    others = Counter(mix) - Counter([mode])
+    alike = _ALIKE.get(mode, frozenset())
+    return bool(alike) and target not in alike and not any(others[one] for one in alike)
+
+
+_ALIKE: Mapping[str, frozenset[str]] = {
+    "decode": frozenset(("decode",)),
+    "prefill": frozenset(("prefill", "both")),
+    "both": frozenset(("prefill", "both")),
+}
+"""Modes of the workers that do what one of this mode does, besides taking requests."""
 
 
 def gather(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from pdserve.planner.changes.book import Step
 from pdserve.planner.changes.table import Action
 from pdserve.planner.levers import undo_steps
-from pdserve.planner.pool import serves, valid_mix
+from pdserve.planner.pool import last_of_its_job, serves, valid_mix
 from pdserve.planner.rules.scene import STARTED_MODES
 
 if TYPE_CHECKING:
@@ -174,20 +174,6 @@ def _pin_switch(scene: Scene, missing: Mix, surplus: Mix, reason: str) -> Step |
     return None
 
 
-def last_of_its_job(mix: Mix, mode: str, target: str) -> bool:
-    """True if no other worker would decode, or compute prompts, after this switch. The worker
-    refuses such a switch unless the order says `last`."""
-    others = Counter(mix) - Counter([mode])
-    alike = _ALIKE.get(mode, frozenset())
-    return bool(alike) and target not in alike and not any(others[one] for one in alike)
-
-
-_ALIKE: Final[Mapping[str, frozenset[str]]] = {
-    "decode": frozenset(("decode",)),
-    "prefill": frozenset(("prefill", "both")),
-    "both": frozenset(("prefill", "both")),
-}
-"""Modes of the workers that do what one of this mode does, besides taking requests."""
 _FOR: Final[Mapping[str, str]] = {"decode": "prefill", "prefill": "decode", "both": "decode"}
 """The mode of the workers that it is done for."""
 

@@ -16,8 +16,8 @@ from pdserve.planner.changes.book import Step
 from pdserve.planner.changes.table import Action, ChangeState
 from pdserve.planner.explain import Binding
 from pdserve.planner.outlook import PoolCandidate, Slot
-from pdserve.planner.pool import serves, valid_mix
-from pdserve.planner.rules.obligations import ending_soon, last_of_its_job
+from pdserve.planner.pool import last_of_its_job, serves, valid_mix
+from pdserve.planner.rules.obligations import ending_soon
 from pdserve.planner.rules.scene import mix_of, slot_of
 from pdserve.planner.rules.switches import switched
 

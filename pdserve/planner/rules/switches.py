@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pdserve.planner.changes.book import Step
 from pdserve.planner.changes.table import Action
 from pdserve.planner.outlook import PoolCandidate
-from pdserve.planner.pool import valid_mix
+from pdserve.planner.pool import last_of_its_job, valid_mix
 from pdserve.planner.rules.scene import mix_of, slot_of
 
 if TYPE_CHECKING:
@@ -56,9 +56,19 @@ def switches(scene: Scene, base: PoolCandidate, *, back: bool = False) -> list[S
             if worker is None or target == mode or (not back and (mode, target) == scene.reversal):
                 continue
             candidate = switched(base, worker, target)
-            if candidate is not None and valid_mix(mix_of(candidate.slots)):
+            if candidate is None or _waits_for_others(scene, base, mode, target):
+                continue
+            if valid_mix(mix_of(candidate.slots)):
                 found.append(Switch(worker, target, candidate))
     return found
+
+
+def _waits_for_others(scene: Scene, base: PoolCandidate, mode: str, target: str) -> bool:
+    """True if those that would do this mode's job after the switch are only coming. The worker
+    would refuse it, and until they are ready the pool would be smaller than it has to be."""
+    if last_of_its_job(mix_of(base.slots), mode, target):
+        return False
+    return last_of_its_job(scene.pool.mix, mode, target)
 
 
 def switched(base: PoolCandidate, worker: Worker, target: str) -> PoolCandidate | None:

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 from pdserve.planner.changes.book import Step
 from pdserve.planner.changes.table import Action
-from pdserve.planner.outlook import PoolOutcome
-from pdserve.planner.rules.switches import BetterRatio, LastSwitch
+from pdserve.planner.outlook import PoolCandidate, PoolOutcome
+from pdserve.planner.rules.scene import slot_of
+from pdserve.planner.rules.switches import BetterRatio, LastSwitch, switches
 from tests.planner.support import Bench, actions, config, pool
-from tests.planner.test_core import crowd
+from tests.planner.test_core import crowd, mine
 
 BACK, ON = ("decode", "prefill"), ("prefill", "decode")
 
@@ -85,6 +90,21 @@ def test_a_worker_is_not_switched_more_than_four_times_in_an_hour():
                     )
                 )
     assert 0 < count <= 4 * 4
+
+
+def test_the_last_ready_worker_of_a_job_waits_for_those_that_are_coming():
+    ready = mine(1, "prefill")
+    base = PoolCandidate(tuple(slot_of(one) for one in [ready, *crowd(2, "prefill", 2), mine(9)]))
+    base = replace(base, slots=(*base.slots[:3], base.slots[3]._replace(mode="decode")))
+    scene: Any = SimpleNamespace(
+        modes=("prefill", "decode"),
+        reversal=None,
+        switchable=lambda mode: [ready] if mode == "prefill" else [],
+        pool=SimpleNamespace(mix={"prefill": 1, "decode": 1}),
+    )
+    assert switches(scene, base) == []
+    scene.pool.mix = {"prefill": 2, "decode": 1}
+    assert [(one.worker, one.mode) for one in switches(scene, base)] == [(ready, "decode")]
 
 
 def fields(one) -> dict:
