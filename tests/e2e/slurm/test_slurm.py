@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import stat
@@ -349,3 +350,26 @@ def test_gpus_that_cannot_be_shared_evenly_end_the_job(slurm, program, tmp_path,
     job = Job(slurm, program, tmp_path, tiny_model, **uneven)
     assert job.over() == "FAILED"
     assert "3 GPUs of this node cannot be shared evenly by 2 workers" in job.log()
+
+
+LATE_SRUN = """#!/bin/bash
+case "$*" in *--role=frontend*)
+  for _ in {1..600}; do [ ! -e "$JOB_DIR/ending" ] || break; sleep 0.1; done
+  sleep 1;;
+esac
+exec %s "$@"
+"""
+"""An `srun` that launches the frontend's step once the others have been told to drain."""
+
+
+@pytest.mark.long(one_in=3)
+def test_a_step_that_is_launched_while_the_job_ends_ends_too(slurm, program, tmp_path, tiny_model):
+    real = shutil.which("srun")
+    own = tmp_path / "bin" / "srun"
+    own.parent.mkdir()
+    own.write_text(LATE_SRUN % real)
+    own.chmod(0o755)
+    path = f"{own.parent}:{os.environ['PATH']}"
+    job = Job(slurm, program, tmp_path, tiny_model / "nowhere", PATH=path)
+    assert job.over() == "FAILED"
+    assert "nowhere" in job.log()
