@@ -362,6 +362,7 @@ class EngineCore:
             case QueryStats():
                 self._events.append(Stats(stats=self.stats()))
             case ClearCache():
+                self._settle_step()
                 self.pool.clear()
                 if self._tiers is not None:
                     self._tiers.clear()
@@ -433,6 +434,7 @@ class EngineCore:
             self._onboarder.peer_gone(command.node, command.epoch)
 
     def _drop_kv(self, command: DropKv) -> None:
+        self._settle_step()
         lower, now = self._tiers, self._clock.now()
         self._events.append(drop_kv(command, self.pool, self._names, self._loras, lower, now))
         self._changed = True
@@ -665,6 +667,11 @@ class EngineCore:
         freed = pipeline.turn(self._take, self._clock.now, self.tick)
         if freed:
             self._note_freed(freed)
+
+    def _settle_step(self) -> None:
+        """Let blocks of requests that have ended be cached or free, and not held for a step."""
+        if self._pipeline is not None:
+            self._note_freed(self._pipeline.settle())
 
     def _execute(self, plan: StepPlan) -> StepResult | None:
         """Compute the plan; None if the step failed, after its requests have got the error."""

@@ -42,6 +42,10 @@ class _Step:
     plan: StepPlan
     """The begun chunks; once it is sampled, those that are."""
     began: Seconds
+    result: StepResult | None = None
+    """Set by `settle`."""
+    ended: bool = False
+    """Whether `settle` has waited for it."""
 
 
 class StepPipeline:
@@ -112,7 +116,7 @@ class StepPipeline:
                 self._step = following = self._launch(planned, clock())
             except Exception as error:
                 lost = error
-        result = self._finish(step)
+        result = step.result if step.ended else self._finish(step)
         now = clock()
         took, self._ended = now - max(step.began, self._ended), now
         try:
@@ -137,10 +141,19 @@ class StepPipeline:
         if plan.chunks:
             take(plan, result)
 
+    def settle(self) -> set[int]:
+        """Wait for the step under way, which the next turn takes in, and give back what was held
+        for it. Returns handles as `turn` does."""
+        step = self._step
+        if step is None or step.ended:
+            return set()
+        step.ended, step.result = True, self._finish(step)
+        return self._scheduler.landed(step.holds)
+
     def drain(self) -> None:
         """Wait for the step under way and drop its result."""
         step, self._step = self._step, None
-        if step is None:
+        if step is None or step.ended:
             return
         try:
             self._executor.finish(step.handle)

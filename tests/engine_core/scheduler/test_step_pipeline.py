@@ -19,7 +19,7 @@ from pdserve.engine_core.scheduler.scheduler_state import SchedulerState
 from pdserve.engine_core.scheduler.step_holds import StepHolds
 from pdserve.engine_core.scheduler.step_pipeline import StepPipeline
 from pdserve.errors import StepFailed
-from pdserve.messages.engine import EngineSpec
+from pdserve.messages.engine import ClearCache, Command, DropKv, EngineSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.inline_engine import InlineEngine
 from pdserve.testing.scripted import ENGINE, reference_entries, reference_tokens
@@ -254,6 +254,37 @@ def test_blocks_of_an_aborted_request_are_free_when_its_step_has_ended() -> None
     made.step()
     assert core.pool.counts().used == 0
     assert freed == [(1, "decoding")]
+    assert made.close() == 0
+
+
+@pytest.mark.parametrize("order", [ClearCache(), DropKv(1), DropKv(2, ("",))])
+@pytest.mark.parametrize("aborted", [True, False])
+def test_an_order_to_forget_kv_leaves_nothing_of_requests_that_have_ended(
+    order: Command, aborted: bool
+) -> None:
+    """Also if the device still computes their last step. The others go on as before."""
+    device = LateDevice()
+    made = engine(device)
+    core = made.core
+    assert isinstance(core, EngineCore)
+    device.pool = core.pool
+    tokens = reference_tokens(request([5, 6, 7], temperature=0.0), max_len=48)
+    stopping = request([5, 6, 7], temperature=0.0, stop_token_ids=(tokens[6],))
+    ended = made.submit(stopping)
+    other = made.submit(request([8, 9], temperature=0.0))
+    for _ in range(7):
+        made.step()
+    if aborted:
+        made.abort(ended)
+    assert core.scheduler._in_flight is not None
+    core.handle(order)
+    assert core.pool.counts().cached == 0
+    while core.has_work:
+        made.step()
+    kept = len(other.request.prompt) + 20
+    assert core.pool.counts().cached <= kept // BLOCK
+    assert other.tokens[0] == reference_tokens(other.request, max_len=48)
+    assert device.violation is None
     assert made.close() == 0
 
 
