@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
+
+from pdserve_engines.torch.models.upload import upload
 
 if TYPE_CHECKING:
+    import torch
+
     from pdserve.engine_core.executor import StepPlan
     from pdserve.engine_core.scheduler.sequence import Sequence
     from pdserve_engines.torch.sampling.sampler import SampledTokens
@@ -36,5 +40,5 @@ class StepInFlight:
         if len(plan.chunks) == len(self.plan.chunks):
             return self.hidden
         places = {id(chunk.sequence): place for place, chunk in enumerate(self.plan.chunks)}
-        rows = torch.tensor([places[id(chunk.sequence)] for chunk in plan.chunks])
-        return self.hidden[rows.to(self.hidden.device, non_blocking=True)]
+        rows = np.array([places[id(chunk.sequence)] for chunk in plan.chunks], np.int64)
+        return self.hidden[upload(rows, self.hidden.device)]

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from pdserve.engine_core.structured_output import GrammarError, uses_structured_output
+from pdserve_engines.torch.models.upload import upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -85,8 +86,8 @@ def _apply(logits: torch.Tensor, masks: dict[int, bytes]) -> None:
     packed = np.zeros((len(masks), width), np.uint8)
     for at, mask in enumerate(masks.values()):
         packed[at, : len(mask)] = np.frombuffer(mask, np.uint8)[:width]
-    rows = torch.tensor(list(masks), device=logits.device)
-    bits = torch.from_numpy(packed).to(logits.device).unsqueeze(-1)
+    rows = upload(np.array(list(masks), np.int64), logits.device)
+    bits = upload(packed, logits.device).unsqueeze(-1)
     places = torch.arange(8, dtype=torch.uint8, device=logits.device)
     allowed = ((bits >> places) & 1).flatten(1)[:, :vocab].bool()
     logits[rows] = logits[rows].masked_fill_(~allowed, -torch.inf)
