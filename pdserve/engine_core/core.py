@@ -934,4 +934,5 @@ def _capabilities(
         reduced=sizing.warning or "",
         tiers=tiers,
         kv_layers=kv_layers,
+        slow_kernels=info.slow_kernels,
     )

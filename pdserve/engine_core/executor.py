@@ -72,6 +72,8 @@ class ModelInfo:
     """Most bytes that KV may take, for all cores that share the memory; None: not known."""
     kv_reason: str = ""
     """Why `kv_memory` and `kv_most` are what they are, in words for the operator."""
+    slow_kernels: str = ""
+    """As in `EngineCapabilities`."""
 
 
 @dataclass(slots=True)

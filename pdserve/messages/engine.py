@@ -139,6 +139,9 @@ class EngineCapabilities(msgspec.Struct, frozen=True, array_like=True, kw_only=T
     `transfers`."""
     kv_layers: int = 0
     """The model's layers, if blocks come from host memory in groups of them; 0: they come whole."""
+    slow_kernels: str = ""
+    """Why a slower library computes in place of the engine's own kernels; empty: they compute, or
+    were not wanted."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pdserve import accel
 from pdserve.engine_core.executor import StepPlan, StepResult
 from pdserve.engine_core.kv_transfer.kv_region import layout_of, region_in_memory
 from pdserve.engine_core.pool_sizing import check_kv_memory
@@ -87,6 +88,8 @@ class _Loaded:
     head: ClassificationHead | None
     shard: Shard | None = None
     """What this process computes of the model; None: all of it."""
+    slow_kernels: str = ""
+    """As in `EngineCapabilities`."""
 
 
 class TorchExecutor:
@@ -141,6 +144,7 @@ class TorchExecutor:
             loaded.room,
             loaded.model.exact,
             num_labels=0 if loaded.head is None else loaded.head.num_labels,
+            slow_kernels=loaded.slow_kernels,
         )
         self._sampler.masks.structured_output = structured_output = StructuredOutputManager(
             read_tokenizer(Path(spec.model)), self.info.vocab_size, self.info.eos_token_ids
@@ -156,15 +160,16 @@ class TorchExecutor:
             torch.set_num_threads(settings.threads)
             early = plan_kv_budget(spec, config, settings, measure_memory(settings.device))
             check_kv_memory(spec, early.most, early.reason)
-            shard = None
+            shard, slow = None, ""
             if spec.tensor_parallel > 1:
                 shard = Shard(config, 0, spec.tensor_parallel)
                 model: ForwardModel = _read_shard(spec, opened, shard, progress)
             else:
-                model = make_model(config, settings, progress)
+                model, slow = make_model(config, settings, progress)
                 _load_weights(opened, model, progress)
             room = measure_memory(settings.device)
-            return _Loaded(config, settings, opened.identity(), model, room, opened.head, shard)
+            identity = opened.identity()
+            return _Loaded(config, settings, identity, model, room, opened.head, shard, slow)
 
     def _share(self, owner: _Loaded, spec: EngineSpec) -> _Loaded | None:
         """Share the owner's weights; None if they are gone."""
@@ -184,7 +189,7 @@ class TorchExecutor:
             _enter(settings.device)
             torch.cuda.synchronize(settings.device)
             self._stream = torch.cuda.Stream(settings.device)  # type: ignore[no-untyped-call]
-        return _Loaded(owner.config, settings, owner.identity, model, owner.room, owner.head)
+        return replace(owner, settings=settings, model=model)
 
     def sibling(self) -> TorchExecutor:
         """Return an executor that shares these weights and has a KV pool of its own. One with
@@ -512,16 +517,18 @@ def _read_shard(
     return leader
 
 
-def make_model(config: ModelConfig, settings: TorchSettings, progress: ProgressFn) -> ForwardModel:
-    """Make the model with pdserve's own kernels for the device if they can compute this, else the
-    torch one; logs which, and why.
+def make_model(
+    config: ModelConfig, settings: TorchSettings, progress: ProgressFn
+) -> tuple[ForwardModel, str]:
+    """The model with pdserve's own kernels for the device if they can compute this, else the
+    torch one; and why it is that one, although it was not asked for. Logs which, and why.
 
     Raises `ConfigError` if the requested kernels are not possible.
     """
     if settings.device.type == "cuda":
         made, why = make_gpu_model(config, settings)
         progress(f"kernels: {made.kernels}{why and f' (none in Triton: {why})'}", None)
-        return made
+        return made, _slow_kernels(settings, why)
     reason = unsupported_reason(config, settings.device)
     if settings.kv_cache_dtype != "auto":
         reason = f"they read no KV in {settings.kv_cache_dtype}"
@@ -534,7 +541,19 @@ def make_model(config: ModelConfig, settings: TorchSettings, progress: ProgressF
     if reason is None:
         native = CpuModel(config, settings)
         progress(f"kernels: {native.kernels}", None)
-        return native
+        return native, ""
     model = TorchModel(config, settings)
     progress(f"kernels: {model.kernels} (no native kernels: {reason})", None)
-    return model
+    # Without the extension the whole process is slow, and says so.
+    return model, _slow_kernels(settings, reason) if accel.NATIVE else ""
+
+
+def _slow_kernels(settings: TorchSettings, reason: str) -> str:
+    """Why torch computes, if pdserve's own kernels were wanted; empty: they compute, or torch was
+    asked for."""
+    if not reason or settings.kernels == "torch":
+        return ""
+    return (
+        f"torch computes the model on {settings.device}, slower than pdserve's own kernels: "
+        f"{reason}; --engine-option kernels=torch if that is as it should be"
+    )

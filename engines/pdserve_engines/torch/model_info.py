@@ -32,9 +32,10 @@ def model_info(
     exact: str = "",
     *,
     num_labels: int = 0,
+    slow_kernels: str = "",
 ) -> ModelInfo:
     """`identity` tells checkpoints apart (`Checkpoint.identity`); `exact` is the model's,
-    `num_labels` its classification head's."""
+    `num_labels` its classification head's; `slow_kernels` as in `EngineCapabilities`."""
     layout = kv_block_shape(spec, config, settings)
     dtype = str(settings.dtype).removeprefix("torch.")
     budget = plan_kv_budget(spec, config, settings, room)
@@ -64,6 +65,7 @@ def model_info(
         ),
         kv_most=budget.most,
         kv_reason=budget.reason,
+        slow_kernels=slow_kernels,
     )
 
 

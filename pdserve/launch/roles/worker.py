@@ -162,6 +162,7 @@ class WorkerRole:
             self._note_reduced()
             self._note_untested()
             self._note_missing_tiers()
+            self._note_slow_kernels()
         if state is EngineState.FAILED and self.worker.service.cards():
             self._on_given_up()
 
@@ -190,6 +191,12 @@ class WorkerRole:
         capabilities = self.worker.service.engine.capabilities
         if capabilities is not None:
             self._note_reason("kv_tiers", missing_tiers(self._config, capabilities))
+
+    def _note_slow_kernels(self) -> None:
+        """Reports that a slower library computes in place of the engine's own kernels."""
+        capabilities = self.worker.service.engine.capabilities
+        if capabilities is not None:
+            self._note_reason("slow_kernels", capabilities.slow_kernels)
 
     def _note_tier_trouble(self) -> None:
         """Reports tiers that work in part or not at all."""

@@ -187,6 +187,19 @@ async def test_a_context_that_was_reduced_is_a_degradation_with_its_remedy(tmp_p
     assert not world.degradations.reasons()
 
 
+async def test_slow_kernels_are_a_degradation_until_an_engine_has_its_own(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    part = world.worker_part()
+    service: Any = FakeService()
+    part.worker.service = service
+    service.engine.capabilities = replace(CAPABILITIES, slow_kernels="torch computes the model")
+    part._note_state(EngineState.READY, "ready")
+    assert dict(world.degradations.reasons()) == {"slow_kernels": "torch computes the model"}
+    service.engine.capabilities = CAPABILITIES
+    part._note_state(EngineState.READY, "ready")
+    assert not world.degradations.reasons()
+
+
 async def test_only_an_engine_that_had_loaded_is_given_up(tmp_path: Path) -> None:
     """What is wrong before, `load` raises. If the process ended first, since the other worker of it
     has loaded, the reason would be lost."""

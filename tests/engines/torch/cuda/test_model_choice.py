@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from pdserve.errors import ConfigError
+from pdserve_engines.torch import executor
 from pdserve_engines.torch.cuda import kernel_check
 from pdserve_engines.torch.cuda.kernel_model import KernelModel
 from pdserve_engines.torch.cuda.model_choice import make_gpu_model
@@ -64,6 +66,21 @@ def test_torch_computes_where_they_fail(checked: list[str | None]) -> None:
     assert why == "the kernel for norm fails"
     with pytest.raises(ConfigError, match="not possible, the kernel for norm fails"):
         make_gpu_model(CONFIG, settings_of("triton"))
+
+
+def test_a_slower_library_is_named_unless_it_was_asked_for(
+    checked: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_model = TorchModel(CONFIG, settings_of("torch"))
+    on_gpu = partial(replace, device=torch.device("cuda", 0))
+    monkeypatch.setattr(executor, "make_gpu_model", lambda *_: (torch_model, "norm fails"))
+    _, slow = make_model(CONFIG, on_gpu(settings_of("auto")), lambda stage, fraction: None)
+    assert "torch computes the model on cuda:0, slower" in slow
+    assert "norm fails" in slow
+    _, slow = make_model(CONFIG, on_gpu(settings_of("torch")), lambda stage, fraction: None)
+    assert slow == ""
+    _, slow = make_model(CONFIG, settings_of("auto"), lambda stage, fraction: None)
+    assert slow == ""
 
 
 def test_kernels_for_cpus_are_refused() -> None:
