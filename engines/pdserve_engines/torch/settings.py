@@ -58,7 +58,7 @@ class TorchSettings:
     """Longest time that a tensor-parallel rank waits for another within a step; then the engine
     ends."""
     async_scheduling: bool = False
-    """Whether a decode step is begun before the tokens of the one before it are read."""
+    """True if a decode step begins before the tokens of the last one are read."""
 
     @property
     def kv_dtype(self) -> torch.dtype:

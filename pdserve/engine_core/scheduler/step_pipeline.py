@@ -45,7 +45,7 @@ class _Step:
     result: StepResult | None = None
     """Set by `settle`."""
     ended: bool = False
-    """Whether `settle` has waited for it."""
+    """True once `settle` has waited for it."""
 
 
 class StepPipeline:
@@ -71,11 +71,11 @@ class StepPipeline:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a step is under way."""
+        """True while a step is under way."""
         return self._step is not None
 
     def holds(self, handle: int) -> bool:
-        """Return whether the device still uses blocks of this ended submission."""
+        """True while the device still uses blocks of this ended submission."""
         return self._scheduler.is_in_flight(handle)
 
     def begin(self, plan: StepPlan, now: Seconds) -> bool:

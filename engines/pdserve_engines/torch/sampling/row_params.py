@@ -56,7 +56,7 @@ class _Row:
     numbers: tuple[float, ...]
     seed: int
     simple: bool
-    """Whether the token is the likeliest one, unless an end is masked before `min_tokens`."""
+    """True if the token is the likeliest one, unless an end is masked before `min_tokens`."""
     ends: tuple[int, ...]
     """Tokens that are masked before `min_tokens`."""
 
@@ -99,7 +99,7 @@ class RowParams:
         self._min_tokens = self._column(_MIN_TOKENS)
         self._last_min = int(self._min_tokens.max(initial=0))
         self.simple = all(row.simple for row in rows)
-        """Whether every row is `simple`."""
+        """True if every row is `simple`."""
         self.logprobs = [row for row, each in enumerate(self.params) if each.logprobs is not None]
         """Rows that want logprobs."""
         self.drawing = np.flatnonzero(self._numbers[:, _TEMPERATURE] > 0)
@@ -110,11 +110,11 @@ class RowParams:
             | (self._numbers[:, _PRESENCE] != 0)
         )
         self.banned = any(each.allowed_token_ids or each.bad_words for each in self.params)
-        """Whether a request excludes tokens itself."""
+        """True if a request has `allowed_token_ids` or `bad_words`."""
         self.guided = any(map(uses_structured_output, self.params))
-        """Whether a row has a grammar or a reasoning budget."""
+        """True if a row has a grammar or a reasoning budget."""
         self.biased = any(each.logit_bias for each in self.params)
-        """Whether a row has a bias."""
+        """True if a row has `logit_bias`."""
         self._bias: FlatIds | None = None
         self._draws: Draws | None = None
 
