@@ -147,8 +147,8 @@ def main() -> None:
     arms: dict[str, Batch] = {}
     for name, kind in KINDS.items():
         arms[name] = Batch([kind], changing=False)
-    arms["all of them"] = Batch(list(KINDS.values()), changing=False)
-    arms["all of them, changing"] = Batch(list(KINDS.values()), changing=True)
+    arms["mixed, a kind each"] = Batch(list(KINDS.values()), changing=False)
+    arms["mixed, one row leaves each step"] = Batch(list(KINDS.values()), changing=True)
     found = dict.fromkeys(arms, float("inf"))
     with torch.inference_mode():
         for _ in range(ROUNDS):
