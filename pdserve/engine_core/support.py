@@ -16,7 +16,8 @@ class EngineSupport:
     """What an engine can do at best. A text says under which condition; empty means no."""
 
     features: tuple[str, ...] = ()
-    """Entries of `ModelCard.features` that it may have, but for the names of exact kernels."""
+    """Entries of `ModelCard.features` that it may have, but for what it promises for
+    tokens (`EXACT_PREFIX`, `CLOSE_PREFIX`)."""
     exact: str = ""
     """Where a migrated request continues exactly as it would have gone on."""
     logprobs: str = "yes"

@@ -19,6 +19,12 @@ kernels compute bit-identical tokens and logprobs for a request, whatever else i
 Without it, near ties between two candidate tokens may fall either way.
 """
 
+CLOSE_PREFIX = "close:"
+"""Prefix of an entry of `ModelCard.features`, before a data type. Workers with the same entry
+compute logits that differ by at most 1e-4, so they choose the same token wherever the scores of the
+two best candidates differ by more than 1e-3. A worker that is exact may have it, too.
+"""
+
 ScoreActivation = Literal["", "sigmoid", "identity"]
 
 NEARLY = "nearly"
@@ -87,7 +93,8 @@ class ModelCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Dimensions of an embedding."""
     features: tuple[str, ...] = ()
     """What its engine can beyond plain text: `grammar`, `thinking`, `bans`, `embeddings`, `lora`,
-    `images`, `classify`; and `EXACT_PREFIX` with the name of its kernels, if it promises that."""
+    `images`, `classify`; and what it promises for tokens: `EXACT_PREFIX` with the name of its
+    kernels, `CLOSE_PREFIX` with its data type."""
     dimensions: tuple[int, ...] = ()
     """Sizes that embeddings may be cut to; 0 stands for every size below `embedding_size`. Empty: a
     shortened embedding is not meaningful.

@@ -279,7 +279,7 @@ class ModelStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     workers: tuple[NodeId, ...] = ()
     tokens: str = ""
     """Whether tokens depend on the worker and the batch: `exact`, with the kernels that all workers
-    have, or `near ties may differ`.
+    have; `close`, with their data type; or `near ties may differ`.
     """
     adapters: tuple[str, ...] = ()
     """Ids of the LoRA adapters that any of its workers has."""

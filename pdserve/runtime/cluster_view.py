@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.messages.card import EXACT_PREFIX, NEARLY
+from pdserve.messages.card import CLOSE_PREFIX, EXACT_PREFIX, NEARLY
 from pdserve.messages.node import NodeCard
 from pdserve.messages.status import ClusterStatus, MemberStatus, ModelStatus
 from pdserve.runtime.model_catalog import build_catalog
@@ -92,13 +92,14 @@ def _member(member: Member, answer: NodeReport | str) -> MemberStatus:
 
 
 def _tokens(features: Iterable[str]) -> str:
-    """The token limits of a model's features, or of those that all its workers have."""
-    kernels = next(
-        (one.removeprefix(EXACT_PREFIX) for one in features if one.startswith(EXACT_PREFIX)), ""
-    )
+    """What a model's features promise for its tokens, or those that all its workers have."""
     if NEARLY in features:
         return "near ties may differ; a migrated stream draws other tokens"
-    return f"exact ({kernels})" if kernels else "near ties may differ"
+    for prefix in (EXACT_PREFIX, CLOSE_PREFIX):
+        for one in features:
+            if one.startswith(prefix):
+                return f"{prefix.removesuffix(':')} ({one.removeprefix(prefix)})"
+    return "near ties may differ"
 
 
 def state_of(member: Member) -> MemberReachability:

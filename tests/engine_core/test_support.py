@@ -11,7 +11,7 @@ import pytest
 import pdserve
 from pdserve.clock import ManualClock
 from pdserve.engine_core.engine_loader import load_core
-from pdserve.messages.card import EXACT_PREFIX
+from pdserve.messages.card import CLOSE_PREFIX, EXACT_PREFIX
 from pdserve.messages.engine import EngineSpec
 from pdserve.testing.inline_engine import InlineEngine
 from tests.engines.sglang.fake_sglang import create as fake_sglang
@@ -35,7 +35,7 @@ def table() -> Any:
 
 def check(declared: EngineSupport, loaded: EngineCapabilities, absent: set[str]) -> None:
     """`absent`: features that need another model or setting."""
-    features = {one for one in loaded.features if not one.startswith(EXACT_PREFIX)}
+    features = {one for one in loaded.features if not one.startswith((EXACT_PREFIX, CLOSE_PREFIX))}
     assert features == set(declared.features) - absent
     assert loaded.prompt_logprobs == bool(declared.prompt_logprobs)
     assert loaded.kv_events == bool(declared.kv_events)

@@ -11,7 +11,7 @@ __all__ = ["SUPPORT", "TorchExecutor", "create"]
 
 SUPPORT = EngineSupport(
     features=("bans", "grammar", "thinking", "embeddings", "classify"),
-    exact="all requests: on CPUs in float32; elsewhere but for near ties",
+    exact="all requests: on CPUs in float32 with native kernels; elsewhere but for near ties",
     prompt_logprobs="yes",
     kv_events="yes",
     disaggregation="pdserve's transfers",

@@ -7,9 +7,11 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from pdserve.engine_core.executor import KvBlockShape, ModelInfo
 from pdserve.engine_core.structured_output import structured_output_features
-from pdserve.messages.card import EXACT_PREFIX
+from pdserve_engines.torch.exactness import token_promises
 from pdserve_engines.torch.kv_budget import KvBudget, plan_kv, step_memory
 
 if TYPE_CHECKING:
@@ -61,7 +63,14 @@ def model_info(
         features=(
             "bans",
             *structured_output_features(Path(spec.model)),
-            *((f"{EXACT_PREFIX}{exact}",) if exact else ()),
+            *token_promises(
+                row_kernels=exact,
+                dtype=dtype,
+                kv_cache_dtype=settings.kv_cache_dtype,
+                experts=config.experts is not None,
+                ranks=spec.tensor_parallel,
+                matmul_precision=torch.get_float32_matmul_precision(),
+            ),
         ),
         kv_most=budget.most,
         kv_reason=budget.reason,

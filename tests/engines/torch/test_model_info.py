@@ -9,7 +9,7 @@ import pytest
 
 from pdserve import accel
 from pdserve.engine_core.executor import KvBlockShape
-from pdserve.messages.card import EXACT_PREFIX
+from pdserve.messages.card import CLOSE_PREFIX, EXACT_PREFIX
 from pdserve_engines.torch.executor import TorchExecutor
 from pdserve_engines.torch.model_info import compat_hash
 from pdserve_engines.torch.model_loader.config import ModelConfig, parse_config
@@ -101,17 +101,22 @@ def test_workers_of_one_checkpoint_agree_whatever_computes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernels", "dtype", "exact"),
-    [("native", "float32", True), ("native", "bfloat16", False), ("torch", "float32", False)],
+    ("kernels", "dtype", "exact", "close"),
+    [
+        ("native", "float32", True, True),
+        ("native", "bfloat16", False, False),
+        ("torch", "float32", False, True),
+    ],
 )
 def test_only_kernels_that_compute_a_row_by_itself_promise_the_same_tokens(
-    kernels: str, dtype: str, exact: bool
+    kernels: str, dtype: str, exact: bool, close: bool
 ) -> None:
     if kernels == "native" and not accel.NATIVE:
         pytest.skip(accel.REASON)
     executor = loaded(checkpoint("llama")[0], dtype=dtype, options={"kernels": kernels})
     assert executor.info is not None
     found = [one for one in executor.info.features if one.startswith(EXACT_PREFIX)]
+    assert (f"{CLOSE_PREFIX}float32" in executor.info.features) == close
     executor.close()
     assert bool(found) == exact
     assert all(one.startswith("exact:native ") for one in found)

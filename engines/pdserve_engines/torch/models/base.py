@@ -30,8 +30,9 @@ class ForwardModel(Protocol):
 
     @property
     def exact(self) -> str:
-        """The kernels' name if their float32 result for a row does not depend on the other rows:
-        then a token is the same however its sequence was scheduled. Empty if it may."""
+        """The kernels' name if their result for a row does not depend on the other rows: then a
+        token is the same however its sequence was scheduled. Empty if it may. `exactness` says what
+        a worker promises by it."""
         ...
 
     @property

@@ -149,7 +149,7 @@ class CpuModel:
 
     @property
     def exact(self) -> str:
-        return f"native {self._native.kernels}" if self._dtype == torch.float32 else ""
+        return f"native {self._native.kernels}"
 
     @property
     def torch_threads(self) -> int:
