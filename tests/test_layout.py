@@ -340,6 +340,7 @@ SCENARIOS = {
     "frontend/output/test_reasoning.py": "reasoning through all responses",
     "frontend/output/test_stream_equals_unary.py": "both kinds of responses beside each other",
     "frontend/output/test_tool_calls.py": "tool calls through all responses",
+    "frontend/test_cycles.py": "what ended requests and connections leave to the garbage collector",
     "frontend/test_docs.py": "docs/api.md and docs/fields.md",
     "frontend/test_fuzz.py": "a bounded run of the fuzzers",
     "frontend/test_hostile.py": "hostile clients",

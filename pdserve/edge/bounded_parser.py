@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Bytes
 
 __all__ = [
+    "CLOSED",
     "FREE",
     "HEAD",
     "PIECE",
@@ -247,3 +248,19 @@ class BoundedParser:
 
 
 _TOO_MUCH_IN_BODY: Final = "its chunk sizes, extensions and trailers are larger than its content"
+
+
+class _NoParser:
+    """The parser of a connection that is gone."""
+
+    def feed_data(self, data: bytes, /) -> _Found:
+        return _NOTHING
+
+    def set_upgraded(self, val: bool, /) -> None: ...
+    def message_consumed(self) -> None: ...
+    def pause_reading(self) -> None: ...
+
+
+CLOSED: Final = BoundedParser(_NoParser(), FramingBudget(), lambda: False, 0)
+"""The intake of a connection that is gone: it takes nothing."""
+CLOSED.refused = True

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import web
 
-from pdserve.edge.bounded_parser import BoundedParser, FramingBudget, HttpParser
+from pdserve.edge.bounded_parser import CLOSED, BoundedParser, FramingBudget, HttpParser
 
 if TYPE_CHECKING:
     import asyncio
@@ -54,11 +54,15 @@ class BoundedHandler(web.RequestHandler):
         if self.intake.refused:
             # The connection closes after the answer that is due.
             self.close()
+            self._drop_tracebacks()
         self._pause_or_go_on()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.intake.drop()
         super().connection_lost(exc)
+        # Parser and body refer to this object: the cycle would keep the connection until the
+        # garbage collector runs.
+        self.intake, self.body = CLOSED, None
 
     async def finish_response(self, *args: Any) -> Any:
         """Finishes as aiohttp does, then parses the bytes that arrived meanwhile."""
@@ -82,6 +86,13 @@ class BoundedHandler(web.RequestHandler):
         """Starts to handle a request."""
         self.busy = True
         self.body = body
+
+    def _drop_tracebacks(self) -> None:
+        """Of the parser's errors: their frames refer to these errors and to this object."""
+        for message, _ in self._messages:
+            error = getattr(message, "exc", None)
+            if error is not None:
+                error.__traceback__ = None
 
     def _may_parse(self) -> bool:
         if self._messages or self._reading_paused:

@@ -66,6 +66,11 @@ class ActiveRequest(msgspec.Struct, kw_only=True, eq=False):
             self.error = error
             self.task.cancel()
 
+    def release(self) -> None:
+        """Lets go of the answer's parts, because nobody asks how the request went. Idempotent."""
+        if self.answer is not None:
+            self.answer.release()
+
     @property
     def where(self) -> str:
         """The stage, in words."""
@@ -139,6 +144,9 @@ class ActiveRequests:
             # The error's traceback refers to this frame, and so to `active`: the cycle would keep
             # the request and its text until the garbage collector runs.
             active.error = None
+            if call.phases is None or call.phases.owner is not active:
+                # Otherwise the record of the request reads the answer, then releases it.
+                active.release()
 
     def _check(self, call: HttpRequest, now: Seconds) -> None:
         """Refuses a request without a place, or over its limit, before its body is read. Errors:

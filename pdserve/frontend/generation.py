@@ -343,7 +343,7 @@ class GenerationHandler:
             lines = active.call.headers + _seed_line(plan) + answer.served_lines()
             return HttpResponse(200, body, headers=lines)
         finally:
-            self._close(answer)
+            self._close(answer, active)
 
     async def _stream(self, plan: RequestPlan, active: ActiveRequest) -> web.StreamResponse:
         lines = active.call.headers + _seed_line(plan)
@@ -360,7 +360,7 @@ class GenerationHandler:
             return await wire.reply()
         finally:
             pulse.end()
-            self._close(answer)
+            self._close(answer, active)
             wire.release()
 
     async def _run_stream(
@@ -391,13 +391,16 @@ class GenerationHandler:
 
     # ------------------------------------------------------------------ the end
 
-    def _close(self, answer: ResponseBuilder) -> None:
+    def _close(self, answer: ResponseBuilder, active: ActiveRequest) -> None:
         answer.cancel()
         if not answer.finished.done():
             answer.finished.cancel()
         elif not answer.finished.cancelled():
             # This marks the error as retrieved, so that asyncio does not log it.
             answer.finished.exception()
+        if active.answer is not answer:
+            # No worker took it, so nobody asks how it was served.
+            answer.release()
 
     def _count(self, active: ActiveRequest) -> None:
         """Counts the ended request in the metrics."""

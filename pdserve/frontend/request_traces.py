@@ -106,6 +106,9 @@ class RequestTraces:
         except Exception:
             self._lose()
             return
+        finally:
+            if active is not None:
+                active.release()
         if root is not None:
             self._later(lambda: self._emit(phases, root))
 

@@ -66,9 +66,9 @@ _ECHO: Seconds = 0.3
 forward signals, deliver it twice, to the process and to its group."""
 _COLLECT_AFTER = (10_000, 10, 5)
 """Thresholds of the garbage collector: containers made and not freed, then runs of the generation
-before. Python's own thresholds cost a frontend 6 % of its time. What an ended stream leaves refers
-to itself, some 80 containers and 16 KB; if it has outlived the young generations, only a run over
-all of them frees it: after 500,000 containers, some 6,500 streams and 100 MB."""
+before. Python's own thresholds cost a frontend 6 % of its time. Requests and
+connections leave no cycles, but some errors do, by their tracebacks; what has outlived the young
+generations is freed after 500,000 containers."""
 _CONSEQUENCES: Seconds = 3.0
 """Seconds after one engine's failure in which others can report theirs."""
 _SIBLING = (

@@ -683,3 +683,6 @@ class DispatchedRequest:
             self._task.cancel()
         if sequence is not None:
             sequence.cancel()
+        # The worker's end of the request refers to this object: the cycle would keep both until
+        # the garbage collector runs.
+        self.attempt = None

@@ -65,6 +65,20 @@ _decode_request: Callable[[Buffer], OpenRequest | AbortRequest] = decoder(
 )
 
 
+class _Nobody:
+    """The sink of a request that has ended."""
+
+    def on_delta(self, delta: TokenDelta) -> None: ...
+    def on_error(self, error: PdserveError) -> None: ...
+
+
+_NOBODY: Final = _Nobody()
+
+
+def _nothing(_: object) -> None:
+    pass
+
+
 class RemoteSequence:
     """One request at a worker. Implements `backend.RequestHandle`."""
 
@@ -109,6 +123,11 @@ class RemoteSequence:
     def cancel(self) -> None:
         """Cancels the request at its worker. Idempotent; the sink gets no further calls."""
         self._channel.cancel(self)
+
+    def release(self) -> None:
+        """Lets go of those who were told of the request, because it has ended. They refer to this
+        object: the cycle would keep the request until the garbage collector runs."""
+        self.sink, self.on_over, self.on_moving = _NOBODY, _nothing, _nothing
 
     def expire(self) -> None:
         """Fails the request with `WorkerLost`, because the worker did not accept it in time."""
@@ -191,7 +210,7 @@ class WorkerStream:
     def cancel(self, sequence: RemoteSequence) -> None:
         """Cancels a request. Idempotent."""
         if self._withdraw(sequence):
-            sequence.on_over("cancelled")
+            _over(sequence, "cancelled")
 
     def retire(self) -> None:
         """Takes no new requests; the stream ends with its last request."""
@@ -324,10 +343,11 @@ class WorkerStream:
             sequence.sink.on_delta(delta)
         except Exception as error:
             _log.exception("a token sink raised; its request is dropped")
+            sink = sequence.sink
             self.cancel(sequence)
-            self._tell(sequence, EngineError(f"{type(error).__name__} in the frontend"))
+            _tell(sink, EngineError(f"{type(error).__name__} in the frontend"))
         if over:  # only now does the sink know how the request ended
-            sequence.on_over("finished")
+            _over(sequence, "finished")
 
     def _reject(self, sequence: RemoteSequence, error: PdserveError) -> None:
         self._forget(sequence)
@@ -335,14 +355,8 @@ class WorkerStream:
             if not sequence.accepted.done():
                 sequence.accepted.set_exception(error)
             return
-        self._tell(sequence, error)
-        sequence.on_over("failed")
-
-    def _tell(self, sequence: RemoteSequence, error: PdserveError) -> None:
-        try:
-            sequence.sink.on_error(error)
-        except Exception:
-            _log.exception("a token sink raised")
+        _tell(sequence.sink, error)
+        _over(sequence, "failed")
 
     def on_end(self, error: BaseException | None) -> None:
         """Ends all requests: the worker ended the stream or is gone. Unless it said `Unavailable`,
@@ -362,3 +376,17 @@ class WorkerStream:
         for sequence in tuple(self._by_number.values()):
             self._reject(sequence, error)
         self.on_over()
+
+
+def _tell(sink: TokenSink, error: PdserveError) -> None:
+    try:
+        sink.on_error(error)
+    except Exception:
+        _log.exception("a token sink raised")
+
+
+def _over(sequence: RemoteSequence, outcome: RequestOutcome) -> None:
+    """Reports the end of a request, which is released."""
+    on_over = sequence.on_over
+    sequence.release()
+    on_over(outcome)

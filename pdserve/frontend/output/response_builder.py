@@ -118,6 +118,10 @@ class PromptSink:
         if self._stream is not None:
             self._stream.cancel()
 
+    def release(self) -> None:
+        """Lets go of the backend's handle, which refers to this sink."""
+        self._stream = None
+
     def on_delta(self, delta: TokenDelta) -> None:
         choice = self._choices[delta.choice]
         if choice.done:
@@ -255,6 +259,14 @@ class ResponseBuilder(ABC):
         """Frees everything at the backend. Idempotent; the answer gets no further output."""
         for sink in self.sinks:
             sink.cancel()
+
+    def release(self) -> None:
+        """Lets go of prompts and choices, whose output nobody reads any more. They refer to this
+        object: the cycle would keep the request until the garbage collector runs."""
+        for sink in self.sinks:
+            sink.release()
+        self.sinks.clear()
+        self.choices.clear()
 
     @property
     def completion_tokens(self) -> int:

@@ -184,14 +184,15 @@ class AdaptedResponseBuilder(StreamingResponseBuilder):
         self._gathered.grow(self, more)
 
     def _choice(self, index: int, prompt: Prompt) -> ChoiceSink:
-        self._only = AdaptedChoice(self, index, prompt, self.adapter)
-        return self._only
+        return AdaptedChoice(self, index, prompt, self.adapter)
 
     def _opening(self) -> bytes:
         return self.adapter.begin(self.plan, self.usage())
 
     def _ending(self) -> bytes:
-        reason, stop_reason = self._only.outcome
+        only = self.choices[0]
+        assert isinstance(only, AdaptedChoice)
+        reason, stop_reason = only.outcome
         return self.adapter.finish(reason, stop_reason, self.usage(last=True))
 
     def _failure(self, error: PdserveError) -> bytes:

@@ -6,6 +6,8 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING
 
+import pytest
+
 from pdserve.errors import (
     DeadlineExceeded,
     Draining,
@@ -29,6 +31,7 @@ from pdserve.messages.request import (
 from pdserve.messages.tiers import KvSource
 from tests.frontend.fake_cluster import Sink, request, world
 from tests.net.world import virtually
+from tests.support.garbage import uncollected
 
 if TYPE_CHECKING:
     from pdserve.engine.port import TokenSink
@@ -625,3 +628,42 @@ async def test_who_waits_to_be_tried_alone_can_turn_away() -> None:
         assert [len(sink.errors) for sink in sinks] == [0] * 4
         assert not w.backend.trials
         await w.nodes.until(lambda: not router.open)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def begun_to_answer(sink: Sink) -> bool:
+    return bool(sink.tokens)
+
+
+OF_A_REQUEST = {"DispatchedRequest", "Assignment", "RemoteSequence", "ReceivedTokens"}
+
+
+@pytest.mark.parametrize("end", ["finished", "cancelled", "failed", "moved"])
+@virtually
+async def test_a_request_that_is_over_leaves_no_cycle(end: str) -> None:
+    async with world() as w:
+        await w.router("r")
+        first = await w.worker("a")
+        second = await w.worker("b") if end == "moved" else first
+        await w.ready()
+        with uncollected() as found:
+            sink = Sink()
+            stream = await w.backend.open(request(), sink)
+            first.say(5)
+            await w.nodes.until(partial(begun_to_answer, sink))
+            if end == "moved":
+                first.refuse(EngineDied("it died"))
+                await begun(w, second)
+            if end == "failed":
+                first.refuse(EngineError("a defect"))
+            elif end != "cancelled":
+                second.say(6, end=True)
+            if end != "cancelled":
+                await w.nodes.until(partial(ended, sink))
+            # The frontend cancels every request at its end.
+            stream.cancel()
+            await asyncio.sleep(1.0)
+            del stream, sink
+        assert not OF_A_REQUEST & found.keys(), found
