@@ -162,8 +162,8 @@ class PlannerConfig:
     slow_tick: Seconds = 60.0
     """Interval of decisions that take capacity away or change the mix."""
     stable: Seconds = 300.0
-    """Load of the last so many seconds must fit before a worker is removed, and so long after a
-    panic none is. Start-ups take as long: what is removed sooner would be missed."""
+    """Longest time for which capacity is kept after a load; before it is removed, the demand must
+    have been seen for as long. Where start-ups are short, `break_even` ends it sooner."""
     dwell: Seconds = 90.0
     """A worker keeps its mode at least so long: a switch costs a few seconds of service."""
     switches_per_hour: int = 4
@@ -174,16 +174,17 @@ class PlannerConfig:
     """Advantage, as a share of the cost, that a switch back must have."""
     donor_headroom: float = 0.10
     """Share of its capacity that the mode which gives a worker away must keep free."""
-    remove_interval: Seconds = 120.0
-    """Time between two removals of one model: the load must settle on those that stay."""
+    remove_interval: Seconds = 60.0
+    """Time between two removals of one model: the load must settle on those that stay, and the
+    reports of a slow tick show how they bear it."""
     remove_ttft: float = 0.8
     """After a removal the p95 of the waits for first tokens must stay below this part of the time
     that the prompts themselves leave of the objective."""
     remove_itl: float = 0.85
     """The same for the ITL, which varies less."""
     break_even: float = 2.0
-    """A worker is removed if it is expected to be idle for this many times its start-up and drain:
-    at most twice the cost of knowing the future."""
+    """A worker is removed if it is expected to be idle for this many times its start-up and drain,
+    and its load has been gone for as long: at most twice the cost of knowing the future."""
     hold: Seconds = 3600.0
     """An operator's own change of a worker is left alone for so long."""
     fast_up: float = 0.20

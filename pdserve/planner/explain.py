@@ -41,8 +41,8 @@ _WORDS: Final[Mapping[str, str]] = {
     "panic": "nothing is removed for {seconds:.0f} s: the load was {ratio:.2f} × the forecast",
     "cooldown": "the last removal was {seconds:.0f} s ago, and {limit:.0f} s must pass",
     "unseen": "the demand has been seen for {seconds:.0f} s, and {limit:.0f} s must be known",
-    "regret": "a removal at {before:.2f} work/s had to be undone; the load is {work:.2f} work/s "
-    "now, and must be below {limit:.2f}",
+    "regret": "fewer than {workers} workers were not enough for {before:.2f} work/s; the load is "
+    "{work:.2f} work/s now, and must be below {limit:.2f}",
     "paired": "the last workers need each other: {modes}; one that does both jobs would do, and "
     "modes has none",
     "changing": "waits for {action} of {what}",

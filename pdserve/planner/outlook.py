@@ -50,7 +50,8 @@ class DemandView:
     level: float = 0.0
     """Mean work per second since the load last changed, of at most 300 s: `steady_load`."""
     recent: tuple[Stretch, ...] = ()
-    """The complete buckets of the last 60 s, the oldest first; empty: only `level` is known."""
+    """The complete buckets of the last 60 s, the oldest first; the last one with what was reported
+    since. Empty: only `level` is known."""
     request_work: Seconds = 0.0
     """Mean work of a request; 0: unknown."""
     request_spread: Seconds = 0.0
@@ -60,6 +61,9 @@ class DemandView:
     """Mean work per second of the last 300 s, or of as much as was seen."""
     peak_300: float = 0.0
     """Highest `level` of the last 300 s."""
+    levels: tuple[tuple[Seconds, float], ...] = ()
+    """The levels that it is the highest of, each with its age, the newest first; empty: they are
+    not known one by one."""
     held: int = 0
     """Requests that wait in routers."""
     held_work: float = 0.0
@@ -75,6 +79,11 @@ class DemandView:
     traffic: object = None
     """What the `Judge` replays: recent arrivals, lengths and learnt times. Decisions do not look
     into it."""
+
+    def peak(self, seconds: Seconds) -> float:
+        """Highest `level` of the last seconds, 300 at most."""
+        known = [level for age, level in self.levels if age <= seconds]
+        return max(self.level, *known) if known else max(self.level, self.peak_300)
 
 
 class Slot(NamedTuple):

@@ -31,6 +31,7 @@ class LinearJudge:
     def __init__(self) -> None:
         self.asked: list[tuple[Load, tuple[PoolCandidate, ...]]] = []
         self.unreachable = 0.0
+        """Share of the requests that no worker serves in time; 1: nothing else can be late."""
         self.decode_weight = 1.0
         """Decode work per prefill work."""
 
@@ -56,6 +57,8 @@ class LinearJudge:
             causes["decode" if mode == "decode" else "queue"] = share
             miss = max(miss, share)
         rho = min(0.999, max(busy.values(), default=0.0))
+        if self.unreachable >= 1:
+            return PoolOutcome(miss=0.0, utilisation=busy, unreachable=1.0)
         return PoolOutcome(
             miss=miss,
             causes=causes,

@@ -205,7 +205,9 @@ async def test_orders_have_the_term_of_the_planners_life() -> None:
 @virtually
 async def test_modes_are_switched_for_a_pin() -> None:
     async with site(rate=0.3, workers=3) as made:
-        pool = PoolConfig(model=MODEL, ttft=1.0, max=6, modes=("aggregated", "prefill", "decode"))
+        pool = PoolConfig(
+            model=MODEL, ttft=1.0, min=3, max=6, modes=("aggregated", "prefill", "decode")
+        )
         planner = await made.planner(pools=(pool,))
         await made.until(lambda: bool(planner.report.plans))
         await asyncio.sleep(100.0)

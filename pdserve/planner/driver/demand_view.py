@@ -50,12 +50,13 @@ def demand_view(
         seen=sum(one.seconds for one in recent),
         first_tokens=series.first_tokens,
         work=buckets[-1].work_rate if buckets else 0.0,
-        level=levels[0],
-        recent=tuple(stretches[-max(1, round(_NEWEST / width)) :]),
+        level=levels[0][1],
+        recent=_recent(stretches[-max(1, round(_NEWEST / width)) :], series.rest),
         request_work=request,
         request_spread=spread,
         work_300=_rate(recent),
-        peak_300=max(levels),
+        peak_300=max(level for _, level in levels),
+        levels=tuple(levels),
         held=series.held,
         held_work=series.held_work,
         held_wait=series.held_oldest,
@@ -64,6 +65,15 @@ def demand_view(
         kept=round(sum(one.kept.get("both", 0) for one in recent)),
         traffic=series,
     )
+
+
+def _recent(complete: Sequence[Stretch], rest: DemandBucket | None) -> tuple[Stretch, ...]:
+    """The newest complete buckets. What was reported since belongs to the last one: alone it would
+    be too short to tell a surge from chance."""
+    if rest is None or not complete:
+        return tuple(complete)
+    since = Stretch(rest.seconds, rest.arrivals, rest.work)
+    return (*complete[:-1], complete[-1] + since)
 
 
 def _complete(health: DemandHealth) -> bool:
@@ -94,14 +104,16 @@ def _over(sum_: float, number: float) -> float:
 
 def _levels(
     stretches: Sequence[Stretch], recent: int, request: Seconds, spread: Seconds
-) -> list[float]:
+) -> list[tuple[Seconds, float]]:
     """The level of the load now, and every 15 s before as far as peaks are looked for, while there
-    is enough of the load to tell."""
+    is enough of the load to tell; each with its age."""
     sums, last = running(stretches), len(stretches)
     past = range(last - _EVERY, max(last - recent, _FEW) - 1, -_EVERY)
-    return [
-        mean_work(steady(sums, max(0, end - _RANGE), end, spread), request) for end in (last, *past)
-    ]
+    found = []
+    for end in (last, *past):
+        level = mean_work(steady(sums, max(0, end - _RANGE), end, spread), request)
+        found.append(((sums[last] - sums[end]).seconds, level))
+    return found
 
 
 def _missed(buckets: Sequence[DemandBucket]) -> dict[str, int]:

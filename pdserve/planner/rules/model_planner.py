@@ -5,7 +5,7 @@
     blind              nothing is known: hold, or add one if requests wait
     up                 the objective will be missed: the cheapest lever that is enough
     panic              the load has left the forecast: nothing is removed for a while
-    slow tick          a better ratio, or one worker less
+    slow tick          a better ratio, or fewer workers
 
 It remembers votes, cool-downs and the forecast, none of which a restart has to bring back.
 """
@@ -13,7 +13,7 @@ It remembers votes, cool-downs and the forecast, none of which a restart has to 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pdserve.planner.changes.table import Action, ChangeState
 from pdserve.planner.explain import Binding
@@ -28,7 +28,7 @@ from pdserve.planner.rules.obligations import (
     wrong_stops,
 )
 from pdserve.planner.rules.sanity import Sanity
-from pdserve.planner.rules.shrink import Loads, shrink, surplus_start
+from pdserve.planner.rules.shrink import Loads, shrink, staying, surplus_start
 from pdserve.planner.rules.surge import Surge
 from pdserve.planner.rules.switches import LastSwitch, rebalance
 from pdserve.planner.rules.votes import Votes
@@ -49,7 +49,8 @@ __all__ = ["Decision", "ModelPlanner"]
 _SETTLE: Final[Seconds] = 5.0
 """Added to a start-up: what is ordered now is decided by the load then."""
 _FALLEN: Final = 0.8
-"""A removal that had to be undone is tried again once the load is below this part of that load."""
+"""Fewer workers than had to be started again are tried once the load is below this part of the one
+that they were needed for."""
 _GRID: Final[Seconds] = 60.0
 """Distance of the moments at which a forecast is read when its highest value is looked for."""
 
@@ -71,6 +72,22 @@ class Decision:
     """Id of a start that is no longer wanted; empty: none."""
 
 
+class _Regret(NamedTuple):
+    """A removal that had to be undone."""
+
+    until: Seconds
+    """When it is forgotten."""
+    work: float
+    """The load that the workers which were left could not bear."""
+    workers: int
+    """One more than were left: fewer are not enough for that load."""
+
+    @property
+    def below(self) -> float:
+        """The load below which fewer may be enough."""
+        return _FALLEN * self.work
+
+
 class ModelPlanner:
     """One model's decisions."""
 
@@ -81,10 +98,10 @@ class ModelPlanner:
         self._votes = Votes()
         self._last_switch = LastSwitch(config.stable, config.reversal_ticks, config.reversal_gain)
         self._next_slow: Seconds | None = None
-        self._surge = Surge(config.panic, config.stable)
+        self._surge = Surge(config.panic)
         self._removed: Seconds | None = None
-        self._regret: tuple[Seconds, float] | None = None
-        """Until when, and above which load, nothing is removed: the last removal was too much."""
+        self._regret: _Regret | None = None
+        """What the last removal that was too much tells; None: there was none of late."""
         self._slow: Binding | None = None
         """What bound the last slow tick."""
         self._succeeded: set[NodeLife] = set()
@@ -136,20 +153,20 @@ class ModelPlanner:
         demand = scene.demand
         if sight.blind or demand is None:
             return None
-        self._watch(scene.now, demand)
+        self._watch(scene, demand)
         forecast = self._at(scene.start_p90 + _SETTLE)
         if self._surge.active(scene.now):
             level = self._surge.level
             return Horizon(level, level, level)
         return forecast
 
-    def _watch(self, now: Seconds, demand: DemandView) -> None:
+    def _watch(self, scene: Scene, demand: DemandView) -> None:
         """Compares the load with its forecast, and feeds the forecast."""
-        self._surge.see(now, demand, self._at(0.0).p50)
-        if self._surge.shifted(now):
+        self._surge.see(scene.now, demand, self._at(0.0).p50, scene.stabilization)
+        if self._surge.shifted(scene.now):
             self._forecaster.shifted()
         # Not the buckets of 5 s: they differ by chance far more than a pool should.
-        self._forecaster.observe(now, demand.level)
+        self._forecaster.observe(scene.now, demand.level)
 
     def _at(self, horizon: Seconds) -> Horizon:
         """The forecast; nothing before the first observation."""
@@ -157,7 +174,9 @@ class ModelPlanner:
         return Horizon(0.0, 0.0, 0.0) if found is None else Horizon(found.p50, found.p90, found.p95)
 
     def _panic_binding(self, now: Seconds) -> Binding:
-        return Binding("panic", {"seconds": self._surge.left(now), "ratio": self._surge.ratio})
+        surge = self._surge
+        figures = {"seconds": surge.left(now), "ratio": surge.ratio, "since": surge.begun}
+        return Binding("panic", figures)
 
     # ------------------------------------------------------------------ without knowledge
 
@@ -249,14 +268,14 @@ class ModelPlanner:
     def _slower(
         self, scene: Scene, sight: Sight, demand: DemandView, load: Load, *, shrinks: bool
     ) -> Decision | None:
-        """A better ratio or, if the pool may shrink, one worker less; None: neither."""
+        """A better ratio or, if the pool may shrink, fewer workers; None: neither."""
         self._slow = self._held(scene, sight)
         if self._slow is not None:
             calm = shrinks and not sight.doubt and not self._surge.active(scene.now)
             return self._unwanted(scene, demand) if calm else None
         found = rebalance(scene, load, back=True)
         if self._last_switch.allows(scene.now, found) and found is not None:
-            return self._decided(scene, found.step, found.after)
+            return self._decided(scene, (found.step,), found.after)
         return self._smaller(scene, demand) if shrinks else None
 
     def _unwanted(self, scene: Scene, demand: DemandView) -> Decision | None:
@@ -268,20 +287,23 @@ class ModelPlanner:
         return Decision((), Binding("unwanted", figures), withdrawn=one.id)
 
     def _smaller(self, scene: Scene, demand: DemandView) -> Decision | None:
-        """One worker less; None: all is needed, or it is too soon."""
-        self._slow = self._cooling(scene.now, demand)
+        """Fewer workers; None: all are needed, or it is too soon."""
+        self._slow = self._cooling(scene, demand)
         if self._slow is not None:
             return None
-        shrunk = shrink(scene, self._loads(scene, demand))
+        loads = self._loads(scene, demand)
+        shrunk = shrink(scene, loads)
         self._slow = shrunk.binding
-        return None if shrunk.step is None else self._decided(scene, shrunk.step, shrunk.after)
+        return self._decided(scene, shrunk.steps, shrunk.after) if shrunk.steps else None
 
-    def _decided(self, scene: Scene, step: Step, after: PoolOutcome | None) -> Decision:
+    def _decided(
+        self, scene: Scene, steps: tuple[Step, ...], after: PoolOutcome | None
+    ) -> Decision:
         figures: dict[str, float | str] = {
             "value": after.miss if after else 0.0,
             "limit": scene.target.allowed_miss,
         }
-        return Decision((step,), Binding("enough", figures), after=after)
+        return Decision(steps, Binding("enough", figures), after=after)
 
     def _held(self, scene: Scene, sight: Sight) -> Binding | None:
         """What forbids every change of the slow tick."""
@@ -298,37 +320,45 @@ class ModelPlanner:
             return Binding("changing", {"action": "drain", "what": draining[0].node})
         return None
 
-    def _cooling(self, now: Seconds, demand: DemandView) -> Binding | None:
+    def _cooling(self, scene: Scene, demand: DemandView) -> Binding | None:
         """What forbids a removal so soon after the last one, or after the planner's beginning: the
         highest load of the last minutes is not known before they have been seen."""
         if demand.seen < self._config.stable:
             return Binding("unseen", {"seconds": demand.seen, "limit": self._config.stable})
+        now = scene.now
         since = None if self._removed is None else now - self._removed
         if since is not None and since < self._config.remove_interval:
             figures = {"seconds": since, "limit": self._config.remove_interval}
             return Binding("cooldown", figures)
-        if self._regret is not None:
-            until, before = self._regret
-            work = max(demand.peak_300, demand.level)
-            if now < until and work > _FALLEN * before:
-                figures = {"before": before, "work": work, "limit": _FALLEN * before}
-                return Binding("regret", figures)
+        self._forget(scene, demand)
+        regret, size = self._regret, len(staying(scene))
+        if regret is None or size > regret.workers:
+            return None
+        work = demand.peak(scene.stabilization)
+        figures = {"before": regret.work, "work": work, "limit": regret.below, "workers": size}
+        return Binding("regret", figures)
+
+    def _forget(self, scene: Scene, demand: DemandView) -> None:
+        """Forgets a removal that was too much, after a while or once the load is well below."""
+        regret = self._regret
+        if regret is not None and (
+            scene.now >= regret.until or demand.peak(scene.stabilization) <= regret.below
+        ):
             self._regret = None
-        return None
 
     def _loads(self, scene: Scene, demand: DemandView) -> Loads:
         """What a smaller pool must bear: nine of ten loads until a new worker could serve, and the
         expected one later, since what exceeds it is met by a start. The forecast looks as far as
         the worker must be idle for its removal to pay: at most twice the cost of knowing the
         future."""
-        config, drain = self._config, scene.drain_p90()
-        pays = config.break_even * (scene.start_p90 + drain) * _price_ratio(scene)
-        quiet = max(scene.start_p90 + config.stable, pays)
+        pays = scene.break_even * _price_ratio(scene)
+        quiet = max(scene.start_p90 + self._config.stable, pays)
         steps = range(int(quiet // _GRID) + 1)
         later = max(self._at(min(quiet, _GRID * (step + 1))).p50 for step in steps)
         ahead = max(self._at(scene.start_p90 + _SETTLE).p90, later)
-        peak = max(demand.peak_300, demand.level)
-        return Loads(Load(peak), Load(ahead), quiet)
+        peak = demand.peak(scene.stabilization)
+        least = 0 if self._regret is None else self._regret.workers
+        return Loads(Load(peak), Load(ahead), quiet, len(staying(scene)), least)
 
     # ------------------------------------------------------------------ what was begun
 
@@ -355,7 +385,7 @@ class ModelPlanner:
                 if worker is not None:
                     self._last_switch.did(now, (worker.mode, step.mode))
             elif decision.before is not None and self._soon_after_removal(now):
-                self._regret = (now + self._config.hold, work)
+                self._regret = _Regret(now + self._config.hold, work, len(staying(scene)) + 1)
 
     def _soon_after_removal(self, now: Seconds) -> bool:
         return self._removed is not None and now - self._removed < self._config.stable

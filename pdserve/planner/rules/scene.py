@@ -74,6 +74,18 @@ class Scene:
         """Seconds that a drain takes, nearly always."""
         return self.times.p90("drain", kind)
 
+    @property
+    def break_even(self) -> Seconds:
+        """How long a worker must be idle for its removal to pay: twice its start-up and drain."""
+        return self.config.break_even * (self.start_p90 + self.drain_p90())
+
+    @property
+    def stabilization(self) -> Seconds:
+        """How long capacity is kept for a load that has been: until that has cost as much as two
+        start-ups and drains, which is at most twice the cost of knowing the future. At least a
+        slow tick, at most `stable`."""
+        return min(self.config.stable, max(self.config.slow_tick, self.break_even))
+
     # ------------------------------------------------------------------ modes and changes
 
     @property

@@ -1,14 +1,15 @@
-"""Removes a worker that is not needed, at the slow tick. Pure.
+"""Removes workers that are not needed, at the slow tick. Pure.
 
 A smaller mix that keeps the objective is looked for around the present one, under the highest load
 of the last minutes and under the forecast beyond the next start-up. Then one worker is removed on
-the way to it. What is judged is what the others would have to do afterwards, so that a removal is
-no reason for the next start.
+the way to it, and the same is asked of those that remain, so that several may go at once. What is
+judged is what the others would have to do afterwards, so that a removal is no reason for the next
+start.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -22,7 +23,7 @@ from pdserve.planner.rules.scene import mix_of, slot_of
 from pdserve.planner.rules.switches import switched
 
 if TYPE_CHECKING:
-    from pdserve.ids import Seconds
+    from pdserve.ids import NodeLife, Seconds
     from pdserve.planner.changes.book import Underway
     from pdserve.planner.outlook import Load, PoolOutcome
     from pdserve.planner.pool import Mix, Worker
@@ -33,7 +34,10 @@ __all__ = ["Loads", "Shrunk", "removable", "shrink", "staying", "surplus_start",
 _AROUND: Final = 2
 """Workers of each mode by which a mix may differ from the present one."""
 _TRIES: Final = 12
-"""Most mixes that are judged at one slow tick; each is a replay."""
+"""Most mixes that are judged for one removal; each is a replay."""
+_AT_ONCE: Final = 8
+"""Most workers that are removed at one slow tick, and never more than half of them: each takes
+some replays to judge, and what was judged wrong leaves the other half."""
 
 
 class Loads(NamedTuple):
@@ -45,13 +49,17 @@ class Loads(NamedTuple):
     """The highest forecast until a new worker could serve again, and beyond."""
     quiet: Seconds
     """How far ahead `ahead` looks."""
+    workers: int
+    """Workers that hold the cache now."""
+    least: int = 0
+    """Fewer workers were not enough of late, for such a load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """One step, or what forbids it."""
+    """Steps that may be made at once, or what forbids them."""
 
-    step: Step | None = None
+    steps: tuple[Step, ...] = ()
     binding: Binding | None = None
     after: PoolOutcome | None = None
     target: Mix | None = None
@@ -102,12 +110,37 @@ def _price(scene: Scene, worker: Worker) -> float:
 
 
 def shrink(scene: Scene, loads: Loads) -> Shrunk:
+    """The removals that leave a mix which keeps the objective; or one change of a mode that must
+    come before a removal; or what forbids both."""
+    found = _one_less(scene, loads)
+    steps, most = found.steps, min(_AT_ONCE, (len(staying(scene)) + 1) // 2)
+    while len(steps) < most and (life := _stopped(steps)) is not None:
+        scene = _without(scene, life)
+        further = _one_less(scene, loads)
+        if _stopped(further.steps) is None:
+            break
+        found, steps = further, (*steps, *further.steps)
+    return replace(found, steps=steps)
+
+
+def _stopped(steps: tuple[Step, ...]) -> NodeLife | None:
+    """The worker that the last step stops; None: it stops none."""
+    return steps[-1].life if steps and steps[-1].action is Action.STOP else None
+
+
+def _without(scene: Scene, life: NodeLife) -> Scene:
+    """The same with one worker less."""
+    rest = tuple(one for one in scene.pool.workers if one.life != life)
+    return replace(scene, pool=replace(scene.pool, workers=rest))
+
+
+def _one_less(scene: Scene, loads: Loads) -> Shrunk:
     """The step towards the smallest mix that keeps the objective, if a step may be made."""
     base = PoolCandidate(tuple(slot_of(one) for one in staying(scene)))
     present = mix_of(base.slots)
     tightest: Binding | None = None
     failed: list[Mix] = []
-    for mix in _smaller(scene, present):
+    for mix in _smaller(scene, present, loads.least):
         first = _first_step(scene, loads, base, mix)
         if first is None or any(_within(mix, larger) for larger in failed):
             continue
@@ -116,7 +149,7 @@ def shrink(scene: Scene, loads: Loads) -> Shrunk:
         if why is None:
             step, after = first
             outcome, why = judged(scene, loads, after, len(after.slots))
-            return Shrunk(step if why is None else None, why, outcome, target=mix)
+            return Shrunk((step,) if why is None else (), why, outcome, target=mix)
         tightest = tightest or why
         failed.append(mix)
     return Shrunk(binding=tightest or _no_victim(scene))
@@ -134,14 +167,14 @@ def _no_victim(scene: Scene) -> Binding:
     if size - 1 < floor:
         return Binding("floor", {"floor": floor, "workers": size})
     mix = mix_of(slot_of(one) for one in staying(scene))
-    if not reasons and not _smaller(scene, mix):
+    if not reasons and not _smaller(scene, mix, 0):
         return Binding("paired", {"modes": " and ".join(sorted(mix))})
     return Binding("operator", {"reason": reasons[0] if reasons else "no worker may be removed"})
 
 
-def _smaller(scene: Scene, present: Mix) -> list[Mix]:
+def _smaller(scene: Scene, present: Mix, least: int) -> list[Mix]:
     """Mixes with fewer workers around the present one, the smallest change first: what one removal
-    cannot do, two will not."""
+    cannot do, two will not. `least`: fewest workers, besides the floor."""
     modes = sorted({*scene.modes, *present})
     size = sum(present.values())
     found: list[tuple[int, int, Mix]] = []
@@ -151,7 +184,7 @@ def _smaller(scene: Scene, present: Mix) -> list[Mix]:
         if min(mix.values()) < 0 or not size - _AROUND <= total < size:
             continue
         kept = {mode: count for mode, count in mix.items() if count}
-        if total >= max(1, scene.floor) and valid_mix(kept):
+        if total >= max(1, scene.floor, least) and valid_mix(kept):
             found.append((moved, total, kept))
     return [mix for _, _, mix in sorted(found, key=lambda one: (*one[:2], sorted(one[2].items())))][
         :_TRIES
@@ -222,7 +255,7 @@ def judged(
     workers holds less of the prompts."""
     higher = loads.ahead.work > loads.peak.work
     name, load = ("ahead", loads.ahead) if higher else ("peak", loads.peak)
-    kept = min(1.0, size / max(1, len(staying(scene))))
+    kept = min(1.0, size / max(1, loads.workers))
     outcome = scene.predict(load._replace(cached=kept), [candidate])[0]
     return outcome, _breaks(scene, outcome, load, name, size)
 

@@ -31,14 +31,12 @@ _CHANCE: Final = 3.5
 class Surge:
     """One model's load beside its forecast."""
 
-    def __init__(self, factor: float, lasts: Seconds) -> None:
-        """`factor`: least load of a panic, as a multiple of the forecast. `lasts`: how long a panic
-        lasts after the load has last grown."""
+    def __init__(self, factor: float) -> None:
+        """`factor`: least load of a panic, as a multiple of the forecast."""
         self._factor = factor
-        self._lasts = lasts
         self._until: Seconds = -inf
-        self._begun: Seconds = -inf
-        """When the panic was noticed."""
+        self.begun: Seconds = -inf
+        """When the panic was noticed, or renewed."""
         self._rose: Seconds = -inf
         """When the load began to grow."""
         self._fell: Seconds = -inf
@@ -57,7 +55,7 @@ class Surge:
 
     def begins(self, now: Seconds) -> bool:
         """True at the tick at which a panic begins, or is renewed."""
-        return now == self._begun
+        return now == self.begun
 
     def left(self, now: Seconds) -> Seconds:
         """Seconds until the panic is over."""
@@ -68,9 +66,10 @@ class Surge:
         before does not tell how good forecasts are."""
         return now - max(self._rose, self._fell) <= _MEAN
 
-    def see(self, now: Seconds, demand: DemandView, expected: float) -> None:
+    def see(self, now: Seconds, demand: DemandView, expected: float, lasts: Seconds) -> None:
         """The demand at one more tick, and the work per second that was forecast for it. After a
-        lull, which is chance too, a forecast is too low; so the last minutes count besides."""
+        lull, which is chance too, a forecast is too low; so the last minutes count besides.
+        `lasts`: how long a panic lasts after the load has last grown."""
         expected = max(expected, demand.work_300)
         if self.active(now):
             self._follow(now, demand)
@@ -79,7 +78,7 @@ class Surge:
         if rose and not (self.active(now) and level <= self._highest):
             if not self.active(now):
                 self._usual = expected
-            self._begun, self._until = now, now + self._lasts
+            self.begun, self._until = now, now + lasts
             self._rose = now - rose
             self._highest = self.level = level
             self.ratio = level / expected

@@ -42,6 +42,14 @@ def test_the_newest_buckets_and_the_usual_request_are_seen() -> None:
     assert seen.request_spread == pytest.approx(0.1)
 
 
+def test_what_was_reported_since_belongs_to_the_newest_bucket() -> None:
+    rest = DemandBucket(100.0, 3.0, work=9.0, arrivals=90)
+    seen = demand_view(series(*[1.0] * 20, rest=rest))
+    assert len(seen.recent) == 12
+    assert seen.recent[-1] == (8.0, 140.0, 14.0)
+    assert seen.level == pytest.approx(1.0), "a level is made of complete buckets"
+
+
 def test_the_first_bucket_is_a_level_already() -> None:
     assert demand_view(series(2.0)).level == pytest.approx(2.0)
     assert demand_view(series()).level == 0.0

@@ -19,8 +19,15 @@ def split(prefill: int, decode: int, work: float, **weights) -> Bench:
 
 def test_the_mode_with_room_gives_a_worker():
     """2 work/s: half of it for 2 prefill workers, three tenths of that for 3 decode workers."""
-    assert actions(split(2, 3, 1.0, decode_weight=0.3).last) == ["begin stop w10"]
-    assert actions(split(3, 2, 1.0, decode_weight=1.6).last) == ["begin stop w1"]
+    lighter = split(2, 3, 1.0, decode_weight=0.3)
+    assert actions(lighter.last) == ["begin stop w10", "begin stop w11"]
+    assert actions(split(3, 2, 1.0, decode_weight=1.6).last) == ["begin stop w1", "begin stop w2"]
+
+
+def test_both_modes_give_workers_at_once_and_the_ratio_stays():
+    bench = split(4, 4, 1.6)
+    gone = {*actions(bench.last)}
+    assert gone == {f"begin stop {name}" for name in ("w1", "w2", "w10", "w11")}
 
 
 def test_two_that_need_each_other_are_said_to():
@@ -55,11 +62,11 @@ def test_a_pool_in_which_some_have_nothing_to_do_shrinks_to_those_that_have():
     bench.see(mine(1), mine(2), mine(10, "decode"))
     bench.load(0.1)
     bench.until(65)
-    assert actions(bench.last) == ["begin stop w10"]
+    assert actions(bench.last) == ["begin stop w10", "begin stop w1"]
 
 
 def test_a_worker_that_refused_to_stop_is_left_alone_and_another_one_goes():
-    bench = split(3, 2, 1.0, decode_weight=1.6)
+    bench = split(2, 2, 0.9, decode_weight=1.6)
     (order,) = bench.last.orders
     assert order.change.node == "w1"
     refused = {order.change.id: Refusal("vetoed", "it is needed")}

@@ -27,7 +27,7 @@ class Feed:
 
     def __init__(self, rate: Callable[[float], float], seed: int, share: float = SHARE) -> None:
         self.rate, self.random, self.share = rate, Random(seed), share
-        self.surge, self.forecast = Surge(1.5, 300.0), Forecast()
+        self.surge, self.forecast = Surge(1.5), Forecast()
         self.buckets: list[DemandBucket] = []
         self.begun: list[float] = []
 
@@ -45,7 +45,7 @@ class Feed:
             self.buckets.append(self.bucket(at))
             seen = demand_view(DemandSeries("m", HEALTHY, tuple(self.buckets[-120:]), times=LEARNT))
             found = self.forecast.at(0.0)
-            self.surge.see(at, seen, 0.0 if found is None else found.p50)
+            self.surge.see(at, seen, 0.0 if found is None else found.p50, 300.0)
             self.forecast.observe(at, seen.level)
             if self.surge.begins(at):
                 self.begun.append(at)
@@ -85,45 +85,45 @@ def test_a_panic_ends_and_low_load_does_not_renew_it(seed: int) -> None:
 
 
 def test_only_a_load_above_its_own_renews_a_panic() -> None:
-    surge = Surge(1.5, 300.0)
-    surge.see(0.0, demand(1.0), 0.5)
+    surge = Surge(1.5)
+    surge.see(0.0, demand(1.0), 0.5, 300.0)
     assert (surge.begins(0.0), surge.ratio, surge.left(0.0)) == (True, 2.0, 300.0)
-    surge.see(100.0, demand(1.0), 0.5)
+    surge.see(100.0, demand(1.0), 0.5, 300.0)
     assert (surge.begins(100.0), surge.left(100.0)) == (False, 200.0)
-    surge.see(200.0, demand(1.1), 0.5)
+    surge.see(200.0, demand(1.1), 0.5, 300.0)
     assert (surge.begins(200.0), surge.left(200.0)) == (True, 300.0)
     assert not surge.active(500.0)
 
 
 def test_a_burst_that_is_over_was_no_panic() -> None:
     """Without it nothing would be removed for 300 s, and the burst would be the load meanwhile."""
-    surge = Surge(1.5, 300.0)
-    surge.see(0.0, demand(1.0), 0.5)
-    surge.see(5.0, demand(0.8), 0.5)
+    surge = Surge(1.5)
+    surge.see(0.0, demand(1.0), 0.5, 300.0)
+    surge.see(5.0, demand(0.8), 0.5, 300.0)
     assert surge.active(5.0)
-    surge.see(10.0, demand(0.7), 0.5)
+    surge.see(10.0, demand(0.7), 0.5, 300.0)
     assert not surge.active(10.0)
-    surge.see(15.0, demand(0.8), 0.5)
+    surge.see(15.0, demand(0.8), 0.5, 300.0)
     assert surge.begins(15.0)
 
 
 def test_a_load_that_stays_is_a_panic_even_if_the_forecast_has_followed() -> None:
-    surge = Surge(1.5, 300.0)
-    surge.see(0.0, demand(1.0), 0.5)
-    surge.see(100.0, demand(1.1), 0.7)
-    surge.see(110.0, demand(1.0), 0.9)
+    surge = Surge(1.5)
+    surge.see(0.0, demand(1.0), 0.5, 300.0)
+    surge.see(100.0, demand(1.1), 0.7, 300.0)
+    surge.see(110.0, demand(1.0), 0.9, 300.0)
     assert surge.active(110.0)
 
 
 def test_a_load_that_falls_is_a_shift_and_no_panic() -> None:
-    surge = Surge(1.5, 300.0)
-    surge.see(0.0, demand(0.3), 1.0)
+    surge = Surge(1.5)
+    surge.see(0.0, demand(0.3), 1.0, 300.0)
     assert surge.shifted(30.0)
     assert not surge.shifted(31.0)
     assert not surge.active(0.0)
 
 
 def test_the_first_load_is_no_panic() -> None:
-    surge = Surge(1.5, 300.0)
-    surge.see(0.0, demand(3.0), 0.0)
+    surge = Surge(1.5)
+    surge.see(0.0, demand(3.0), 0.0, 300.0)
     assert not surge.active(0.0)

@@ -192,9 +192,11 @@ def _too_small(look: _Look, binding: Binding) -> str:
     # Where modes differ, one worker may have to change its mode before another one goes.
     if not 0 < workers < len(look.ready) + (not look.alike):
         return f"{len(look.ready)} workers are ready"
-    peak = 0.0 if demand is None else max(demand.peak_300, demand.level)
-    if work < peak - _SAME or (figures["load"] == "peak" and not _near(work, peak)):
-        return f"the highest load was {peak:g} work/s"
+    # How long ago a peak counts depends on start-ups that were measured: within these.
+    least = 0.0 if demand is None else demand.peak(config.slow_tick)
+    peak = 0.0 if demand is None else demand.peak(config.stable)
+    if work < least - _SAME or (figures["load"] == "peak" and work > peak + _SAME):
+        return f"the highest load was {least:g} to {peak:g} work/s"
     if not look.alike or look.leased:
         return ""
     found = look.outcome(workers, Load(work, cached=workers / len(look.ready)))
@@ -343,9 +345,11 @@ def _unseen(look: _Look, binding: Binding) -> str:
 def _panic(look: _Look, binding: Binding) -> str:
     """It began when the load rose."""
     left, stable = float(binding.figures["seconds"]), look.config.stable
+    began = float(binding.figures["since"])
     if not 0 < left <= stable + _SAME:
-        return f"a panic lasts {stable:g} s"
-    began = look.now - (stable - left)
+        return f"a panic lasts at most {stable:g} s"
+    if look.now + left - began < look.config.slow_tick - _SAME:
+        return "a panic lasts for a slow tick at least"
     rose = any(abs(at - began) < _SAME for at in look.past.rises)
     return "" if rose else f"the load did not rise at {began:.3f}"
 
@@ -380,11 +384,15 @@ def _cooldown(look: _Look, binding: Binding) -> str:
 def _regret(look: _Look, binding: Binding) -> str:
     before, work, limit = (float(binding.figures[name]) for name in ("before", "work", "limit"))
     demand = look.demand
-    load = 0.0 if demand is None else max(demand.peak_300, demand.level)
+    # How long ago a load counts depends on start-ups that were measured: within these.
+    least = 0.0 if demand is None else demand.peak(look.config.slow_tick)
+    load = 0.0 if demand is None else demand.peak(look.config.stable)
     if look.past.removed is None:
         return "it has removed none"
-    if not _near(work, load) or not _near(limit, _FALLEN * before):
+    if not least - _SAME <= work <= load + _SAME or not _near(limit, _FALLEN * before):
         return f"the load is {load:g} work/s"
+    if int(binding.figures["workers"]) > len(look.ready):
+        return f"{len(look.ready)} workers are ready"
     return "" if work > limit else "that is little"
 
 

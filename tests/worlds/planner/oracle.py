@@ -1,6 +1,7 @@
 """Judges planners: what they decide against what they see, and what they see against the truth.
 
-    removals    one removing change per model at a time, each for a good reason (`removals`)
+    removals    one removing change per model at a time, or stops that one plan has ordered at once;
+                each for a good reason (`removals`)
     response    too much load is answered: a drain is taken back, or a worker is started
     change      one process for each change, ever
     term        no worker obeys an order that is older than one that it has obeyed
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import NodeId, Seconds
     from pdserve.messages.planner import Change, Kind, ScalingPlan
-    from pdserve.planner.config import PlannerConfig
+    from pdserve.planner.config import PlannerConfig, PoolConfig
     from pdserve.planner.tick import PlannerInput, PlannerOutput
     from tests.worlds.planner.roles import Planner
     from tests.worlds.world import VirtualHost, World
@@ -79,6 +80,8 @@ class PlannerOracle:
         self._config = config
         self.begun: dict[str, tuple[Seconds, str]] = {}
         """Changes that planners have begun: when, and the action."""
+        self._plan_of: dict[str, str] = {}
+        """The plan that has ordered a change."""
         self.decisions: Counter[str] = Counter()
         self.switches = 0
         """Changes of workers' modes that are over."""
@@ -103,14 +106,11 @@ class PlannerOracle:
         name, world = planner.node.id, self._world
         for line in output.log:
             world.happened(name, "plan", line)
+        for order in output.orders:
+            self._plan_of.setdefault(order.change.id, f"{name} {order.term}.{order.number}")
         for plan in output.plans:
-            going = [
-                one.id
-                for one in plan.changes
-                if one.action in ("stop", "mode") and one.state not in _ENDS
-            ]
-            if len(going) > 1:
-                world.complain(f"{name} removes twice at a time: {', '.join(going)}")
+            if len(going := self._removals(plan)) > 1:
+                world.complain(f"{name} removes twice at a time: {', '.join(sorted(going))}")
             self._responds(name, plan, seen, output)
             self._takes_back(name, plan, seen)
             if output.bindings[plan.model].name in _JUDGED:
@@ -132,10 +132,18 @@ class PlannerOracle:
     ) -> Iterator[str]:
         if change.action == "stop":
             plan = next(one for one in output.plans if one.model == model)
-            yield from wrong_removal(self._config, seen, plan, change, SERVED)
+            leaving = {one.node for one in plan.changes if one.action == "stop"}
+            yield from wrong_removal(self._config, seen, plan, change, leaving, SERVED)
         elif change.action == "mode":
             since = {node: at for node, (_, at) in self._modes.items()}
             yield from wrong_switch(self._config, change, since, self._world.loop.time())
+
+    def _removals(self, plan: ScalingPlan) -> set[str]:
+        """What takes capacity away: the plans that have ordered stops, and each switch. Those that
+        a planner found when it began count as of one plan."""
+        going = [one for one in plan.changes if one.state not in _ENDS]
+        stops = {self._plan_of.get(one.id, "found") for one in going if one.action == "stop"}
+        return stops | {one.id for one in going if one.action == "mode"}
 
     def _responds(
         self, name: str, plan: ScalingPlan, seen: PlannerInput, output: PlannerOutput
@@ -156,7 +164,7 @@ class PlannerOracle:
         assert pool is not None
         mine = [one for one in seen.workers if one.model == plan.model]
         ready = [one for one in mine if one.state == "ready"]
-        if demand is None or not self._by_load(plan, seen):
+        if demand is None or not self._by_load(plan, seen) or not self._can_be_kept(pool):
             return ""
         most = FULL * SERVED * max(1, len(ready))
         if seen.down or demand.level <= most or demand.work < 0.7 * most:
@@ -195,6 +203,12 @@ class PlannerOracle:
         alike = all(one.mode == "aggregated" for one in seen.workers if one.model == plan.model)
         by_hand = plan.model in {*seen.paused, *seen.pins}
         return alike and not by_hand and not plan.blind
+
+    def _can_be_kept(self, pool: PoolConfig) -> bool:
+        """True if more workers would serve an objective."""
+        setup = self._world.stage.setup if self._world.stage is not None else None
+        some = pool.ttft is not None or pool.itl is not None
+        return some and not (setup is not None and setup.out_of_reach)
 
     def _takes_back(self, name: str, plan: ScalingPlan, seen: PlannerInput) -> None:
         """A drain is taken back as soon as far too much waits."""

@@ -75,6 +75,8 @@ def _undecided(stage: Stage) -> Iterator[str]:
 
 def _too_many(stage: Stage) -> Iterator[str]:
     for pool in stage.setup.config.pools:
+        if pool.ttft is None and pool.itl is None:
+            continue  # without an objective only floors and limits count
         ready = [host for host in serving(stage.world) if host.settings.model == pool.model]
         least = _least(pool, [_mode(host) for host in ready])
         if len(ready) != least:

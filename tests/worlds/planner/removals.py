@@ -1,6 +1,6 @@
 """Judges each removal and switch that a planner begins, by what it sees at that tick.
 
-minimum     fewer ready workers than the floor are not left
+minimum     fewer ready workers than the floor are not left, however many go at once
 demand      nothing is removed while a router's demand is not known
 room        those that stay can bear the load
 victim      the worker whose cache costs least to compute again goes first
@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from pdserve.ids import NodeId, Seconds
     from pdserve.messages.planner import Change, ScalingPlan
@@ -30,16 +30,23 @@ _NOT_BY_LOAD = ("was not asked for", "an operator has pinned")
 
 
 def wrong_removal(
-    config: PlannerConfig, seen: PlannerInput, plan: ScalingPlan, change: Change, served: float
+    config: PlannerConfig,
+    seen: PlannerInput,
+    plan: ScalingPlan,
+    change: Change,
+    leaving: Collection[NodeId | None],
+    served: float,
 ) -> Iterator[str]:
-    """What is wrong with a drain. `served`: work that a worker does in a second."""
+    """What is wrong with a drain. `leaving`: all that drain by the plan; `served`: work that a
+    worker does in a second."""
     model = plan.model
     pool = config.pool(model)
     assert pool is not None
     ready = [one for one in seen.workers if one.model == model and one.state == "ready"]
     floor = pool.floor(seen.wall)
-    if len(ready) - 1 < floor:
-        yield f"it leaves {len(ready) - 1} workers, not {floor}"
+    left = [one for one in ready if one.node not in leaving]
+    if len(left) < floor:
+        yield f"it leaves {len(left)} workers, not {floor}"
     if any(words in change.reason for words in _NOT_BY_LOAD):
         return
     demand = seen.demand.get(model)
@@ -47,18 +54,17 @@ def wrong_removal(
         yield f"the demand is not known: {'' if demand is None else demand.faults}"
         return
     alike = {one.mode for one in ready} == {"aggregated"}
-    work = max(demand.peak_300, plan.forecast.get("0.9", 0.0))
-    if alike and work > FULL * served * (len(ready) - 1):
-        yield f"{len(ready) - 1} workers cannot bear {work:.2f} work/s"
-    yield from _cheaper(ready, change)
-
-
-def _cheaper(ready: list[Worker], change: Change) -> Iterator[str]:
-    """Another worker that planners have started, whose loss costs less."""
+    work = max(demand.peak(config.slow_tick), plan.forecast.get("0.9", 0.0))
+    if alike and work > FULL * served * len(left):
+        yield f"{len(left)} workers cannot bear {work:.2f} work/s"
     victim = next((one for one in ready if one.node == change.node), None)
-    if victim is None or victim.hard_end is not None:
-        return
-    for one in ready:
+    if victim is not None and victim.hard_end is None:
+        yield from _cheaper(victim, left)
+
+
+def _cheaper(victim: Worker, left: list[Worker]) -> Iterator[str]:
+    """A worker that planners have started, that stays, and whose loss costs less."""
+    for one in left:
         alike = one.mode == victim.mode and one.change and one.hard_end is None
         if alike and _loss(one) < _loss(victim):
             yield f"{victim.node} has more to lose than {one.node}"

@@ -41,6 +41,8 @@ class PlannerSetup:
     """Nodes of the batch system; 0: there is none."""
     pending: Seconds = 0.0
     """How long a job waits."""
+    out_of_reach: bool = False
+    """No prompt is short enough for the objective, whatever the workers."""
 
 
 class Stage:
@@ -93,7 +95,9 @@ class Stage:
         if self.batch is not None:
             actuators.append(FakeActuator(self.batch))
         wall = partial(self.world.wall, host)
-        return Planner(node, self.setup.config, actuators, wall, self.oracle.decided)
+        made = Planner(node, self.setup.config, actuators, wall, self.oracle.decided)
+        made.judge.unreachable = float(self.setup.out_of_reach)
+        return made
 
     def _agent(self, host: VirtualHost, node: Node) -> VirtualRole:
         return Agent(node, self.machines[host.name])
