@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.planner.changes.book import ChangeBook
 from pdserve.planner.changes.table import TABLES, Action
+from tests.worlds.planner.bindings import Bindings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.planner.changes.book import Underway
     from pdserve.planner.changes.table import ChangeEvent
+    from pdserve.planner.explain import Binding
     from tests.worlds.oracle.coverage import Cells
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "PROBES",
     "RARE",
     "RARE_CELLS",
+    "UNBOUND",
 ]
 
 
@@ -35,13 +38,29 @@ def _moved(cells: Cells, book: ChangeBook, now: Seconds, one: Underway, event: C
     cells[f"change {one.action.value} {one.state.value}", event.value] += 1
 
 
-PROBES: Final[tuple[tuple[type, str, Callable[..., None]], ...]] = ((ChangeBook, "_move", _moved),)
+def _bound(cells: Cells, bindings: Bindings, past: object, binding: Binding) -> None:
+    cells["limit", binding.name] += 1
+
+
+PROBES: Final[tuple[tuple[type, str, Callable[..., None]], ...]] = (
+    (ChangeBook, "_move", _moved),
+    (Bindings, "_untrue", _bound),
+)
 """Methods that are looked at before each call."""
 
 _OF_STARTS: Final = ("seen pending", "seen booting", "seen loading", "wrong mode", "seen failed")
 _OF_WORKERS: Final = ("seen draining", "seen leaving", "seen proving", "seen back")
 _Cells = dict[str, tuple[str, ...]]
 """Events by an action and some of its states; without states: in all of them."""
+
+UNBOUND: Final[dict[str, str]] = {
+    "miss": "the judge of these worlds lets requests wait for too long before it lets any miss, so "
+    "`ttft` or `itl` binds first: tests/planner/rules/test_shrink.py shows it",
+    "busy": "it binds where prompts are out of reach, and then `unreachable` is told: "
+    "tests/planner/test_core.py shows that the pool stays",
+    "fast": "each tick finds a limit of its own",
+}
+"""Limits that no world shows, and why."""
 
 NEVER: Final[dict[str, _Cells]] = {
     "an instance or a start has it, and the change is about a worker that serves": {

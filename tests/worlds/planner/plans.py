@@ -33,6 +33,7 @@ def planned(
     batch: int = 0,
     pending: Seconds = 0.0,
     budget: float = 0.0,
+    out_of_reach: bool = False,
     **pool: Any,
 ) -> WorldPlan:
     """A router, a frontend, so many planners, workers started by hand, and these faults."""
@@ -60,5 +61,6 @@ def planned(
             machines={f"a{number}": 2 for number in range(machines)},
             batch=batch,
             pending=pending,
+            out_of_reach=out_of_reach,
         ),
     )

@@ -8,7 +8,8 @@ off from workers, routers and agents; starts are lost, slow, fail, or never beco
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.planner.config import PlannerConfig, PoolConfig
 from pdserve.sim.rng_tree import RngTree
@@ -95,7 +96,7 @@ def draw_planners(seed: int) -> WorldPlan:
         batch=batch,
         pending=choose((0.0, 1.0, 4.0)),
     )
-    return WorldPlan(
+    plan = WorldPlan(
         seed=seed,
         roles=roles,
         settings=settings,
@@ -108,6 +109,64 @@ def draw_planners(seed: int) -> WorldPlan:
         options=" --planner",
         setup=setup,
     )
+    # Drawn apart, so that a seed's world is otherwise the same.
+    return _SPECIAL[RngTree(seed).fork("special").choice(_SPECIALS)](plan)
+
+
+# ---------------------------------------------------------------------------- rare settings
+
+
+def _nothing_special(plan: WorldPlan) -> WorldPlan:
+    return plan
+
+
+def _objective(plan: WorldPlan, **changed: Any) -> WorldPlan:
+    """With other objectives."""
+    setup = _setup(plan)
+    pools = tuple(replace(one, **changed) for one in setup.config.pools)
+    return replace(plan, setup=replace(setup, config=replace(setup.config, pools=pools)))
+
+
+def _out_of_reach(plan: WorldPlan) -> WorldPlan:
+    return replace(plan, setup=replace(_setup(plan), out_of_reach=True))
+
+
+def _nothing_starts(plan: WorldPlan) -> WorldPlan:
+    """Without any actuator: what serves was started by hand. What an operator takes away then is
+    not made up for by a planner, so none does."""
+    gone = {name for name, role in plan.roles.items() if role == "agent"}
+    by_hand = {f"w{number}": "worker" for number in range(2)}
+    roles = {name: role for name, role in plan.roles.items() if name not in gone} | by_hand
+    usual = replace(_setup(plan).worker, mode=plan.settings["w0"].mode)
+    return replace(
+        plan,
+        roles=roles,
+        settings={name: plan.settings.get(name, usual) for name in roles},
+        starts={name: plan.starts.get(name, 0.0) for name in roles},
+        faults=tuple(
+            one
+            for one in plan.faults
+            if one.kind not in _BY_HAND and one.kind not in _OF_BATCH and not gone & {one.a, one.b}
+        ),
+        setup=replace(_setup(plan), machines={}, batch=0),
+    )
+
+
+def _setup(plan: WorldPlan) -> PlannerSetup:
+    assert isinstance(plan.setup, PlannerSetup)
+    return plan.setup
+
+
+_BY_HAND: Final = ("drained-by-hand", "pinned", "switched-by-hand")
+_SPECIAL: Final[dict[str, Callable[[WorldPlan], WorldPlan]]] = {
+    "": _nothing_special,
+    "no objective": partial(_objective, ttft=None, itl=None),
+    "only an objective of the ITL": partial(_objective, ttft=None, itl=0.4),
+    "an objective out of reach": _out_of_reach,
+    "nothing starts workers": _nothing_starts,
+}
+"""Settings under which limits bind that do not bind elsewhere."""
+_SPECIALS: Final = (*([""] * 12), *_SPECIAL)
 
 
 def _config(random: Random, modes: tuple[str, ...]) -> PlannerConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
@@ -17,9 +17,10 @@ from tests.worlds.planner.coverage import (
     CHANGE_CELLS,
     NEVER_CELLS,
     RARE_CELLS,
+    UNBOUND,
 )
 from tests.worlds.planner.plans import planned
-from tests.worlds.planner.planted_bugs import PLANNER_BUGS, UNSEEN
+from tests.worlds.planner.planted_bugs import LEARN, PLANNER_BUGS, THREE, UNSEEN, load
 from tests.worlds.planner.scenarios import PLANNER_TROUBLES, draw_planners
 from tests.worlds.run import WorldFailure, run_plan
 
@@ -95,6 +96,37 @@ def test_what_no_world_shows_is_shown_elsewhere(name: str) -> None:
 
 def test_every_limit_has_a_rule() -> None:
     assert RULES.keys() == explain._WORDS.keys()
+    assert all(UNBOUND.values())
+
+
+_HEAVY: Final = [LEARN, load(15.0, 15.0, 8.0)]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("limit", "settings"),
+    [
+        ("actuator", {"machines": 0, "max": 4}),
+        ("objective", {"ttft": None}),
+        ("itl", {"ttft": None, "itl": 0.4, "workers": THREE}),
+        ("unreachable", {"out_of_reach": True, "workers": THREE}),
+    ],
+)
+def test_limits_that_need_a_setting_of_their_own_bind(limit: str, settings: dict[str, Any]) -> None:
+    cells: Cells = Counter()
+    with count_visits(cells):
+        run_plan(planned(0, _HEAVY, until=35.0, **settings))
+    assert cells["limit", limit]
+
+
+@pytest.mark.timeout(240)
+def test_a_prefill_and_a_decode_worker_are_left_where_no_other_mode_is_wanted() -> None:
+    """Three have next to nothing to do for a minute, and one of them goes."""
+    cells: Cells = Counter()
+    modes: tuple[WorkerMode, ...] = ("prefill", "decode", "decode")
+    with count_visits(cells):
+        run_plan(planned(0, [], until=60.0, rate=0.01, workers=modes, max=4))
+    assert cells["limit", "paired"]
 
 
 def test_a_plan_is_its_seeds(seed: int) -> None:
