@@ -195,7 +195,7 @@ class PlannerConfig:
     is added at once."""
     panic: float = 1.5
     """A load above this multiple of the forecast, and beyond chance, is a panic: the load since it
-    rose counts, and nothing is removed for `stable`."""
+    rose counts, and nothing is removed for the stabilization window."""
     blind_wait: float = 0.5
     """Held requests that wait longer than this part of the TTFT objective add a worker while no
     demand is known."""

@@ -161,6 +161,20 @@ def test_it_does_not_hunt_under_a_noisy_load(work, seed):
     assert sign_changes(changes(world.sizes, since=600)) <= 2
 
 
+@pytest.mark.parametrize(("boot", "period"), [(5, 120), (20, 300), (60, 300)])
+def test_it_does_not_follow_a_load_that_alternates(boot, period):
+    """Each rise would cost a start-up in which requests are late: once an hour is enough."""
+    load = noisy(1.0, 0.1, 1)
+    high = lambda now: load(now) * (3.4 if now // period % 2 else 0.4)  # noqa: E731
+    world, late = World(config(), Plant(high, boot=boot)), 0
+    for _ in range(int(5400 / TICK)):
+        world.tick()
+        busy = world.plant.works[-1] > 0.95 * sum(world.plant.serving.values())
+        late += busy and world.plant.now > 600
+    assert sign_changes(changes(world.sizes, since=600)) <= 4
+    assert late <= 0.05 * 4800 / TICK
+
+
 def test_a_step_is_followed_and_its_end_too():
     world = World(config(), Plant(lambda now: 3.4 if 600 <= now < 1800 else 0.4))
     world.run(595)

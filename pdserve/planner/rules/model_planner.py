@@ -13,6 +13,7 @@ It remembers votes, cool-downs and the forecast, none of which a restart has to 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pdserve.planner.changes.table import Action, ChangeState
@@ -102,6 +103,8 @@ class ModelPlanner:
         self._removed: Seconds | None = None
         self._regret: _Regret | None = None
         """What the last removal that was too much tells; None: there was none of late."""
+        self._patient: Seconds = -inf
+        """Until when capacity is kept for `stable`: a load that has come back does so again."""
         self._slow: Binding | None = None
         """What bound the last slow tick."""
         self._succeeded: set[NodeLife] = set()
@@ -162,7 +165,7 @@ class ModelPlanner:
 
     def _watch(self, scene: Scene, demand: DemandView) -> None:
         """Compares the load with its forecast, and feeds the forecast."""
-        self._surge.see(scene.now, demand, self._at(0.0).p50, scene.stabilization)
+        self._surge.see(scene.now, demand, self._at(0.0).p50, self._window(scene))
         if self._surge.shifted(scene.now):
             self._forecaster.shifted()
         # Not the buckets of 5 s: they differ by chance far more than a pool should.
@@ -334,15 +337,20 @@ class ModelPlanner:
         regret, size = self._regret, len(staying(scene))
         if regret is None or size > regret.workers:
             return None
-        work = demand.peak(scene.stabilization)
+        work = demand.peak(self._window(scene))
         figures = {"before": regret.work, "work": work, "limit": regret.below, "workers": size}
         return Binding("regret", figures)
+
+    def _window(self, scene: Scene) -> Seconds:
+        """How long capacity is kept for a load that has been. A load that alternates costs a
+        start-up, and late requests, each time that it comes back."""
+        return self._config.stable if scene.now < self._patient else scene.stabilization
 
     def _forget(self, scene: Scene, demand: DemandView) -> None:
         """Forgets a removal that was too much, after a while or once the load is well below."""
         regret = self._regret
         if regret is not None and (
-            scene.now >= regret.until or demand.peak(scene.stabilization) <= regret.below
+            scene.now >= regret.until or demand.peak(self._window(scene)) <= regret.below
         ):
             self._regret = None
 
@@ -356,7 +364,7 @@ class ModelPlanner:
         steps = range(int(quiet // _GRID) + 1)
         later = max(self._at(min(quiet, _GRID * (step + 1))).p50 for step in steps)
         ahead = max(self._at(scene.start_p90 + _SETTLE).p90, later)
-        peak = demand.peak(scene.stabilization)
+        peak = demand.peak(self._window(scene))
         least = 0 if self._regret is None else self._regret.workers
         return Loads(Load(peak), Load(ahead), quiet, len(staying(scene)), least)
 
@@ -385,7 +393,8 @@ class ModelPlanner:
                 if worker is not None:
                     self._last_switch.did(now, (worker.mode, step.mode))
             elif decision.before is not None and self._soon_after_removal(now):
-                self._regret = _Regret(now + self._config.hold, work, len(staying(scene)) + 1)
+                self._patient = now + self._config.hold
+                self._regret = _Regret(self._patient, work, len(staying(scene)) + 1)
 
     def _soon_after_removal(self, now: Seconds) -> bool:
         return self._removed is not None and now - self._removed < self._config.stable
