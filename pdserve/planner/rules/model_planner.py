@@ -29,7 +29,7 @@ from pdserve.planner.rules.obligations import (
     wrong_stops,
 )
 from pdserve.planner.rules.sanity import Sanity
-from pdserve.planner.rules.shrink import Loads, shrink, staying, surplus_start
+from pdserve.planner.rules.shrink import NO_KIND, Loads, shrink, staying, surplus_start
 from pdserve.planner.rules.surge import Surge
 from pdserve.planner.rules.switches import LastSwitch, rebalance
 from pdserve.planner.rules.votes import Votes
@@ -421,7 +421,7 @@ def why_not_more(scene: Scene, after: PoolOutcome) -> Binding:
     if size >= most:
         return Binding("max", {"max": most, "workers": size})
     if not scene.kinds:
-        return Binding("actuator", {"reason": "no actuator offers a kind for this model"})
+        return Binding("actuator", {"reason": NO_KIND})
     reasons = [scene.blocked[one.name] for one in scene.kinds if one.name in scene.blocked]
     open_kinds = [one for one in scene.kinds if one.name not in scene.blocked]
     if not open_kinds:

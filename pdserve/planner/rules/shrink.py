@@ -29,8 +29,19 @@ if TYPE_CHECKING:
     from pdserve.planner.pool import Mix, Worker
     from pdserve.planner.rules.scene import Scene
 
-__all__ = ["Loads", "Shrunk", "removable", "shrink", "staying", "surplus_start", "victims"]
+__all__ = [
+    "NO_KIND",
+    "Loads",
+    "Shrunk",
+    "removable",
+    "shrink",
+    "staying",
+    "surplus_start",
+    "victims",
+]
 
+NO_KIND: Final = "no actuator offers a kind for this model"
+"""Why nothing can be started."""
 _AROUND: Final = 2
 """Workers of each mode by which a mix may differ from the present one."""
 _TRIES: Final = 12
@@ -112,6 +123,8 @@ def _price(scene: Scene, worker: Worker) -> float:
 def shrink(scene: Scene, loads: Loads) -> Shrunk:
     """The removals that leave a mix which keeps the objective; or one change of a mode that must
     come before a removal; or what forbids both."""
+    if not scene.kinds:
+        return Shrunk(binding=_no_victim(scene))  # what goes could not come back with the load
     found = _one_less(scene, loads)
     steps, most = found.steps, min(_AT_ONCE, (len(staying(scene)) + 1) // 2)
     while len(steps) < most and (life := _stopped(steps)) is not None:
@@ -166,6 +179,8 @@ def _no_victim(scene: Scene) -> Binding:
     size, floor = len(staying(scene)), scene.floor
     if size - 1 < floor:
         return Binding("floor", {"floor": floor, "workers": size})
+    if not scene.kinds:
+        return Binding("actuator", {"reason": NO_KIND})
     mix = mix_of(slot_of(one) for one in staying(scene))
     if not reasons and not _smaller(scene, mix, 0):
         return Binding("paired", {"modes": " and ".join(sorted(mix))})

@@ -88,3 +88,13 @@ def test_a_lease_that_ends_makes_a_victim_cheap():
     bench.load(0.1)
     bench.until(65)
     assert actions(bench.last) == ["begin stop w2"]
+
+
+def test_where_nothing_can_be_started_nothing_is_removed():
+    """What was removed could not come back when the load does."""
+    bench = Bench(config(pool()))
+    bench.see(mine(1), mine(2), mine(3), kinds=())
+    bench.load(0.1)
+    bench.until(65)
+    assert actions(bench.last) == []
+    assert binding(bench.last).startswith("nothing can start a worker: no actuator offers a kind")

@@ -2,7 +2,8 @@
 
 steady   the same load all the time: after a while nothing changes any more
 idle     no load: the pool shrinks to its minimum, and no instance is left that no plan knows; a
-         prefill and a decode worker stay where no other mode is wanted
+         prefill and a decode worker stay where no other mode is wanted, and all where none can be
+         started
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ def _too_many(stage: Stage) -> Iterator[str]:
     for pool in stage.setup.config.pools:
         if pool.ttft is None and pool.itl is None:
             continue  # without an objective only floors and limits count
+        if not stage.setup.machines and not stage.setup.batch:
+            continue  # what is removed could not come back
         ready = [host for host in serving(stage.world) if host.settings.model == pool.model]
         least = _least(pool, [_mode(host) for host in ready])
         if len(ready) != least:
