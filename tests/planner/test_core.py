@@ -599,6 +599,52 @@ def test_what_was_too_much_says_nothing_of_larger_pools():
     assert binding(bench.last).startswith("fewer than 3 workers were not enough for 1.95 work/s")
 
 
+def started(bench: Bench, first: int):
+    """The workers whose starts are ordered now."""
+    return [worker(at, change=name) for at, name in enumerate(names(bench), first)]
+
+
+def test_more_workers_than_before_a_removal_say_nothing_of_it():
+    """Two were not enough for 1.95 work/s, and three had been enough. That more are needed for 3.4
+    has another reason: they may become three again as soon as three can bear the load."""
+    bench = calm(3, 1.0)
+    bench.until(65)
+    bench.see(*crowd(2, first=2))
+    bench.load(1.95)
+    bench.until(10)
+    assert actions(bench.last) == [START]
+    there = (*crowd(2, first=2), *started(bench, 5))
+    bench.see(*there, instances=())
+    bench.load(3.4)
+    bench.tick()
+    assert START in actions(bench.last)
+    bench.see(*there, *started(bench, 6)[:1], instances=())
+    bench.load(3.0)
+    bench.until(900)
+    assert actions(bench.last) == []
+    assert binding(bench.last).startswith("with 3 workers")
+
+
+@pytest.mark.parametrize(
+    ("again", "removes"), [({"work": 1.1, "held_work": 60.0}, True), ({"work": 1.95}, False)]
+)
+def test_only_a_load_that_has_come_back_is_waited_for(again, removes):
+    """Where the same load needs the worker after all, the removal was judged a little wrong: loads
+    do not come back for that."""
+    bench = calm(3, 1.1)
+    bench.core._times.add("start", "gpu", 20.0)
+    bench.until(65)
+    bench.see(*crowd(2, first=2))
+    bench.load(**again)
+    bench.until(10)
+    assert actions(bench.last) == [START]
+    bench.see(*crowd(2, first=2), *started(bench, 5), instances=())
+    bench.load(0.85 * again["work"])
+    assert not any(output.orders for output in bench.until(600))
+    bench.load(0.5, levels=((0.0, 0.5), (200.0, again["work"])))
+    assert any(output.orders for output in bench.until(65)) is removes
+
+
 def test_a_removal_that_was_undone_for_a_load_that_had_just_begun_is_tried_again():
     """The mean of 30 s is nearly nothing then: no load is ever below four fifths of it."""
     bench = calm(3, 0.5)

@@ -73,6 +73,17 @@ class Decision:
     """Id of a start that is no longer wanted; empty: none."""
 
 
+class _Removal(NamedTuple):
+    """The last removals, of which each soon followed the one before."""
+
+    at: Seconds
+    """When the last one was ordered."""
+    workers: int
+    """Workers before the first one."""
+    work: float
+    """The load at the last one."""
+
+
 class _Regret(NamedTuple):
     """A removal that had to be undone."""
 
@@ -100,7 +111,7 @@ class ModelPlanner:
         self._last_switch = LastSwitch(config.stable, config.reversal_ticks, config.reversal_gain)
         self._next_slow: Seconds | None = None
         self._surge = Surge(config.panic)
-        self._removed: Seconds | None = None
+        self._removed: _Removal | None = None
         self._regret: _Regret | None = None
         """What the last removal that was too much tells; None: there was none of late."""
         self._patient: Seconds = -inf
@@ -329,7 +340,7 @@ class ModelPlanner:
         if demand.seen < self._config.stable:
             return Binding("unseen", {"seconds": demand.seen, "limit": self._config.stable})
         now = scene.now
-        since = None if self._removed is None else now - self._removed
+        since = None if self._removed is None else now - self._removed.at
         if since is not None and since < self._config.remove_interval:
             figures = {"seconds": since, "limit": self._config.remove_interval}
             return Binding("cooldown", figures)
@@ -387,17 +398,32 @@ class ModelPlanner:
             if step.action is Action.UNDO and step.life is not None:
                 self.wrong.discard(step.life)  # the load needs it as it is: no drain and back
             if step.action is Action.STOP:
-                self._removed = now
+                self._removed = self._removal(scene, work)
             elif step.action is Action.SWITCH and step.life is not None:
                 worker = scene.pool.worker(step.life)
                 if worker is not None:
                     self._last_switch.did(now, (worker.mode, step.mode))
-            elif decision.before is not None and self._soon_after_removal(now):
-                self._patient = now + self._config.hold
-                self._regret = _Regret(self._patient, work, len(staying(scene)) + 1)
+            elif decision.before is not None:
+                self._regrets(scene, work)
 
-    def _soon_after_removal(self, now: Seconds) -> bool:
-        return self._removed is not None and now - self._removed < self._config.stable
+    def _removal(self, scene: Scene, work: float) -> _Removal:
+        before, size = self._late_removal(scene.now), len(staying(scene))
+        return _Removal(scene.now, max(size, before.workers) if before else size, work)
+
+    def _regrets(self, scene: Scene, work: float) -> None:
+        """Learns from an order of more capacity, if a removal is its cause. Once there are as many
+        workers as before the removal, it is not."""
+        removed, size = self._late_removal(scene.now), len(staying(scene))
+        if removed is None or size >= removed.workers:
+            return
+        until = scene.now + self._config.hold
+        self._regret = _Regret(until, work, size + 1)
+        if removed.work < _FALLEN * work:  # not the same load, which was judged a little wrong
+            self._patient = until
+
+    def _late_removal(self, now: Seconds) -> _Removal | None:
+        removed = self._removed
+        return removed if removed and now - removed.at < self._config.stable else None
 
 
 def _floor_or_lease(scene: Scene, step: Step) -> Binding:
