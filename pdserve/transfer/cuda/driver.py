@@ -12,7 +12,7 @@ paths, tickets or loops.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Bytes
 
-__all__ = ["CudaDriver", "CudaError", "CudaIpcExport", "CudaStream"]
+__all__ = ["CudaDriver", "CudaError", "CudaIpcExport", "CudaStream", "DmaBufExport"]
 
 
 class CudaError(OSError):
@@ -42,6 +42,15 @@ class CudaIpcExport(msgspec.Struct, frozen=True, array_like=True):
     """Bytes from the allocation's beginning to the pool's."""
     address: int
     """The pool's address in the exporting process."""
+
+
+class DmaBufExport(NamedTuple):
+    """A pool as the kernel shares it with the drivers of other devices, such as adapters."""
+
+    fd: int
+    """The DMA-BUF's descriptor. The caller closes it; what was registered by it stays so."""
+    offset: Bytes
+    """From the DMA-BUF's beginning to the pool's."""
 
 
 class CudaStream(Protocol):

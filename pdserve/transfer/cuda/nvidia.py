@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import mmap
 import secrets
 import sys
 import threading
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pdserve.transfer.cuda import kernels
-from pdserve.transfer.cuda.driver import CudaError, CudaIpcExport
+from pdserve.transfer.cuda.driver import CudaError, CudaIpcExport, DmaBufExport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -164,10 +165,7 @@ class NvidiaDriver:
         """Describe a pool so that another process can open it. Errors: `CudaError` if its
         allocator's memory cannot be exported."""
         device = self.beside(address)
-        base, whole = self.asked("cuMemGetAddressRange", address)
-        offset = address - int(base)
-        if offset + size > whole:
-            raise CudaError(f"the pool has {size} bytes, but its allocation only {whole}")
+        base, _ = self._allocation(address, size)
         try:
             handle = self.asked("cuIpcGetMemHandle", base)
         except CudaError as error:
@@ -176,7 +174,7 @@ class NvidiaDriver:
                 "cuMemAlloc or cudaMalloc, not of a virtual or stream-ordered allocator"
             ) from error
         plain = ctypes.string_at(handle.getPtr(), _HANDLE)
-        return CudaIpcExport(_PROCESS, device.uuid, plain, offset, address)
+        return CudaIpcExport(_PROCESS, device.uuid, plain, address - base, address)
 
     def open(self, exported: CudaIpcExport, beside: int) -> int:
         """Map a peer's pool for the device that holds `beside`; returns its address here. Errors:
@@ -285,6 +283,34 @@ class NvidiaDriver:
             )
         synchronous = self.cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
         self.asked("cuPointerSetAttribute", True, synchronous, address)
+
+    def export_dmabuf(self, address: int, size: Bytes) -> DmaBufExport:
+        """Export the allocation that holds a pool as a DMA-BUF. Its pages are the host's: the
+        kernel takes whole ones. Errors: `CudaError`; not every driver and allocator can."""
+        device = self.beside(address)
+        handle = self.asked("cuDeviceGet", device.ordinal)
+        attribute = self.cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
+        if not self._attribute(handle, attribute):
+            raise CudaError(
+                f"GPU {device.ordinal} exports no DMA-BUF: that takes NVIDIA's open kernel "
+                "modules, 515 or later"
+            )
+        begin, end = self._pages(address, size)
+        kind = self.cuda.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+        fd = int(self.asked("cuMemGetHandleForAddressRange", begin, end - begin, kind, 0))
+        return DmaBufExport(fd, address - begin)
+
+    def _pages(self, address: int, size: Bytes) -> tuple[int, int]:
+        """First and last address of the host's pages over the allocation that holds the pool."""
+        base, whole = self._allocation(address, size)
+        page = mmap.PAGESIZE
+        return base // page * page, -(-(base + whole) // page) * page
+
+    def _allocation(self, address: int, size: Bytes) -> tuple[int, Bytes]:
+        base, whole = self.asked("cuMemGetAddressRange", address)
+        if address - int(base) + size > whole:
+            raise CudaError(f"the pool has {size} bytes, but its allocation only {whole}")
+        return int(base), int(whole)
 
     def stream(self, beside: int) -> CudaStream:
         """Create a stream on the device that holds this address. Errors: `CudaError`."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.errors import TransferError
 from pdserve.transfer.copy_plan import block_bytes
+from pdserve.transfer.rdma.device_memory import has_peermem
 from pdserve.transfer.rdma.ibverbs_ffi import (
     ACCESS,
     IbvAsyncEvent,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Bytes
     from pdserve.transfer.base import Region
+    from pdserve.transfer.cuda.driver import DmaBufExport
     from pdserve.transfer.rdma.negotiate import DeviceName
     from pdserve.transfer.rdma.pyverbs_loader import PyverbsModules
 
@@ -168,18 +170,21 @@ class Adapter:
 
     # ------------------------------------------------------------------ memory
 
-    def register(self, regions: Sequence[Region], most: Bytes) -> None:
-        """Register these pools with the adapter. May take seconds, without the GIL."""
-        for region in regions:
-            self.regions.append(self._register(region, slice_bytes(region, most)))
+    def register(
+        self, regions: Sequence[Region], buffers: Sequence[DmaBufExport | None], most: Bytes
+    ) -> None:
+        """Register these pools with the adapter, in slices of at most `most` bytes. `buffers`: the
+        DMA-BUF of each that has one. May take seconds, without the GIL."""
+        for region, buffer in zip(regions, buffers, strict=True):
+            self.regions.append(self._register(region, buffer, slice_bytes(region, most)))
 
-    def _register(self, region: Region, size: Bytes) -> array[int]:
+    def _register(self, region: Region, buffer: DmaBufExport | None, size: Bytes) -> array[int]:
         address = region_address(region)
         keys = []
         for offset in range(0, region.size, size):
             length = min(size, region.size - offset)
             try:
-                slice = self._register_slice(region, address + offset, length, offset)
+                slice = self._register_slice(buffer, address, offset, length)
             except OSError as error:
                 raise self._refused(region, length, error) from error
             self._registered.append(slice)
@@ -188,19 +193,34 @@ class Adapter:
         return region_slices(address, size, tuple(slice.local_key for slice in keys))
 
     def _register_slice(
-        self, region: Region, address: int, length: Bytes, offset: Bytes
+        self, buffer: DmaBufExport | None, address: int, offset: Bytes, length: Bytes
     ) -> MemoryRegion:
-        """Device memory by its DMA-BUF, and without one as if it were the host's: that works where
-        the driver of the device and that of the adapter know each other."""
-        if region.view is None and region.fd is not None:
-            return register(self.device, address, length, dmabuf=region.fd, offset=offset)
-        return register(self.device, address, length)
+        """`offset`: in the pool that begins at `address`. Without a DMA-BUF, or if the adapter's
+        driver takes none, device memory is registered like the host's: that works where
+        nvidia-peermem connects both drivers."""
+        if buffer is None:
+            return register(self.device, address + offset, length)
+        try:
+            place = buffer.offset + offset
+            return register(self.device, address + offset, length, dmabuf=buffer.fd, offset=place)
+        except OSError as error:
+            if not has_peermem():
+                raise
+            _log.warning(
+                "%s takes no DMA-BUF (%s): device memory is registered by its address "
+                "(nvidia-peermem)",
+                self.name,
+                error.strerror,
+            )
+            return register(self.device, address + offset, length)
 
     def _refused(self, region: Region, length: Bytes, error: OSError) -> TransferError:
         where = "host memory" if region.view is not None else "device memory"
         reason = f"{length} bytes of {where} cannot be registered: {error.strerror}"
         if error.errno == errno.ENOMEM:
             reason += " (is locked memory limited? see ulimit -l)"
+        elif region.view is None and error.errno in (errno.EOPNOTSUPP, errno.EFAULT):
+            reason += " (modprobe nvidia-peermem, or an adapter whose driver takes DMA-BUF)"
         return TransferError.at("", f"{self.name} over rdma", "register", reason)
 
     def remote_keys(self, region: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import msgspec
 
 from pdserve.errors import TransferError
 from pdserve.transfer.copy_plan import PlanError
-from pdserve.transfer.rdma import pyverbs_loader
+from pdserve.transfer.rdma import device_memory, pyverbs_loader
 from pdserve.transfer.rdma.adapter import Adapter, QueuePairOptions, slice_bytes
 from pdserve.transfer.rdma.negotiate import DeviceName
 
@@ -54,8 +54,9 @@ class Adapters:
             return
         try:
             self._open(pyverbs_loader.load_pyverbs())
-            for adapter in self.opened:
-                adapter.register(self._regions, self.options.slice)
+            with device_memory.exported(self._regions) as buffers:
+                for adapter in self.opened:
+                    adapter.register(self._regions, buffers, self.options.slice)
         except BaseException:
             self.close()
             raise

@@ -1,31 +1,38 @@
-"""Checks whether an RDMA adapter can register a KV pool in GPU memory.
+"""Makes KV pools in GPU memory ready for an RDMA adapter, or says why that is not possible.
 
-It can if the kernel module `nvidia-peermem` is loaded and the GPU sees the data before the adapter
-reports the write as complete. `adapter` also takes DMA-BUF descriptors, which need no such module,
-but no engine exports them so far.
+An adapter can register such a pool in two ways: by the DMA-BUF that the GPU's driver exports, or by
+its address, if the kernel module `nvidia-peermem` is loaded. Either way the GPU must see the data
+before the adapter reports the write as complete.
 
 This has never run on a GPU.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-from pdserve.transfer.cuda.driver import CudaError
+from pdserve.transfer.cuda.driver import CudaError, DmaBufExport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from pdserve.ids import Bytes
     from pdserve.transfer.base import Region
 
     class Driver(Protocol):
         """The part of `cuda.nvidia.NvidiaDriver` that is used here."""
 
         def prepare_for_rdma(self, address: int) -> None: ...
+        def export_dmabuf(self, address: int, size: Bytes) -> DmaBufExport: ...
 
 
-__all__ = ["MODULES", "unsupported_reason"]
+__all__ = ["MODULES", "exported", "has_peermem", "unsupported_reason"]
+
+_log = logging.getLogger(__name__)
 
 MODULES: Final = Path("/sys/module")
 _NAMES: Final = ("nvidia_peermem", "nv_peer_mem")
@@ -38,6 +45,11 @@ def _nvidia() -> Driver:
     return NvidiaDriver()
 
 
+def has_peermem(modules: Path = MODULES) -> bool:
+    """Whether adapters can register device memory by its address."""
+    return any((modules / name).is_dir() for name in _NAMES)
+
+
 def unsupported_reason(
     regions: Sequence[Region],
     modules: Path = MODULES,
@@ -48,11 +60,6 @@ def unsupported_reason(
     ours = [region for region in regions if region.view is None]
     if not ours:
         return ""
-    if not any((modules / name).is_dir() for name in _NAMES):
-        return (
-            "the pool is in device memory and the kernel module nvidia-peermem is not loaded "
-            "(modprobe nvidia-peermem); DMA-BUF, which needs no module, is not supported yet"
-        )
     try:
         driver = make_driver()
         for region in ours:
@@ -61,4 +68,46 @@ def unsupported_reason(
         return f"cuda-python cannot be imported ({error}): pip install 'pdserve[cuda]'"
     except (CudaError, RuntimeError) as error:  # the second: how the bindings miss a library
         return f"the pool is in device memory: {error}"
+    return "" if has_peermem(modules) else _lacks_dmabuf(ours, driver)
+
+
+def _lacks_dmabuf(regions: Sequence[Region], driver: Driver) -> str:
+    """Why DMA-BUF, the only way that is left, cannot be used; empty: it can."""
+    try:
+        for region in regions:
+            os.close(driver.export_dmabuf(region.address, region.size).fd)
+    except CudaError as error:
+        return (
+            f"the pool is in device memory: {error}; and the kernel module nvidia-peermem is not "
+            "loaded (modprobe nvidia-peermem)"
+        )
     return ""
+
+
+@contextmanager
+def exported(
+    regions: Sequence[Region], make_driver: Callable[[], Driver] = _nvidia
+) -> Iterator[list[DmaBufExport | None]]:
+    """The DMA-BUF of each pool; None for one in host memory, or whose driver exports none. The
+    descriptors are closed at the end of the block."""
+    with ExitStack() as stack:
+        buffers: list[DmaBufExport | None] = []
+        driver: Driver | None = None
+        for region in regions:
+            if region.view is not None:
+                buffers.append(None)
+                continue
+            driver = driver or make_driver()
+            buffer = _dmabuf_of(region, driver)
+            if buffer is not None:
+                stack.callback(os.close, buffer.fd)
+            buffers.append(buffer)
+        yield buffers
+
+
+def _dmabuf_of(region: Region, driver: Driver) -> DmaBufExport | None:
+    try:
+        return driver.export_dmabuf(region.address, region.size)
+    except CudaError as error:
+        _log.info("device memory is registered by its address (nvidia-peermem): %s", error)
+        return None

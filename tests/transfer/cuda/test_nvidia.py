@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import re
 import sys
 from array import array
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from pdserve.transfer.cuda import kernels, nvidia
-from pdserve.transfer.cuda.driver import CudaError, CudaIpcExport
+from pdserve.transfer.cuda.driver import CudaError, CudaIpcExport, DmaBufExport
 from pdserve.transfer.cuda.nvidia import BATCH, FEW, SHORT, STAGED, NvidiaDriver
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the bindings are for Linux")
@@ -239,3 +240,25 @@ def test_memory_is_made_ready_for_an_adapter_or_the_reason_is_said(bindings: Bin
     driver.prepare_for_rdma(1 << 40)
     ((value, attribute, address),) = bindings.named("cuPointerSetAttribute")
     assert (value, attribute.name, address) == (True, "CU_POINTER_ATTRIBUTE_SYNC_MEMOPS", 1 << 40)
+
+
+def test_a_pool_is_exported_as_a_dmabuf_of_whole_pages(bindings: Bindings) -> None:
+    base, whole, page = (1 << 40) + 512, 10_000, mmap.PAGESIZE
+    bindings.answers["cuMemGetAddressRange"] = lambda address: (base, whole)
+    bindings.answers["cuMemGetHandleForAddressRange"] = lambda *_: 77
+    driver = NvidiaDriver()
+    assert driver.export_dmabuf(base + 100, 9_900) == DmaBufExport(77, 612)
+    ((begin, size, kind, flags),) = bindings.named("cuMemGetHandleForAddressRange")
+    assert (begin, size, flags) == (1 << 40, 3 * page, 0)
+    assert kind.name == "CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD"
+    with pytest.raises(CudaError, match="9901 bytes, but its allocation only 10000"):
+        driver.export_dmabuf(base + 100, 9_901)
+
+
+def test_a_driver_without_dmabuf_is_named(bindings: Bindings) -> None:
+    bindings.answers["cuDeviceGetAttribute"] = lambda attribute, handle: (
+        0 if "DMA_BUF" in attribute.name else 9
+    )
+    with pytest.raises(CudaError, match=r"GPU 1 exports no DMA-BUF: .*open kernel modules"):
+        NvidiaDriver().export_dmabuf(1 << 40, 1)
+    assert not bindings.named("cuMemGetHandleForAddressRange")
