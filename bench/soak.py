@@ -30,7 +30,7 @@ from tests.soak.memory import leaks
 from tests.soak.test_long_life import LEAK, NOISE
 
 COUNTS = {"requests": 1_000_000, "members": 10_000, "streams": 2_000, "handoffs": 20_000}
-PORTIONS = {"requests": 80, "members": 50, "streams": 4, "handoffs": 40}
+PORTIONS = {"requests": 80, "members": 50, "streams": 8, "handoffs": 40}
 """Number of portions of each scene; samples are taken after each portion."""
 
 

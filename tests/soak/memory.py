@@ -132,7 +132,7 @@ def leaks(lines: Sequence[Line], *, per_piece: float, noise: float) -> list[str]
 
 def _part(process: psutil.Process, number: int) -> str:
     words = " ".join(process.cmdline())
-    found = re.search(r"pdserve\.engine\.(host)|(template|tokeni)", words)
+    found = re.search(r"pdserve\.engine_core\.(child)|(template|tokeni)", words)
     if found is None:
         return f"child {number}"
     return "engine" if found[1] else "text"

@@ -51,7 +51,7 @@ SHORT = {
 LONG = {
     "requests": Scale(300_000, 60),  # what has bounds is full after 100,000
     "members": Scale(2_000, 20),
-    "streams": Scale(2_000, 4),
+    "streams": Scale(2_000, 8),  # both kinds of rounds reach their height in the first two
     "handoffs": Scale(4_000, 20),
 }
 
