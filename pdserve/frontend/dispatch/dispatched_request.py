@@ -43,7 +43,6 @@ from pdserve.frontend.dispatch.refusals import Refusals
 from pdserve.frontend.dispatch.router_client import no_worker_error
 from pdserve.frontend.dispatch.worker_stream import ACCEPT_TIMEOUT
 from pdserve.frontend.placement import Placement
-from pdserve.ids import NodeLife
 from pdserve.messages.routing import RouteRequest
 from pdserve.observe.logs import about
 
@@ -63,7 +62,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.dispatch.router_client import RouterBooking, RouterClient
     from pdserve.frontend.dispatch.worker_streams import WorkerStreams
     from pdserve.frontend.routing_hints import RoutingHints
-    from pdserve.ids import NodeId, Seconds
+    from pdserve.ids import NodeId, NodeLife, Seconds
     from pdserve.messages.demand import EndedRequest
     from pdserve.messages.request import GenerateRequest, TokenDelta
     from pdserve.messages.routing import RequestOutcome, RouteDecision
@@ -133,6 +132,7 @@ class DispatchedRequest:
     __slots__ = (
         "_context",
         "_held",
+        "_metrics",
         "_migrations",
         "_names",
         "_on_placed",
@@ -172,6 +172,7 @@ class DispatchedRequest:
         """The worker that has the request, or is asked to take it."""
         self.phases = DispatchPhases(phases)
         self._context = context
+        self._metrics: ModelMetrics = context.metrics.of_model(request.model)
         self._sink = sink
         self._on_placed = on_placed
         self._start = context.now()
@@ -285,7 +286,7 @@ class DispatchedRequest:
             try:
                 placed = await self.place(booking)
             except _ELSEWHERE as error:
-                self.refused(booking.decision, error)
+                self.refused(booking.life, error)
                 continue
             if placed:
                 return
@@ -400,11 +401,8 @@ class DispatchedRequest:
         """For the log: these lines are written outside of the request's own task."""
         return about(replace(self.request, trace_id=self.phases.trace_id))
 
-    def refused(self, decision: RouteDecision, error: PdserveError) -> None:
+    def refused(self, life: NodeLife, error: PdserveError) -> None:
         """Records that a worker did not take the request, and excludes it."""
-        self._count_out(NodeLife(decision.worker, decision.epoch), error)
-
-    def _count_out(self, life: NodeLife, error: PdserveError) -> None:
         _log.info("worker %s did not take a request: %s", life.node, error, extra=self._about)
         self._context.rerouted += 1
         self._refusals.refused(life, error, self._context.now())
@@ -493,7 +491,7 @@ class DispatchedRequest:
         if not had_worker and self._refusals.tries >= _ATTEMPTS:
             self.fail(error)
             return
-        self._count_out(attempt.life, error)
+        self.refused(attempt.life, error)
         self._run(self._carry_on if had_worker else self.dispatch)
 
     def _lost(
@@ -555,7 +553,7 @@ class DispatchedRequest:
             except PdserveError as error:
                 # A worker has accepted this request before, so a refusal tells of this worker only.
                 self._poison.end_trial()
-                self.refused(booking.decision, error)
+                self.refused(booking.life, error)
             else:
                 self._poison.end_trial()
                 await context.members.wait_change(timeout=_PAUSE)
@@ -655,10 +653,6 @@ class DispatchedRequest:
             outcome = "cancelled"
         self._close(outcome, error)
         self._sink.on_error(error)
-
-    @property
-    def _metrics(self) -> ModelMetrics:
-        return self._context.metrics.of_model(self.request.model)
 
     def cancel(self) -> None:
         """Cancels the request at its worker, and every search for another. Idempotent."""

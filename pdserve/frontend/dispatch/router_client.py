@@ -33,6 +33,7 @@ from pdserve.errors import (
 )
 from pdserve.frontend.dispatch.cluster_members import in_doubt
 from pdserve.frontend.dispatch.routers import Routers, RouterSearch
+from pdserve.ids import NodeId, NodeLife, Seconds
 from pdserve.messages.routing import ReleaseBooking, RouterMigrationHint
 from pdserve.runtime.peers.handlers import hears
 from pdserve.runtime.registry import MemberGone
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
     from pdserve.frontend.config import FrontendConfig
     from pdserve.frontend.dispatch.cluster_members import ClusterMembers
-    from pdserve.ids import NodeId, Seconds
     from pdserve.messages.demand import EndedRequest
     from pdserve.messages.routing import (
         RequestOutcome,
@@ -107,6 +107,11 @@ class RouterBooking:
         self._ended = False
         self.router = router
         self.decision = decision
+
+    @property
+    def life(self) -> NodeLife:
+        """The worker of the decision."""
+        return NodeLife(self.decision.worker, self.decision.epoch)
 
     def hold(self, request: Booked) -> None:
         """`request` is about to be sent to the worker."""

@@ -90,7 +90,7 @@ async def _go(
     try:
         return await dispatched.place(booking, leave=attempt)
     except PdserveError as error:
-        dispatched.refused(booking.decision, error)
+        dispatched.refused(booking.life, error)
         return False
 
 
