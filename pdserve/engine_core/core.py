@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -225,6 +226,8 @@ class EngineCore:
         transfers = self._start_moving(spec)
         tiers = self._start_tiers(spec, info)
         layers = self._loaded_layers(info)
+        if missing := getattr(self._executor, "graphs_missing", ""):
+            info = replace(info, slow_kernels=info.slow_kernels or missing)
         return _capabilities(spec, info, limits, sizing, transfers, tiers, layers)
 
     def _start_tiers(self, spec: EngineSpec, info: ModelInfo) -> tuple[str, ...]:
@@ -809,6 +812,9 @@ class EngineCore:
             itl=self._itl,
             tiers=self._tier_stats(),
             lanes=self._lanes(),
+            steps_ahead=0 if self._pipeline is None else self._pipeline.steps_ahead,
+            graph_steps=getattr(self._executor, "graph_steps", 0),
+            eager_decodes=getattr(self._executor, "eager_decodes", 0),
         )
         if self._onboarder is not None:
             stats = self._onboarder.add_stats(stats)

@@ -177,7 +177,8 @@ class Executor(Protocol):
     """Computes steps. All methods are called in the core's thread, one at a time.
 
     Optional abilities are the protocols `SupportsWeightSharing`, `SupportsKvTransfer`,
-    `SupportsTiers`, `SupportsLayerGroups`, `SupportsGrammarPrefetch` and `SupportsRunAhead`.
+    `SupportsTiers`, `SupportsLayerGroups`, `SupportsGrammarPrefetch`, `SupportsRunAhead` and
+    `SupportsGraphs`.
     """
 
     def load(self, spec: EngineSpec, progress: ProgressFn) -> ModelInfo:
@@ -255,6 +256,26 @@ class SupportsRunAhead(Protocol):
         """Wait until the device has ended the step; returns the result for the plan that `sample`
         got, and an empty one if `sample` was not called or has failed. Called once for each begun
         step, also after an error."""
+        ...
+
+
+class SupportsGraphs(Protocol):
+    """Optional ability of an executor: it replays steps that it has captured in `allocate`."""
+
+    @property
+    def graph_steps(self) -> int:
+        """As in `EngineStats`."""
+        ...
+
+    @property
+    def eager_decodes(self) -> int:
+        """As in `EngineStats`."""
+        ...
+
+    @property
+    def graphs_missing(self) -> str:
+        """Why they could not be captured, for `EngineCapabilities.slow_kernels`; empty: they were,
+        or nobody tried."""
         ...
 
 

@@ -222,6 +222,12 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     missed_blocks: dict[str, int] = {}
     """Blocks that were known below the device or at another worker and were not fetched, by
     reason."""
+    steps_ahead: int = 0
+    """Steps that were begun before the one before them had ended."""
+    graph_steps: int = 0
+    """Steps that a CUDA graph has computed."""
+    eager_decodes: int = 0
+    """Steps that only decode and that no CUDA graph could compute, in an engine that has some."""
 
 
 class StartCore(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -53,6 +53,9 @@ class EngineSample:
     preemptions: int = 0
     steps: int = 0
     step_seconds: float = 0.0
+    steps_ahead: int = 0
+    graph_steps: int = 0
+    eager_decodes: int = 0
     restarts: int = 0
     stalls: int = 0
     stalled_for: float = 0.0
@@ -283,6 +286,24 @@ ENGINE_METRICS = (
         "counter",
         "Time spent inside steps.",
         lambda s: s.step_seconds,
+    ),
+    EngineMetric(
+        "engine_steps_ahead_total",
+        "counter",
+        "Steps that were begun before the one before them had ended.",
+        lambda s: s.steps_ahead,
+    ),
+    EngineMetric(
+        "engine_graph_steps_total",
+        "counter",
+        "Steps that a CUDA graph has computed.",
+        lambda s: s.graph_steps,
+    ),
+    EngineMetric(
+        "engine_eager_decodes_total",
+        "counter",
+        "Steps that only decode and that no CUDA graph could compute, although there are some.",
+        lambda s: s.eager_decodes,
     ),
 )
 """All metrics of engines, in the order of `docs/metrics.md`."""

@@ -26,6 +26,7 @@ from pdserve.limits.memory import available
 from pdserve.limits.sizes import approximate_size
 from pdserve.transfer.base import Region
 from pdserve_engines.torch import warm_up
+from pdserve_engines.torch.cuda.graphs.graph_choice import make_graphs
 from pdserve_engines.torch.cuda.model_choice import make_gpu_model
 from pdserve_engines.torch.cudnn_attention import CudnnAttentionOff
 from pdserve_engines.torch.kv_budget import measure_memory, out_of_memory
@@ -56,10 +57,12 @@ if TYPE_CHECKING:
     from pdserve.kv.storage import BlockMemory
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.request import SamplingParams, TokenLogprob
+    from pdserve_engines.torch.cuda.graphs.decode_graphs import DecodeGraphs
     from pdserve_engines.torch.kv_budget import AvailableMemory
     from pdserve_engines.torch.model_loader.classifier import ClassificationHead
     from pdserve_engines.torch.model_loader.config import ModelConfig
     from pdserve_engines.torch.models.base import ForwardModel, LayersDoneFn
+    from pdserve_engines.torch.models.forward_batch import ForwardBatch
     from pdserve_engines.torch.opened_model import OpenedModel
     from pdserve_engines.torch.settings import TorchSettings
 
@@ -114,6 +117,12 @@ class TorchExecutor:
         """On the device, the tokens of the last step that `sample` was called for."""
         self._batch_tokens = 1
         """Tokens of the largest step."""
+        self._max_sequences = 1
+        """Sequences of the largest step."""
+        self._graphs: DecodeGraphs | None = None
+        """None: every step is launched kernel by kernel."""
+        self.graphs_missing = ""
+        """Why they could not be captured; empty: they were, or nobody tried."""
         self._moved = False
         """Whether peers may write to blocks that are in no plan. Then no part of a step may run on
         the device after `execute` returns. Steps that sample have ended by then, since their tokens
@@ -124,6 +133,7 @@ class TorchExecutor:
     def load(self, spec: EngineSpec, progress: ProgressFn) -> ModelInfo:
         owner, self._loaded = self._loaded, None
         self._batch_tokens = spec.max_batch_tokens
+        self._max_sequences = spec.max_sequences
         with torch.inference_mode():
             loaded = None if owner is None else self._share(owner, spec)
             if loaded is None:
@@ -214,6 +224,19 @@ class TorchExecutor:
         self._model.bind(self.pool)
         if settings.device.type == "cuda":
             self.warm_up()
+        self._capture_graphs()
+
+    def _capture_graphs(self) -> None:
+        assert self.info is not None
+        assert self._settings is not None
+        assert self._model is not None
+        with self._in_stream(), torch.inference_mode():
+            self._graphs, self.graphs_missing = make_graphs(
+                self._model,
+                self._settings,
+                self._max_sequences,
+                self.info.max_model_len,
+            )
 
     def warm_up(self) -> None:
         """Compute a step of the largest size and one token, in every way that tokens are chosen.
@@ -296,6 +319,9 @@ class TorchExecutor:
         self._loaded = None
         self._cudnn_attention.release()
         self._sampler.close()
+        if self._graphs is not None:
+            self._graphs.close()
+            self._graphs = None
         if self._model is not None:
             self._model.close()
             self._model = None
@@ -327,6 +353,16 @@ class TorchExecutor:
         """Whether the core begins decode steps ahead: `begin`, `sample` and `finish`."""
         return self._settings is not None and self._settings.async_scheduling
 
+    @property
+    def graph_steps(self) -> int:
+        """Steps that a graph has computed."""
+        return 0 if self._graphs is None else self._graphs.replays
+
+    @property
+    def eager_decodes(self) -> int:
+        """Steps that only decode and that no graph could compute, although there are some."""
+        return 0 if self._graphs is None else self._graphs.eager_decodes
+
     def begin(self, plan: StepPlan) -> StepInFlight:
         assert self.pool is not None, "allocate comes before begin"
         assert self._model is not None
@@ -334,7 +370,10 @@ class TorchExecutor:
         with self._in_stream(), torch.inference_mode():
             batch = make_batch(plan.chunks, rows, self.pool.layout.block_size, self._sampled)
             try:
-                return StepInFlight(plan, self._model.forward(batch, self._after(plan)))
+                hidden = self._replayed(plan, batch)
+                if hidden is None:
+                    hidden = self._model.forward(batch, self._after(plan))
+                return StepInFlight(plan, hidden)
             except Exception:
                 self._settle()  # what was queued before the error writes to the plan's blocks
                 raise
@@ -358,6 +397,13 @@ class TorchExecutor:
         result.lasting = step.lasting
         _note_faults(result, range(len(result.tokens)), step.faults)
         return result
+
+    def _replayed(self, plan: StepPlan, batch: ForwardBatch) -> torch.Tensor | None:
+        """What a graph computes for the whole batch; None if none can."""
+        if self._graphs is None:
+            return None
+        by_layers = plan.watch is not None or plan.gate is not None
+        return self._graphs.forward(batch, by_layers=by_layers)
 
     def _settle(self) -> None:
         """Wait until everything computed so far is in memory."""
@@ -393,11 +439,14 @@ class TorchExecutor:
         wanted = RowSelection(plan.chunks)
         batch = make_batch(plan.chunks, wanted.rows, block_size)
         sequences = [plan.chunks[index].sequence for index in wanted.sampling]
-        if wanted.only_sampling and self._sampler.is_plain(sequences):
+        with torch.inference_mode():
+            hidden = self._replayed(plan, batch)
+        if hidden is None and wanted.only_sampling and self._sampler.is_plain(sequences):
             tokens = model.greedy(batch, self._after(plan))
             return _checked(StepResult(tokens, [None] * len(tokens)), wanted)
         with torch.inference_mode():
-            hidden = model.forward(batch, self._after(plan))
+            if hidden is None:
+                hidden = model.forward(batch, self._after(plan))
             result = self._choose(plan.chunks, wanted, sequences, hidden)
             lasting = self._sampler.lasting(sequences)
             result.lasting = {wanted.sampling[row] for row in lasting}

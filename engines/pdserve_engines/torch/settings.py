@@ -33,6 +33,7 @@ OPTIONS = (
     "rank_timeout",
     "async_scheduling",
     "kv_cache_dtype",
+    "cuda_graphs",
 )
 """Names of the engine's options."""
 
@@ -59,6 +60,8 @@ class TorchSettings:
     ends."""
     async_scheduling: bool = False
     """True if a decode step begins before the tokens of the last one are read."""
+    cuda_graphs: str = "auto"
+    """`on`: decode steps are computed by CUDA graphs; `auto`: where that is possible; `off`."""
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -90,6 +93,7 @@ def resolve_settings(spec: EngineSpec, config: ModelConfig) -> TorchSettings:
         classifier_from_token=classifier_option(spec.options),
         rank_timeout=timeout_option(spec.options),
         async_scheduling=async_option(spec.options, device, spec.tensor_parallel),
+        cuda_graphs=graphs_option(spec.options),
     )
 
 
@@ -192,6 +196,14 @@ def async_option(options: dict[str, str], device: torch.device, ranks: int) -> b
             "async_scheduling=on"
         )
     return value == "on" or (value == "auto" and device.type == "cuda" and ranks == 1)
+
+
+def graphs_option(options: dict[str, str]) -> str:
+    """The value of the option `cuda_graphs`. Raises `ConfigError`."""
+    value = options.get("cuda_graphs", "auto")
+    if value not in ("auto", "on", "off"):
+        raise ConfigError(f"engine option cuda_graphs={value!r}: give auto, on or off")
+    return value
 
 
 def kernels_option(options: dict[str, str]) -> str:

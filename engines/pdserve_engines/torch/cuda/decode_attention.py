@@ -8,7 +8,7 @@ each other: their blocks are in the same pages of memory. `decode_plan` lists th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -41,11 +41,16 @@ class DecodeInputs:
     table_offsets: torch.Tensor
     """`[n]` where each sequence's block ids begin in `tables`."""
     items: torch.Tensor
-    """`[N, 2]` as in `decode_plan.WorkItems`; a sequence of -1 is padding."""
+    """`[N, 2]` as in `decode_plan.WorkItems`."""
     first_items: torch.Tensor
     """`[n + 1]`."""
-    splits: bool
+    count: torch.Tensor
+    """`[1]` how many of `items` there are; what follows them is not read."""
+    splits: bool = field(kw_only=True)
     """Whether items must be merged."""
+    programs: int | None = field(default=None, kw_only=True)
+    """Most programs for a KV head, each of which takes several items if there are more; None: one
+    for each of `N`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +89,10 @@ def attend_decodes(
     count, items = len(inputs.rows), len(inputs.items)
     if not items:
         return
+    programs = items if inputs.programs is None else min(items, inputs.programs)
     sums = torch.empty((items, heads, head_dim), dtype=torch.float32, device=out.device)
     weights = torch.empty((items, heads), dtype=torch.float32, device=out.device)
-    _segment_kernel[(items * kv_heads,)](
+    _segment_kernel[(programs * kv_heads,)](
         qkv,
         out,
         sums,
@@ -98,6 +104,7 @@ def attend_decodes(
         inputs.table_offsets,
         inputs.items,
         inputs.first_items,
+        inputs.count,
         pool.stride(0),
         pool.stride(1),
         pool.stride(2),
@@ -160,6 +167,7 @@ def _segment_kernel(
     table_offsets: tl.tensor,
     items: tl.tensor,
     first_items: tl.tensor,
+    count: tl.tensor,
     block_stride: tl.tensor,
     kv_stride: tl.tensor,
     head_stride: tl.tensor,
@@ -178,69 +186,69 @@ def _segment_kernel(
     DIMS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    item = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     kv_head = tl.program_id(0) % KV_HEADS
-    sequence = tl.load(items + 2 * item)
-    if sequence < 0:
-        return
-    begin = tl.load(items + 2 * item + 1)
-    length = tl.load(lengths + sequence)
-    table = tables + tl.load(table_offsets + sequence)
-    lowest = tl.maximum(length - window, 0)
-
+    first_item = tl.program_id(0) // KV_HEADS
     member = tl.arange(0, ROWS)
     dim = tl.arange(0, DIMS)
     head = kv_head * GROUP + member
-    row = tl.load(rows + sequence).to(tl.int64)
     used = (member < GROUP)[:, None] & (dim < DIM)[None, :]
-    source = qkv + row * ((HEADS + 2 * KV_HEADS) * DIM) + head[:, None] * DIM + dim[None, :]
-    queries = tl.load(source, mask=used, other=0.0)
-
     keys = pool + kv_head * head_stride
     values = keys + kv_stride
-    best = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, DIMS], tl.float32)
-    # The first tile has a visible key, so that `best` is finite from then on.
-    start = tl.maximum(begin, lowest // TILE * TILE)
-    for first in range(start, tl.minimum(begin + SEGMENT, length), TILE):
-        token = first + tl.arange(0, TILE)
-        seen = (token < length) & (token >= lowest)
-        block = tl.load(table + token // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
-        place = block * block_stride + token % BLOCK_SIZE * DIM
-        # Free places may hold anything: what is masked is zero, and not multiplied by zero.
-        key = tl.load(
-            keys + place[None, :] + dim[:, None],
-            mask=seen[None, :] & (dim < DIM)[:, None],
-            other=0.0,
-        ).to(queries.dtype)
-        scores = tl.dot(queries, key, input_precision="ieee") * score_scale
-        if CAPS:
-            # tanh(z) is 2 * sigmoid(2 z) - 1.
-            scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)
-        scores = tl.where(seen[None, :], scores * 1.4426950408889634, float("-inf"))
-        found = tl.maximum(best, tl.max(scores, axis=1))
-        shrink = tl.exp2(best - found)
-        weight = tl.exp2(scores - found[:, None])
-        total = total * shrink + tl.sum(weight, axis=1)
-        value = tl.load(
-            values + place[:, None] + dim[None, :],
-            mask=seen[:, None] & (dim < DIM)[None, :],
-            other=0.0,
-        ).to(queries.dtype)
-        mixed = mixed * shrink[:, None]
-        mixed += tl.dot(weight.to(queries.dtype), value, input_precision="ieee")
-        best = found
+    # One turn each, but in a graph, whose number of programs is that of its capture.
+    for item in range(first_item, tl.load(count), tl.num_programs(0) // KV_HEADS):
+        sequence = tl.load(items + 2 * item)
+        begin = tl.load(items + 2 * item + 1)
+        length = tl.load(lengths + sequence)
+        table = tables + tl.load(table_offsets + sequence)
+        lowest = tl.maximum(length - window, 0)
 
-    mixed = mixed * (value_scale / total)[:, None]
-    alone = tl.load(first_items + sequence + 1) - tl.load(first_items + sequence) == 1
-    if alone:
-        target = out + row * (HEADS * DIM) + head[:, None] * DIM + dim[None, :]
-        tl.store(target, mixed.to(out.dtype.element_ty), mask=used)
-    else:
-        place = item * HEADS + head
-        tl.store(sums + place[:, None] * DIM + dim[None, :], mixed, mask=used)
-        tl.store(weights + place, best + tl.log2(total), mask=member < GROUP)
+        row = tl.load(rows + sequence).to(tl.int64)
+        source = qkv + row * ((HEADS + 2 * KV_HEADS) * DIM) + head[:, None] * DIM + dim[None, :]
+        queries = tl.load(source, mask=used, other=0.0)
+
+        best = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        mixed = tl.zeros([ROWS, DIMS], tl.float32)
+        # The first tile has a visible key, so that `best` is finite from then on.
+        start = tl.maximum(begin, lowest // TILE * TILE)
+        for first in range(start, tl.minimum(begin + SEGMENT, length), TILE):
+            token = first + tl.arange(0, TILE)
+            seen = (token < length) & (token >= lowest)
+            block = tl.load(table + token // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+            place = block * block_stride + token % BLOCK_SIZE * DIM
+            # Free places may hold anything: what is masked is zero, and not multiplied by zero.
+            key = tl.load(
+                keys + place[None, :] + dim[:, None],
+                mask=seen[None, :] & (dim < DIM)[:, None],
+                other=0.0,
+            ).to(queries.dtype)
+            scores = tl.dot(queries, key, input_precision="ieee") * score_scale
+            if CAPS:
+                # tanh(z) is 2 * sigmoid(2 z) - 1.
+                scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)
+            scores = tl.where(seen[None, :], scores * 1.4426950408889634, float("-inf"))
+            found = tl.maximum(best, tl.max(scores, axis=1))
+            shrink = tl.exp2(best - found)
+            weight = tl.exp2(scores - found[:, None])
+            total = total * shrink + tl.sum(weight, axis=1)
+            value = tl.load(
+                values + place[:, None] + dim[None, :],
+                mask=seen[:, None] & (dim < DIM)[None, :],
+                other=0.0,
+            ).to(queries.dtype)
+            mixed = mixed * shrink[:, None]
+            mixed += tl.dot(weight.to(queries.dtype), value, input_precision="ieee")
+            best = found
+
+        mixed = mixed * (value_scale / total)[:, None]
+        alone = tl.load(first_items + sequence + 1) - tl.load(first_items + sequence) == 1
+        if alone:
+            target = out + row * (HEADS * DIM) + head[:, None] * DIM + dim[None, :]
+            tl.store(target, mixed.to(out.dtype.element_ty), mask=used)
+        else:
+            place = head.to(tl.int64) + item * HEADS
+            tl.store(sums + place[:, None] * DIM + dim[None, :], mixed, mask=used)
+            tl.store(weights + place, best + tl.log2(total), mask=member < GROUP)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from pdserve_engines.torch.models.forward_batch import ForwardBatch
 if TYPE_CHECKING:
     from pdserve_engines.torch.models.forward_batch import Int32s
 
-__all__ = ["SEGMENT", "BatchSplit", "WorkItems", "list_items", "split_batch"]
+__all__ = ["SEGMENT", "BatchSplit", "WorkItems", "list_items", "most_items", "split_batch"]
 
 SEGMENT: Final = 256
 """Tokens of a segment. Fewer give more programs to a small batch, and more sums to merge."""
@@ -30,6 +30,11 @@ class WorkItems:
     """`[N, 2]`: the sequence, and the position of the segment's first token."""
     first_items: Int32s
     """`[n + 1]` where each sequence's items begin."""
+
+    @property
+    def count(self) -> Int32s:
+        """`[1]` the number of items."""
+        return np.array([len(self.items)], np.int32)
 
     @property
     def splits(self) -> bool:
@@ -48,6 +53,12 @@ def list_items(lengths: Int32s, window: int | None) -> WorkItems:
     segments = np.arange(len(sequences)) - np.repeat(first_items[:-1] - first, counts)
     items = np.stack([sequences, segments * SEGMENT], axis=1).astype(np.int32)
     return WorkItems(items, first_items)
+
+
+def most_items(tokens: int, sequences: int) -> int:
+    """Most items of sequences with so many keys together: each may end within a segment, and begin
+    within one if it has a window."""
+    return tokens // SEGMENT + 2 * sequences
 
 
 @dataclass(frozen=True, slots=True)

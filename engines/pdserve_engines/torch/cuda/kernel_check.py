@@ -83,7 +83,8 @@ class _Check:
         offsets = np.repeat(starts, _LENGTHS)
         listed = list_items(np.array(_LENGTHS, np.int32), None)
         arrays = [positions, tables[offsets + positions // _BLOCK], np.cumsum(_LENGTHS) - 1]
-        arrays += [np.array(_LENGTHS), tables, starts, listed.items, listed.first_items]
+        arrays += [np.array(_LENGTHS), tables, starts]
+        arrays += [listed.items, listed.first_items, listed.count]
         places, blocks, *inputs = upload_packed(
             [each.astype(np.int32) for each in arrays], self._device
         )
@@ -94,10 +95,10 @@ class _Check:
         expected = self._attended(qkv.float(), table[places])
         rotate_store(qkv, table, places, blocks, pool)
         out = self._draw(len(qkv), config.num_heads * dim)
-        rows, lengths, ids, begins, items, first_items = inputs
-        decodes = DecodeInputs(rows, lengths, ids, begins, items, first_items, listed.splits)
+        # More items than programs of a head, as in a graph.
+        decodes = DecodeInputs(*inputs, splits=listed.splits, programs=2)
         attend_decodes(qkv, out, pool, decodes, ScoreRules(dim**-0.5))
-        return _apart(out[rows], expected)
+        return _apart(out[decodes.rows], expected)
 
     def _attended(self, qkv: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """The attention of each sequence's last token, in float32."""

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from pdserve_engines.torch.cuda.add_norm import add_norm
 from pdserve_engines.torch.cuda.gated_activation import gated_activation
+from pdserve_engines.torch.cuda.graphs.static_inputs import Capacity, StaticInputs
 from pdserve_engines.torch.cuda.rotate_store import HeadNorms, rotate_store
 from pdserve_engines.torch.cuda.step_attention import StepAttention
 from pdserve_engines.torch.models.torch_model import TorchModel, query_scales
@@ -19,6 +20,7 @@ from pdserve_engines.torch.models.torch_model import TorchModel, query_scales
 if TYPE_CHECKING:
     import torch
 
+    from pdserve_engines.torch.cuda.graphs.static_inputs import StaticStep
     from pdserve_engines.torch.models.base import LayersDoneFn
     from pdserve_engines.torch.models.forward_batch import ForwardBatch
 
@@ -34,10 +36,36 @@ class KernelModel(TorchModel):
 
     def forward(self, batch: ForwardBatch, after: LayersDoneFn | None = None) -> torch.Tensor:
         assert self._pool is not None, "bind comes before forward"
+        step = StepAttention(batch, self._pool, self._config, self._windows, self._dtype)
+        return self._compute(step, batch.fill(step.tokens), after)
+
+    @property
+    def graph_obstacle(self) -> str:
+        """Implements `decode_graphs.GraphedModel`."""
+        if self._config.experts is None:
+            return ""
+        return "the host reads which experts a step's tokens have"
+
+    def decode(self, step: StaticStep) -> torch.Tensor:
+        """Implements `decode_graphs.GraphedModel`."""
+        return self._compute(step, step.tokens)
+
+    def static_inputs(self, rows: int, max_model_len: int, programs: int) -> StaticInputs:
+        """Implements `decode_graphs.GraphedModel`."""
+        pool = self._pool
+        assert pool is not None, "bind comes before graphs"
+        capacity = Capacity.of(rows, pool.num_blocks, pool.layout.block_size, max_model_len)
+        return StaticInputs(capacity, self._windows, pool, self._config, programs)
+
+    def _compute(
+        self,
+        step: StepAttention | StaticStep,
+        tokens: torch.Tensor,
+        after: LayersDoneFn | None = None,
+    ) -> torch.Tensor:
         weights, config = self._held, self._config
-        step = StepAttention(batch, self._pool, config, self._windows, self._dtype)
         scales = query_scales(config.rope, step.positions, self._dtype)
-        x = self._embed(batch.fill(step.tokens))
+        x = self._embed(tokens)
         added: torch.Tensor | None = None
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
@@ -67,7 +95,7 @@ class KernelModel(TorchModel):
         index: int,
         layer: dict[str, torch.Tensor],
         normed: torch.Tensor,
-        step: StepAttention,
+        step: StepAttention | StaticStep,
         scales: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of one layer, before the output product."""

@@ -6,6 +6,7 @@ layer uses it.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,15 +17,37 @@ from pdserve_engines.torch.models.attention import PagedAttention
 from pdserve_engines.torch.models.upload import upload_packed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     import torch
 
+    from pdserve_engines.torch.cuda.decode_plan import WorkItems
     from pdserve_engines.torch.kv_pool import KvPool
     from pdserve_engines.torch.model_loader.config import ModelConfig
-    from pdserve_engines.torch.models.forward_batch import ForwardBatch
+    from pdserve_engines.torch.models.forward_batch import ForwardBatch, Int32s
 
-__all__ = ["StepAttention"]
+__all__ = ["DecodeAttention", "StepAttention"]
+
+
+class DecodeAttention:
+    """Attention of decoding sequences, in every layer of a step."""
+
+    def __init__(
+        self, pool: KvPool, config: ModelConfig, inputs: Mapping[int | None, DecodeInputs]
+    ) -> None:
+        """`inputs`: by window of the layer."""
+        self._pool, self._config, self._inputs = pool, config, inputs
+        self._scale = (config.query_scalar or config.head_dim) ** -0.5
+
+    def attend(self, index: int, qkv: torch.Tensor) -> torch.Tensor:
+        """The attention of layer `index`, in the sequences' rows of `[T, heads * head_dim]`. Other
+        rows hold anything."""
+        config, window = self._config, self._config.window(index)
+        out = qkv.new_empty((len(qkv), config.num_heads * config.head_dim))
+        scales = self._pool.scales(index)
+        rules = ScoreRules(self._scale, window, config.attention_cap, scales)
+        attend_decodes(qkv, out, self._pool.tensor[:, index], self._inputs[window], rules)
+        return out
 
 
 class StepAttention:
@@ -49,8 +72,7 @@ class StepAttention:
     ) -> None:
         """`windows`: those of all layers, None for a layer that sees all tokens. `dtype`: that of
         the queries."""
-        self._pool, self._config = pool, config
-        self._scale = (config.query_scalar or config.head_dim) ** -0.5
+        self._config = config
         split = split_batch(batch)
         self._decodes = len(split.decodes)
         lengths = batch.starts[split.decodes] + 1
@@ -67,17 +89,17 @@ class StepAttention:
                     lengths,
                     batch.tables,
                     batch.table_offsets[split.decodes],
-                    *(part for each in listed.values() for part in (each.items, each.first_items)),
+                    *itertools.chain.from_iterable(map(_uploaded, listed.values())),
                 ],
                 pool.tensor.device,
             )
         )
-        rows, ends, tables, offsets = rest[:4]
-        items = iter(rest[4:])
-        self._inputs = {
-            window: DecodeInputs(rows, ends, tables, offsets, next(items), next(items), each.splits)
+        common, items = rest[:4], iter(rest[4:])
+        inputs = {
+            window: DecodeInputs(*common, *itertools.islice(items, 3), splits=each.splits)
             for window, each in listed.items()
         }
+        self._attention = DecodeAttention(pool, config, inputs)
         self._prompts = None
         if split.prompts is not None:
             self._prompts = PagedAttention(
@@ -98,11 +120,13 @@ class StepAttention:
         queries = qkv.view(len(qkv), -1, dim)[:, :heads]
         if self._prompts is not None and not self._decodes:
             return self._prompts.attend(index, queries, window).flatten(1)
-        out = qkv.new_empty((len(qkv), heads * dim))
-        scales = self._pool.scales(index)
-        rules = ScoreRules(self._scale, window, config.attention_cap, scales)
-        attend_decodes(qkv, out, self._pool.tensor[:, index], self._inputs[window], rules)
+        out = self._attention.attend(index, qkv)
         if self._prompts is not None:
             found = self._prompts.attend(index, queries[self._prompt_rows], window)
             out[self._prompt_rows] = found.flatten(1)
         return out
+
+
+def _uploaded(items: WorkItems) -> tuple[Int32s, Int32s, Int32s]:
+    """In the order of `DecodeInputs`."""
+    return items.items, items.first_items, items.count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -10,9 +10,9 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-__all__ = ["upload", "upload_packed"]
+__all__ = ["ALIGNED", "upload", "upload_into", "upload_packed"]
 
-_ALIGNED = 4
+ALIGNED: Final = 4
 """Each array of a packed copy begins at a multiple of so many elements, 16 bytes. Kernels are
 compiled anew for pointers that are aligned otherwise."""
 
@@ -29,11 +29,19 @@ def upload(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def upload_into(array: np.ndarray[Any, Any], tensor: torch.Tensor) -> None:
+    """Write the array to a tensor of its size, in its turn on the stream."""
+    source = torch.from_numpy(array)
+    if tensor.device.type != "cpu":
+        source = source.pin_memory()
+    tensor.copy_(source, non_blocking=True)
+
+
 def upload_packed(
     arrays: Seq[np.ndarray[Any, np.dtype[np.int32]]], device: torch.device
 ) -> list[torch.Tensor]:
     """The arrays as tensors of `device` with their shapes, in one copy."""
-    sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays]
+    sizes = [-(-array.size // ALIGNED) * ALIGNED for array in arrays]
     ends = np.cumsum(sizes).tolist()
     packed = np.zeros(sum(sizes), np.int32)
     for array, size, end in zip(arrays, sizes, ends, strict=True):

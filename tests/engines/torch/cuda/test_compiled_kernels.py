@@ -79,7 +79,8 @@ def launch_attention(shape: Shape, hidden: int, dtype: torch.dtype, kv: torch.dt
         *(places[:1], places, places, places),
         torch.from_numpy(listed.items),
         torch.from_numpy(listed.first_items),
-        listed.splits,
+        places,
+        splits=listed.splits,
     )
     out = torch.empty(2, shape.heads * shape.head_dim, dtype=dtype)
     scales = (0.5, 0.25) if kv == FP8 else (1.0, 1.0)

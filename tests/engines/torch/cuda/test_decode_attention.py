@@ -21,30 +21,33 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3}
 
 
 def inputs_of(
-    made: Paged, rows: list[int], device: torch.device, window: int | None, padding: int = 0
+    made: Paged,
+    rows: list[int],
+    device: torch.device,
+    window: int | None,
+    padding: int = 0,
+    programs: int | None = None,
 ) -> DecodeInputs:
-    """`padding`: work items of no sequence, after the others."""
+    """`padding`: room for so many work items after the others; the device has not to look there."""
     lengths = [len(keys) for keys in made.keys]
     listed = list_items(np.array(lengths, np.int32), window)
-    items = np.concatenate([listed.items, np.full((padding, 2), -1, np.int32)])
+    items = np.concatenate([listed.items, np.zeros((padding, 2), np.int32)])
     offsets = np.cumsum([0, *map(len, made.tables)])[:-1]
     flat = [block for table in made.tables for block in table]
 
-    def upload(values: Any, before: int = 0) -> torch.Tensor:
-        """`before`: what lies in memory before the first one. Work for a sequence of -1 would find
-        one of a single key there, and write its output to the first row that is nobody's."""
-        whole = np.concatenate([[before], np.array(values).reshape(-1)]).astype(np.int32)
-        return torch.tensor(whole, device=device)[1:].view(np.shape(values))
+    def upload(values: Any) -> torch.Tensor:
+        return torch.tensor(np.array(values), dtype=torch.int32, device=device)
 
-    free = min(set(range(len(rows) + 1)) - set(rows))
     return DecodeInputs(
-        rows=upload(rows, free),
-        lengths=upload(lengths, 1),
+        rows=upload(rows),
+        lengths=upload(lengths),
         tables=upload(flat),
         table_offsets=upload(offsets),
         items=upload(items),
-        first_items=upload(listed.first_items, -1),
-        splits=listed.splits,
+        first_items=upload(listed.first_items),
+        count=upload(listed.count),
+        splits=listed.splits or programs is not None,
+        programs=programs,
     )
 
 
@@ -54,6 +57,7 @@ def attend(
     rules: ScoreRules,
     seed: int,
     padding: int = 0,
+    programs: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernels compute for each sequence, and the oracle's."""
     device, dtype, count = made.pool.device, made.keys[0].dtype, len(made.keys)
@@ -63,7 +67,7 @@ def attend(
     rows = random.Random(seed).sample(range(count + 3), count)
     untouched = sorted(set(range(count + 3)) - set(rows))
     out = torch.full((count + 3, shape.heads * shape.head_dim), torch.nan, device=device).to(dtype)
-    inputs = inputs_of(made, rows, device, rules.window, padding)
+    inputs = inputs_of(made, rows, device, rules.window, padding, programs)
     attend_decodes(qkv, out, made.pool, inputs, rules)
     assert out[untouched].isnan().all()
     queries = qkv.view(count + 3, -1, shape.head_dim)[rows, : shape.heads]
@@ -74,8 +78,8 @@ def attend(
     return out[rows].double(), torch.stack(expected)
 
 
-def check(made: Paged, shape: Shape, rules: ScoreRules, seed: int = 0, padding: int = 0) -> None:
-    found, expected = attend(made, shape, rules, seed, padding)
+def check(made: Paged, shape: Shape, rules: ScoreRules, seed: int = 0) -> None:
+    found, expected = attend(made, shape, rules, seed)
     assert (found - expected).abs().max() < TOLERANCE[made.keys[0].dtype]
 
 
@@ -151,10 +155,17 @@ def test_an_fp8_pool_is_read_with_its_scales(device: torch.device) -> None:
     assert (found - expected).abs().max() < 3e-3
 
 
-def test_padding_items_write_nothing(device: torch.device) -> None:
+@pytest.mark.parametrize("programs", [1, 3, 4, 7, 40])
+def test_a_fixed_number_of_programs_computes_any_number_of_items(
+    device: torch.device, programs: int
+) -> None:
+    """As in a graph: there is room for more items than there are, whose numbers mean nothing."""
     shape = Shape(2, 2, 16)
-    made = paged(shape, [5, SEGMENT + 9], device, torch.float32, 4)
-    check(made, shape, ScoreRules(0.25), padding=3)
+    made = paged(shape, [5, SEGMENT + 9, 1, 2 * SEGMENT], device, torch.float32, 4)
+    found, expected = attend(made, shape, ScoreRules(0.25), 0, 3, programs)
+    assert (found - expected).abs().max() < TOLERANCE[torch.float32]
+    one_each, _ = attend(made, shape, ScoreRules(0.25), 0)
+    assert torch.equal(found, one_each)
 
 
 def test_more_segments_are_merged_than_at_a_time(
