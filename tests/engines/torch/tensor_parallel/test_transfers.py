@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import random
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,12 +14,27 @@ from msgspec.structs import replace as replace_fields
 
 from pdserve.clock import SystemClock
 from pdserve.engine_core.core import EngineCore
-from pdserve.engine_core.kv_transfer.thread_connector import make_thread_connector
+from pdserve.engine_core.kv_transfer.thread_connector import (
+    ThreadKvConnector,
+    make_thread_connector,
+)
 from pdserve.ids import NodeId, NodeLife
-from pdserve.messages.engine import SetNodeLife, TransferSpec
+from pdserve.messages.engine import (
+    Activate,
+    Admitted,
+    AttemptBlocksOpened,
+    AttemptLost,
+    OpenAttemptBlocks,
+    Prefilled,
+    PrefillForPeer,
+    SetNodeLife,
+    SubmitRemote,
+    TransferSpec,
+)
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.fake_mover import FakeMover
 from pdserve.testing.inline_engine import InlineEngine
+from pdserve.testing.output_checker import OutputChecker
 from pdserve.testing.transfer_support import CallCarrier
 from pdserve.token_ids import token_ids
 from pdserve.transfer.copy_plan import heads_of
@@ -29,20 +44,37 @@ from tests.engine_core.kv_fetch.test_real_transports import RealEnd, RealPair
 from tests.engines.torch.checkpoints import VOCAB, Tiny, build
 from tests.engines.torch.driver import spec
 from tests.engines.torch.tensor_parallel.thread_ranks import ranks_as_threads
-from tests.support.disagg_pair import DisaggPair, PairedCore, make_pair
+from tests.support.disagg_pair import DisaggPair, make_pair
+from tests.support.seeds import is_long, number_for, run_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from pdserve.messages.engine import EngineSpec
+    from pdserve.messages.engine import EngineSpec, Event
     from pdserve.messages.transfer import TransferTicket
-    from pdserve.transfer.base import KvPart
+    from pdserve.transfer.base import KvPart, Region
 
 BLOCK = 8
 HEADS = 12
 SIZES = [(1, 2), (2, 1), (3, 2), (2, 3)]
 MORE_SIZES = [(4, 2), (4, 1), (1, 4), (2, 4), (4, 4), (3, 3)]
+REAL_SIZES = [
+    *((6, p, d) for p, d in SIZES),
+    *((4, p, d) for p, d in ((4, 1), (4, 2), (2, 4))),
+    *((1, p, d) for p, d in ((4, 1), (4, 2), (2, 3), (1, 2))),
+]
+"""KV heads of the model, ranks of the prefill and of the decode engine. With one KV head all ranks
+hold it."""
+
+
+def real_sizes() -> list[tuple[str, int, int, int]]:
+    """Real transports and sizes: two pairs in a short run, others with each commit."""
+    pairs = [(backend, *sizes) for backend in ("shm", "tcp") for sizes in REAL_SIZES]
+    if is_long():
+        return pairs
+    turn = number_for(run_seed(), __name__) % len(REAL_SIZES)
+    return [pairs[turn], pairs[len(REAL_SIZES) + (turn + 2) % len(REAL_SIZES)]]
 
 
 @pytest.fixture(autouse=True)
@@ -86,10 +118,9 @@ def request(length: int, number: int = 0, n: int = 1, **sampling: Any) -> Genera
     )
 
 
-def kv_of(end: PairedCore, blocks: list[int], tokens: int) -> torch.Tensor:
+def kv_of(region: Region, blocks: list[int], tokens: int) -> torch.Tensor:
     """`[layer, k|v, head, token, dim]` of a sequence, from the pools of all ranks; asserts that
     ranks that hold the same head have the same bytes."""
-    region = end.mover.region
     found: dict[int, torch.Tensor] = {}
     for pool in region.pools:
         assert pool.view is not None
@@ -164,8 +195,8 @@ def test_every_rank_gets_the_bytes_of_its_own_heads(
     handle, _ = pair.submit(request(3 * BLOCK))
     pair.run()
     taken = list(pair.opened[handle].ticket.blocks)
-    ours = kv_of(pair.p, [sent[n] for n in range(3)], 3 * BLOCK)
-    theirs = kv_of(pair.d, taken, 3 * BLOCK)
+    ours = kv_of(pair.p.mover.region, [sent[n] for n in range(3)], 3 * BLOCK)
+    theirs = kv_of(pair.d.mover.region, taken, 3 * BLOCK)
     assert ours.abs().amax() > 0
     assert ours.equal(theirs)
     del ours, theirs
@@ -216,6 +247,8 @@ def test_every_pair_of_sizes(model: Callable[[int], Path], kv_heads: int, p: int
 class TorchPair(RealPair):
     """R fetches what O has, over a real transport."""
 
+    make_end: Callable[[CallCarrier, InlineEngine], RealEnd] = RealEnd
+
     def __init__(self, backend: str, directory: Path, ranks: dict[str, int]) -> None:
         self._directory, self._ranks = directory, ranks
         super().__init__(backend)
@@ -231,7 +264,7 @@ class TorchPair(RealPair):
         carrier = CallCarrier(NodeLife(NodeId(name), 1))
         mover = make_thread_connector(spec.transfer, self._woken.set, carrier.end.theirs)
         core = EngineCore(TorchExecutor(), SystemClock(), mover)
-        end = RealEnd(carrier, InlineEngine(core, wanted))
+        end = type(self).make_end(carrier, InlineEngine(core, wanted))
         core.handle(SetNodeLife(*end.life))
         return end
 
@@ -256,3 +289,105 @@ def test_prefixes_are_fetched_from_engines_of_another_size(
         both.until(both.idle)
     finally:
         both.close()
+
+
+@dataclass(eq=False)
+class HandoffEnd(RealEnd):
+    """A worker that prefills for its peer, or decodes what its peer has prefilled."""
+
+    requests: dict[int, GenerateRequest] = field(default_factory=dict)
+    """What it decodes, by handle; the peer prefills it under the same one."""
+    tickets: dict[int, TransferTicket] = field(default_factory=dict)
+    sent: dict[int, dict[int, int]] = field(default_factory=dict)
+    """By handle, which block holds the prompt's first, second, ... block at the sender."""
+
+    @property
+    def region(self) -> Region:
+        region = self.core._region
+        assert region is not None
+        return region
+
+    def note(self, handle: int, part: KvPart) -> None:
+        """A part is sent."""
+        first = part.start // self.region.layout.tokens
+        self.sent.setdefault(handle, {}).update(enumerate(part.blocks, first))
+
+    def submit(self, wanted: GenerateRequest) -> OutputChecker:
+        handle = len(self.engine.ledgers) + 1
+        self.requests[handle] = wanted
+        ledger = self.engine.ledgers[handle] = OutputChecker(wanted)
+        self.core.handle(SubmitRemote(handle, wanted))
+        return ledger
+
+    def _pass(self, event: Event) -> None:
+        assert not isinstance(event, AttemptLost), event.message
+        match event:
+            case Admitted():
+                self.core.handle(OpenAttemptBlocks(event.handle, 1, *self.peer.life))
+            case AttemptBlocksOpened():
+                self.tickets[event.handle] = event.ticket
+                order = PrefillForPeer(
+                    event.handle, self.requests[event.handle], event.ticket, *self.life
+                )
+                self.peer.core.handle(order)
+            case Prefilled():
+                self.peer.core.handle(Activate(event.handle, 1, event.handoff))
+            case _:
+                super()._pass(event)
+
+
+class HandoffPair(TorchPair):
+    """`o` prefills, `r` decodes."""
+
+    make_end = HandoffEnd
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "kv_heads", "p", "d"), real_sizes())
+def test_prompts_move_between_unequal_sizes_over_real_transports(
+    model: Callable[[int], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    kv_heads: int,
+    p: int,
+    d: int,
+) -> None:
+    """Each rank of the receiver has the sender's bytes of its own heads, and no others are sent."""
+    both = HandoffPair(backend, model(kv_heads), {"p": p, "d": d})
+    prefill, decode = both.o, both.r
+    assert isinstance(prefill, HandoffEnd)
+    assert isinstance(decode, HandoffEnd)
+    deliver = ThreadKvConnector.deliver
+
+    def noted(mover: ThreadKvConnector, handle: int, *rest: Any) -> None:
+        prefill.note(handle, rest[-1])
+        deliver(mover, handle, *rest)
+
+    monkeypatch.setattr(ThreadKvConnector, "deliver", noted)
+    alone = InlineEngine.of(TorchExecutor(), engine_spec(model(kv_heads)))
+    try:
+        wanted = [
+            request(5),
+            request(37, 1),
+            request(64, 2, temperature=0.9, seed=3),
+            request(19, 3, n=2, temperature=0.9, seed=4),
+        ]
+        ledgers = [decode.submit(one) for one in wanted]
+        both.until(lambda: all(ledger.done for ledger in ledgers) and both.idle())
+        assert [ledger.tokens for ledger in ledgers] == alone.generate(wanted)
+        blocks = 0
+        for handle, one in enumerate(wanted, 1):
+            sent, taken = prefill.sent[handle], list(decode.tickets[handle].blocks)
+            ours = kv_of(prefill.region, [sent[n] for n in range(len(sent))], len(one.prompt))
+            theirs = kv_of(decode.region, taken[: len(sent)], len(one.prompt))
+            assert ours.abs().amax() > 0
+            assert ours.equal(theirs)
+            blocks += len(sent)
+        del ours, theirs
+        stats = decode.core.stats()
+        assert stats.received_blocks == blocks
+        assert stats.received_bytes == blocks * decode.region.block_bytes
+        assert prefill.core.stats().sent_bytes == stats.received_bytes
+    finally:
+        both.close()
+        alone.close()
