@@ -15,6 +15,7 @@ from pdserve.cli.console.head import head_lines, milliseconds, percent, rate
 from pdserve.cli.console.layout import Table, lines_of
 from pdserve.cli.console.overview import Overview, Traffic, alone, latency, overview
 from pdserve.cli.console.planner_rows import planner_table
+from pdserve.cli.console.rank_rows import rank_table
 from pdserve.cli.console.tier_rows import tier_table
 from pdserve.cli.outputs import printable
 from pdserve.launch.config.units import approximate_size
@@ -66,6 +67,7 @@ def tables(
             *_split(_workers(status, minute=minute)),
             ("TOKENS", "BLOCKS", "CACHED", "SERVES", "HIT", "READY", "IN/S", "MODE", "WAITING"),
         ),
+        rank_table(status),
         tier_table(status, before),
         Table(*_split(_handoffs(status)), ("BY", "ENDED", "UNDER WAY"), "WHY"),
         Table(*_split(_paths(status, before)), ("FAILURES", "RECEIVED", "SENT"), "NOTE"),

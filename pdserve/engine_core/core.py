@@ -105,6 +105,7 @@ if TYPE_CHECKING:
         StepPlan,
         StepResult,
         SupportsGrammarPrefetch,
+        SupportsHealthChecks,
         SupportsRunAhead,
     )
     from pdserve.engine_core.kv_fetch.ports import FetchCommand
@@ -558,6 +559,22 @@ class EngineCore:
         times = (part.next_deadline() for part in parts if part is not None)
         return min((time for time in times if time is not None), default=None)
 
+    @property
+    def health_interval(self) -> Seconds | None:
+        """Seconds between two calls of `check_health`; None: none is needed."""
+        interval: Seconds | None = getattr(self._executor, "health_interval", None)
+        return interval
+
+    def check_health(self) -> None:
+        """Notice that another process of the executor is lost; the next step ends the core then."""
+        if self._broken:
+            return
+        try:
+            cast("SupportsHealthChecks", self._executor).check_health()
+        except EngineDied as error:
+            self._broken = error.message
+            self._events.append(Stats(stats=self.stats()))  # and `CoreFailed` follows
+
     def step(self) -> list[Event]:
         """Drop expired requests, plan and compute one step, and return its events. With a device
         that runs ahead, the step may have been planned before, and the next one may be under way
@@ -941,4 +958,5 @@ def _capabilities(
         tiers=tiers,
         kv_layers=kv_layers,
         slow_kernels=info.slow_kernels,
+        ranks=info.ranks,
     )

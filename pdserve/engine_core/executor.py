@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.kv.storage import BlockMemory
     from pdserve.kv.tiers.jobs import BlockCopier
-    from pdserve.messages.engine import EngineSpec
+    from pdserve.messages.engine import EngineRank, EngineSpec
     from pdserve.messages.request import SamplingParams, TokenLogprob
     from pdserve.transfer.base import Region
 
@@ -73,6 +73,8 @@ class ModelInfo:
     kv_reason: str = ""
     """Why `kv_memory` and `kv_most` are what they are, in words for the operator."""
     slow_kernels: str = ""
+    """As in `EngineCapabilities`."""
+    ranks: tuple[EngineRank, ...] = ()
     """As in `EngineCapabilities`."""
 
 
@@ -177,8 +179,8 @@ class Executor(Protocol):
     """Computes steps. All methods are called in the core's thread, one at a time.
 
     Optional abilities are the protocols `SupportsWeightSharing`, `SupportsKvTransfer`,
-    `SupportsTiers`, `SupportsLayerGroups`, `SupportsGrammarPrefetch`, `SupportsRunAhead` and
-    `SupportsGraphs`.
+    `SupportsTiers`, `SupportsLayerGroups`, `SupportsGrammarPrefetch`, `SupportsRunAhead`,
+    `SupportsGraphs` and `SupportsHealthChecks`.
     """
 
     def load(self, spec: EngineSpec, progress: ProgressFn) -> ModelInfo:
@@ -276,6 +278,21 @@ class SupportsGraphs(Protocol):
     def graphs_missing(self) -> str:
         """Why they could not be captured, for `EngineCapabilities.slow_kernels`; empty: they were,
         or nobody tried."""
+        ...
+
+
+class SupportsHealthChecks(Protocol):
+    """Optional ability of an executor that computes in several processes: one that ends or stands
+    still is noticed while no step runs."""
+
+    @property
+    def health_interval(self) -> Seconds | None:
+        """Seconds between two checks, after `load`; None: there is nothing to check."""
+        ...
+
+    def check_health(self) -> None:
+        """Check the other processes. Called between steps. Raises `EngineDied` that names the one
+        that is lost; the core ends then."""
         ...
 
 

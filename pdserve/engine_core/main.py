@@ -15,6 +15,9 @@ have begun (`flush_events`), the events are written by the next step, and the no
 that step computes. They wait only if the next step follows at once: without work, with a command or
 after a failure they are written before anything else happens.
 
+A core whose executor computes in several processes has them checked between steps, also while it is
+idle (`executor.SupportsHealthChecks`).
+
 A core that transfers KV gets a `ThreadKvConnector`, whose events also end the sleep. With
 `StartCore` comes the descriptor of a second socket, by which the node and the transports exchange
 control messages (`kv_transfer.control_socket`): no step delays them.
@@ -109,6 +112,9 @@ class CoreLoop:
         self._flushed = False
         """Whether the core has called `flush_events` in its last step, and so will in the next."""
         self._core: Core | None = None
+        self._health: EngineCore | None = None
+        """The core, if processes of its executor have to be checked."""
+        self._check_at: Seconds = 0.0
         self._control: socket.socket | None = None
         """The transports' socket to the node; theirs as soon as they have started."""
         self._transports: ThreadKvConnector | None = None
@@ -152,6 +158,7 @@ class CoreLoop:
                 core.handle(command)
             commands.clear()
             self._say_freed()
+            self._check_health()
             patience = self._patience(core)
             computes = patience is not None and patience <= 0
             if not (computes and self._flushed) or self._link.congested:
@@ -191,7 +198,18 @@ class CoreLoop:
         if core.has_work:
             return 0.0
         due = core.wake_at()
+        if self._health is not None:
+            due = self._check_at if due is None else min(due, self._check_at)
         return None if due is None else due - self._clock.now()
+
+    def _check_health(self) -> None:
+        """Let the core check the processes of its executor, if it is time to."""
+        if self._health is None or self._clock.now() < self._check_at:
+            return
+        interval = self._health.health_interval
+        assert interval is not None
+        self._check_at = self._clock.now() + interval
+        self._health.check_health()
 
     def _load(self, command: Command) -> Core:
         if not isinstance(command, StartCore):
@@ -210,6 +228,7 @@ class CoreLoop:
                 raise ConfigError(f"engine {command.spec.engine!r}: {error}") from error
         if isinstance(core, EngineCore):
             core.tick = self._page.tick
+            self._health = core if core.health_interval is not None else None
         if hasattr(core, "on_freed"):
             core.on_freed = self._note_freed
         if hasattr(core, "wake"):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Bytes, Seconds
 
-__all__ = ["ProcessUsage", "UsageReader", "own_memory"]
+__all__ = ["ProcessUsage", "UsageReader", "own_memory", "process_state"]
 
 _FRESH: Final[Seconds] = 0.25
 _FAMILY_FRESH: Final[Seconds] = 10.0
@@ -99,6 +99,19 @@ class UsageReader:
         return ProcessUsage(
             int(memory.split()[1]) * os.sysconf("SC_PAGE_SIZE"), ticks / os.sysconf("SC_CLK_TCK")
         )
+
+
+def process_state(pid: int, proc: Path = Path("/proc")) -> str:
+    """`running`, which includes sleep; `stopped`, by a signal or a debugger; or `ended`. Empty
+    where the system does not tell."""
+    if not (proc / "self").exists():
+        return ""
+    try:
+        stat = (proc / str(pid) / "stat").read_bytes()
+    except OSError:
+        return "ended"
+    letter = stat.rpartition(b")")[2].split()[0]
+    return {b"T": "stopped", b"t": "stopped", b"Z": "ended", b"X": "ended"}.get(letter, "running")
 
 
 def own_memory() -> Bytes:

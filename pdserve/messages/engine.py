@@ -95,6 +95,13 @@ class EngineSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         return self.transfer is None or self.transfer.optional
 
 
+class EngineRank(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One of several processes that compute a model together."""
+
+    pid: int
+    device: str
+
+
 class EngineCapabilities(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What a loaded engine can do; fixed from `CoreReady` until it stops."""
 
@@ -142,6 +149,8 @@ class EngineCapabilities(msgspec.Struct, frozen=True, array_like=True, kw_only=T
     slow_kernels: str = ""
     """Why a slower library computes in place of the engine's own kernels; empty: they compute, or
     were not wanted."""
+    ranks: tuple[EngineRank, ...] = ()
+    """The tensor-parallel ranks in order, the engine's own process first; empty: there is one."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

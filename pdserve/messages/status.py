@@ -208,6 +208,17 @@ class TierReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Why it works in part or not at all; empty: it works."""
 
 
+class RankStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One tensor-parallel rank of a worker's engine."""
+
+    rank: Count
+    """0 is the engine process."""
+    pid: Count
+    device: str = ""
+    state: str = ""
+    """`running`; `stopped`, by a signal; or `ended`."""
+
+
 class NodeReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One node, by its own account. Fields of roles that it does not have are None."""
 
@@ -235,6 +246,8 @@ class NodeReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A planner's plans, and what it knows of instances and operators' wishes."""
     agent: AgentReport | None = None
     """What an agent can start on its host, and what it has started."""
+    ranks: tuple[RankStatus, ...] = ()
+    """The processes that compute a worker's model together; empty: one does."""
 
 
 class MemberStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -18,10 +18,11 @@ from pdserve.blocks.hashing import hash_secret_id
 from pdserve.clock import SystemClock
 from pdserve.engine.port import Engine, EngineState
 from pdserve.errors import Draining, NotReady
-from pdserve.limits.process_usage import UsageReader
+from pdserve.limits.process_usage import UsageReader, process_state
 from pdserve.messages.engine import EngineSpec
 from pdserve.messages.kv_events import TIERS
 from pdserve.messages.lora import LoraSummary
+from pdserve.messages.status import RankStatus
 from pdserve.net.timers import Timers
 from pdserve.observe.engine_metrics import EngineSample
 from pdserve.observe.tier_metrics import MissSample
@@ -349,6 +350,14 @@ class WorkerService:
             lanes={one.lane: lane_sample(one) for one in stats.lanes},
             plans={one.source: plan_sample(one) for one in stats.plans},
             misses={why: MissSample(blocks=count) for why, count in stats.missed_blocks.items()},
+        )
+
+    def ranks(self) -> tuple[RankStatus, ...]:
+        """The tensor-parallel ranks of the engine, for status; none while it loads."""
+        capabilities = self.engine.capabilities
+        return tuple(
+            RankStatus(rank=number, pid=one.pid, device=one.device, state=process_state(one.pid))
+            for number, one in enumerate(() if capabilities is None else capabilities.ranks)
         )
 
     def tiers(self) -> tuple[TierReport, ...]:

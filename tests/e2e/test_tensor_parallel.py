@@ -1,4 +1,5 @@
-"""Ranks of one model as real processes: prompts that move between unequal sizes, and a rank killed.
+"""Ranks of one model as real processes: prompts that move between unequal sizes, and
+ranks that are lost.
 
 A worker without ranks is the oracle. Counters show that KV came from the other worker, and how many
 bytes of it.
@@ -7,6 +8,7 @@ bytes of it.
 from __future__ import annotations
 
 import json
+import signal
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from pdserve import accel
 from pdserve.protocols.sse import SseDecoder
 from tests.chaos.cluster import Cluster, eventually
+from tests.e2e.commands import pdserve
 from tests.e2e.test_disaggregation import (
     BACKENDS,
     BLOCK,
@@ -67,12 +71,16 @@ def roles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roles]:
 
         def worker(name: str, *flags: str) -> Node:
             flags = ("--verify-kv", "all", *engine, *flags)
-            return cluster.start("worker", name, "--join", cluster.address, *flags)
+            node = cluster.start("worker", name, "--join", cluster.address, *flags)
+            node.wait_ready()  # eight processes that load at once take longer than one may
+            return node
 
         prefill = worker("prefill", "--mode", "prefill", "--tp", "2")
         decode = {
             backend: worker(
-                *(backend, "--mode", "decode", "--disagg", "always", "--transfer", backend),
+                *(backend, "--mode", "decode", "--disagg", "always"),
+                # The other one is reached by tcp, too, and takes its streams.
+                *("--transfer", "auto" if backend == "shm" else backend),
                 *("--tp", str(SIZES[backend])),
             )
             for backend in BACKENDS
@@ -117,6 +125,53 @@ def test_a_killed_rank_costs_no_token(roles: Roles) -> None:
     assert text == expected
     eventually(lambda: not any(one.is_running() for one in before), "old ranks are left")
     eventually(lambda: len(ranks_of(decode)) == len(before), "no new ranks", 60)
+
+
+def status(roles: Roles) -> Any:
+    return json.loads(pdserve(roles.cluster, "status", "--json").stdout)
+
+
+def member(roles: Roles, name: str) -> Any:
+    return next(one for one in status(roles)["members"] if one["node"] == name)
+
+
+def states(roles: Roles, name: str) -> list[str]:
+    """Of the ranks of a worker, by its report."""
+    report = member(roles, name)["report"] or {"ranks": ()}
+    return [one["state"] for one in report["ranks"]]
+
+
+def test_status_shows_the_ranks_and_what_their_tokens_promise(roles: Roles) -> None:
+    ranks = member(roles, "tcp")["report"]["ranks"]
+    below = ranks_of(roles.decode["tcp"])
+    assert [one["rank"] for one in ranks] == [0, 1, 2, 3]
+    assert [one["pid"] for one in ranks[1:]] == [one.pid for one in below]
+    assert [one["pid"] for one in ranks[:1]] == [below[0].ppid()]
+    assert {(one["device"], one["state"]) for one in ranks} == {("cpu", "running")}
+    assert member(roles, "alone")["report"]["ranks"] == []
+    assert "RANKS OF" in pdserve(roles.cluster, "status").stdout
+    assert member(roles, "tcp")["tokens"] == ["close (float32)"]
+    if accel.NATIVE:
+        assert member(roles, "alone")["tokens"][0].startswith("exact (native ")
+    assert [one["tokens"] for one in status(roles)["models"]] == ["close (float32)"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_rank_that_is_lost_without_work_ends_the_engine(
+    roles: Roles, how: signal.Signals
+) -> None:
+    """Nothing is asked of the worker: it notices by itself, within `rank_timeout` and a moment."""
+    decode = roles.decode["tcp"]
+    decode.expected_errors = True
+    before = ranks_of(decode)
+    before[1].send_signal(how)
+    eventually(lambda: not any(one.is_running() for one in before), "old ranks are left", 30)
+    fields: dict[str, Any] = {"prompt": tokens(20, f"lost by {how}"), "max_tokens": 8}
+    expected = ask(roles, "alone", **fields).body["choices"]
+    assert ask(roles, "!alone", **fields).body["choices"] == expected
+    eventually(lambda: states(roles, "tcp") == ["running"] * 4, lambda: member(roles, "tcp"), 60)
+    eventually(partial(reached, roles, "tcp"), "tcp is not reached")
+    assert ask(roles, "tcp", **fields).body["choices"] == expected
 
 
 def text_of(stream: SseDecoder, body: bytes) -> str:

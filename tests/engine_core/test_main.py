@@ -11,10 +11,11 @@ import msgspec
 import pytest
 
 from pdserve.clock import SystemClock
+from pdserve.engine_core.core import EngineCore
 from pdserve.engine_core.core_socket import CoreSocket
 from pdserve.engine_core.engine_loader import load_core
 from pdserve.engine_core.main import CoreLoop
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, EngineDied
 from pdserve.messages.engine import (
     Command,
     CoreFailed,
@@ -32,7 +33,7 @@ from pdserve.messages.engine import (
     Submit,
 )
 from pdserve.messages.request import GenerateRequest, SamplingParams
-from pdserve.testing.scripted import ENGINE
+from pdserve.testing.scripted import ENGINE, ScriptedExecutor
 from pdserve.token_ids import token_ids
 from pdserve.wire.codec import encode
 from pdserve.wire.length_prefixed import FrameDecoder, encode_frame
@@ -447,3 +448,34 @@ def test_a_core_without_transports_says_so(host):
     assert parent.read_until(CoreReady)[-1].transports is False
     parent.post(StopCore())
     assert parent.end() == 0
+
+
+class Watched(ScriptedExecutor):
+    """Computes with another process, which is lost at the third check."""
+
+    health_interval = 0.01
+    checks = 0
+
+    def check_health(self) -> None:
+        self.checks += 1
+        if self.checks == 3:
+            raise EngineDied("rank 1 is lost")
+
+
+@pytest.mark.parametrize("due", [None, 0.001])
+def test_an_idle_core_notices_that_another_process_is_lost(host, due: float | None):
+    """Also if requests' deadlines wake it more often."""
+    executor = Watched()
+    core = EngineCore(executor, SystemClock())
+    if due is not None:
+        core.wake_at = lambda: SystemClock().now() + due  # type: ignore[method-assign]
+    parent = host(core)
+    parent.post(StartCore(spec=SPEC))
+    failed = parent.read_until(CoreFailed)[-1]
+    assert (failed.kind, failed.message) == ("EngineDied", "rank 1 is lost")
+    assert parent.end() == 1
+    assert executor.checks == 3
+
+
+def test_a_core_that_computes_by_itself_needs_no_checks():
+    assert EngineCore(ScriptedExecutor(), SystemClock()).health_interval is None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from pdserve.limits.process_usage import ProcessUsage, UsageReader, own_memory
+from pdserve.limits.process_usage import ProcessUsage, UsageReader, own_memory, process_state
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,3 +98,16 @@ def test_it_agrees_with_what_others_read():
 
 def test_own_memory_is_that_of_this_process():
     assert abs(own_memory() - psutil.Process().memory_info().rss) < 20e6
+
+
+def test_a_process_runs_is_stopped_or_has_ended(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert process_state(child.pid) == "running"
+        os.kill(child.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        assert process_state(child.pid) == "stopped"
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert process_state(child.pid) == "ended"  # nobody has reaped it yet
+    assert process_state(child.pid) == "ended"
+    assert process_state(child.pid, tmp_path) == ""

@@ -1,4 +1,5 @@
 import asyncio
+import os
 
 import pytest
 from msgspec.structs import replace
@@ -6,8 +7,8 @@ from msgspec.structs import replace
 from pdserve.blocks.hashing import hash_secret_id
 from pdserve.engine.port import EngineState
 from pdserve.errors import ConfigError, Draining, EngineDied, NotReady
-from pdserve.messages.engine import EngineCapabilities, EngineStats, LoadProgress
-from pdserve.messages.status import TierReport
+from pdserve.messages.engine import EngineCapabilities, EngineRank, EngineStats, LoadProgress
+from pdserve.messages.status import RankStatus, TierReport
 from pdserve.messages.tiers import LaneLoad, PlanStats, TierStats
 from pdserve.observe.exposition import render
 from pdserve.observe.metrics import Metrics
@@ -333,3 +334,16 @@ async def test_stopping_twice_or_before_starting_is_fine(model):
     await world.service.stop()
     await world.service.stop()
     assert len(asyncio.all_tasks()) == 1
+
+
+async def test_ranks_are_told_with_their_processes(model):
+    world = World(model)
+    assert world.service.ranks() == ()
+    await world.start()
+    assert world.service.ranks() == ()
+    two = (EngineRank(pid=os.getpid(), device="cpu"), EngineRank(pid=2**22 + 1, device="cpu"))
+    world.engine.capabilities = replace(world.engine.capabilities, ranks=two)
+    first, second = world.service.ranks()
+    assert first == RankStatus(rank=0, pid=os.getpid(), device="cpu", state="running")
+    assert (second.rank, second.state) == (1, "ended")
+    await world.service.stop()

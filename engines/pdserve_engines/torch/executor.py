@@ -155,6 +155,7 @@ class TorchExecutor:
             loaded.model.exact,
             num_labels=0 if loaded.head is None else loaded.head.num_labels,
             slow_kernels=loaded.slow_kernels,
+            ranks=loaded.model.processes if isinstance(loaded.model, LeaderModel) else (),
         )
         self._sampler.masks.structured_output = structured_output = StructuredOutputManager(
             read_tokenizer(Path(spec.model)), self.info.vocab_size, self.info.eos_token_ids
@@ -347,6 +348,17 @@ class TorchExecutor:
             if plan.watch is not None or (self._moved and not result.tokens):
                 self._settle()
             return result
+
+    @property
+    def health_interval(self) -> Seconds | None:
+        """Seconds between two calls of `check_health`; None: there are no other ranks."""
+        model = self._model
+        return model.ranks.look_interval if isinstance(model, LeaderModel) else None
+
+    def check_health(self) -> None:
+        """Raise `EngineDied` if another rank has ended or stands still."""
+        if isinstance(self._model, LeaderModel):
+            self._model.ranks.check()
 
     @property
     def runs_ahead(self) -> bool:

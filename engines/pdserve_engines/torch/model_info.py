@@ -15,7 +15,7 @@ from pdserve_engines.torch.exactness import token_promises
 from pdserve_engines.torch.kv_budget import KvBudget, plan_kv, step_memory
 
 if TYPE_CHECKING:
-    from pdserve.messages.engine import EngineSpec
+    from pdserve.messages.engine import EngineRank, EngineSpec
     from pdserve_engines.torch.kv_budget import AvailableMemory
     from pdserve_engines.torch.model_loader.config import ModelConfig
     from pdserve_engines.torch.settings import TorchSettings
@@ -35,9 +35,11 @@ def model_info(
     *,
     num_labels: int = 0,
     slow_kernels: str = "",
+    ranks: tuple[EngineRank, ...] = (),
 ) -> ModelInfo:
     """`identity` tells checkpoints apart (`Checkpoint.identity`); `exact` is the model's,
-    `num_labels` its classification head's; `slow_kernels` as in `EngineCapabilities`."""
+    `num_labels` its classification head's; `slow_kernels` and `ranks` as in
+    `EngineCapabilities`."""
     layout = kv_block_shape(spec, config, settings)
     dtype = str(settings.dtype).removeprefix("torch.")
     budget = plan_kv_budget(spec, config, settings, room)
@@ -75,6 +77,7 @@ def model_info(
         kv_most=budget.most,
         kv_reason=budget.reason,
         slow_kernels=slow_kernels,
+        ranks=ranks,
     )
 
 

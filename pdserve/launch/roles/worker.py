@@ -119,6 +119,7 @@ class WorkerRole:
             minute=minute,
             tiers=self.worker.service.tiers(),
             mode=self.worker.agent.mode.report(),
+            ranks=self.worker.service.ranks(),
         )
 
     def _trace_switch(self, trace: StepTrace, outcome: str, failed: str) -> None:

@@ -6,6 +6,7 @@ seeds, grammars, penalties and the tokens of a request exist only there.
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from msgspec.structs import replace as replace_fields
 
 from pdserve.engine_core.kv_transfer.kv_region import region_in_memory
 from pdserve.errors import ConfigError, EngineDied
+from pdserve.messages.engine import EngineRank
 from pdserve.transfer.base import Region
 from pdserve_engines.torch.sampling.sampler import argmax
 from pdserve_engines.torch.tensor_parallel.rank_model import RankModel
@@ -79,6 +81,12 @@ class LeaderModel:
     @property
     def weight_bytes(self) -> int:
         return self._model.weight_bytes + self._others
+
+    @property
+    def processes(self) -> tuple[EngineRank, ...]:
+        """The processes of all ranks, in order."""
+        pids = (os.getpid(), *self.ranks.pids)
+        return tuple(EngineRank(pid=pid, device="cpu") for pid in pids)
 
     def place(self, param: Param, parts: Iterable[torch.Tensor]) -> None:
         self._model.place(param, parts)

@@ -35,6 +35,7 @@ from pdserve_engines.torch.tensor_parallel.rank_link import (
 )
 from pdserve_engines.torch.tensor_parallel.rank_model import RankModel
 from pdserve_engines.torch.tensor_parallel.rank_plan import RankTask, decode_plan
+from pdserve_engines.torch.tensor_parallel.rank_watch import beat_interval
 from pdserve_engines.torch.tensor_parallel.shard import Shard
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["Rank", "main"]
 
 _REST: Seconds = 5.0
-"""Longest sleep without a plan or a message; nothing depends on it."""
+"""Longest sleep without a message while it loads; nothing depends on it."""
 _MOST_WORDS = 2000
 """Most characters of a failure that rank 0 hears."""
 
@@ -71,6 +72,7 @@ class Rank:
         self._settings = settings
         self._reader = reader
         self._page = page
+        self._beat = beat_interval(settings.rank_timeout)
         self._pool: KvPool | None = None
 
     def allocate(self, num_blocks: int) -> int | None:
@@ -84,8 +86,8 @@ class Rank:
         """Compute plans until the link closes. Raises `RankLinkClosed` then, and whatever a plan
         raises."""
         while True:
-            self._page.rest(_REST)
-            data = self._reader.read(_REST, (link.fileno(),))
+            self._page.rest(self._beat)
+            data = self._reader.read(self._beat, (link.fileno(),))
             if data is None:
                 # Rank 0 sends nothing any more: what can be read is the link's end.
                 link.receive(0.0)

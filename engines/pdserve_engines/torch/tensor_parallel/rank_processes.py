@@ -30,6 +30,7 @@ from pdserve_engines.torch.tensor_parallel.rank_link import (
     link_pair,
 )
 from pdserve_engines.torch.tensor_parallel.rank_plan import encode_plan
+from pdserve_engines.torch.tensor_parallel.rank_watch import RankWatch, look_interval
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,8 +62,9 @@ M = TypeVar("M")
 class _Rank:
     """One child."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, patience: Seconds) -> None:
         self.number = number
+        self.watch = RankWatch(patience)
         self.page = HeartbeatPage.create()
         self.link, theirs = link_pair()
         with theirs:
@@ -131,7 +133,7 @@ class RankProcesses:
             raise
 
     def _start(self, spec: EngineSpec, number: int) -> None:
-        rank = _Rank(number)
+        rank = _Rank(number, self._patience)
         self._ranks.append(rank)
         assert rank.page.fd is not None
         fds = (self._ring.fd, self._store, self._ring.bells[number - 1], rank.page.fd)
@@ -168,6 +170,21 @@ class RankProcesses:
         return [
             RankPool(fds[0]) if fds else None for _, fds in self._answers(PoolAllocated, _ALLOCATE)
         ]
+
+    @property
+    def look_interval(self) -> Seconds:
+        """Seconds between two calls of `check`."""
+        return look_interval(self._patience)
+
+    def check(self) -> None:
+        """Look at all ranks between two steps, after `allocate`. Raises `EngineDied` if one has
+        ended, or has given no sign of life for the whole patience."""
+        if self._closed:
+            raise EngineDied("the ranks have ended")
+        now = time.monotonic()
+        still = [rank for rank in self._ranks if rank.watch.look(rank.page.look().ticks, now)]
+        if still or self._reason():
+            raise self.lost(EngineDied("it has no work"))
 
     def tell(self, plan: RankPlan) -> None:
         """Pass a plan to all ranks. Raises `EngineDied`, and `EngineError` for a plan that is too

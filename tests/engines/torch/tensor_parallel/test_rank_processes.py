@@ -39,6 +39,16 @@ def divided(ranks: int = 2) -> TorchExecutor:
     return loaded(checkpoint("llama")[0], tensor_parallel=ranks, options=options)
 
 
+def check_for(executor: TorchExecutor, seconds: float) -> None:
+    """As an idle core does."""
+    interval = executor.health_interval
+    assert interval is not None
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        executor.check_health()
+        time.sleep(interval)
+
+
 def lives(pid: int) -> bool:
     try:
         return b") Z " not in Path(f"/proc/{pid}/stat").read_bytes()
@@ -72,6 +82,26 @@ def test_tokens_are_those_of_one_rank_until_a_rank_dies_or_stands_still(
     assert not lives(rank)
     with pytest.raises(EngineDied, match="the ranks have ended"):
         driver.finish([found], 7)
+    executor.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_without_work_is_noticed(how: signal.Signals) -> None:
+    executor = divided()
+    assert executor.info is not None
+    own, rank = (one.pid for one in executor.info.ranks)
+    assert (own, [rank]) == (os.getpid(), ranks_of(executor))
+    check_for(executor, 2 * PATIENCE)  # a rank without work counts as alive
+
+    os.kill(rank, how)
+    begun = time.monotonic()
+    reason = "ended with signal 9" if how is signal.SIGKILL else "no progress for 1 s; rank 1"
+    with pytest.raises(EngineDied, match=rf"tensor parallel: .*{reason}"):
+        check_for(executor, 20.0)
+    assert time.monotonic() - begun < 10
+    assert not lives(rank)
+    with pytest.raises(EngineDied, match="the ranks have ended"):
+        executor.check_health()
     executor.close()
 
 
