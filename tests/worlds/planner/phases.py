@@ -57,6 +57,9 @@ async def judge_in_calm(stage: Stage, until: Until) -> None:
 
 async def _steady(stage: Stage, until: Until) -> None:
     await until("a planner decides", lambda: _undecided(stage), _SLACK)
+    config = stage.setup.config
+    # First the planners put right what faults have left: what waits, and workers that are missing.
+    await asyncio.sleep(config.stable + config.slow_tick)
     begun = len(stage.oracle.begun)
     await asyncio.sleep(_STEADY)
     later = [action for _, action in list(stage.oracle.begun.values())[begun:]]
