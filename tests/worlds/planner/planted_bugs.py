@@ -152,7 +152,7 @@ def _stuck(seed: int) -> WorldPlan:
 def _busy(seed: int) -> WorldPlan:
     """Three workers have enough to do."""
     faults = [load(1.0, 60.0, 4.0)]
-    return planned(seed, faults, until=62.0, workers=THREE, machines=0, max=3)
+    return planned(seed, faults, until=62.0, workers=THREE, max=3)
 
 
 def _silent(seed: int) -> WorldPlan:
@@ -172,7 +172,7 @@ def _rising(seed: int) -> WorldPlan:
 def _returning(seed: int) -> WorldPlan:
     """The load returns while a worker drains."""
     crowd = Fault("crowd-at-drain", 5.0, 60.0, "f0", "", 50.0)
-    return planned(seed, [LEARN, crowd], until=70.0, workers=THREE, machines=0)
+    return planned(seed, [LEARN, crowd], until=70.0, workers=THREE)
 
 
 def _alone(seed: int) -> WorldPlan:
@@ -181,7 +181,7 @@ def _alone(seed: int) -> WorldPlan:
         Fault("others-die-at-drain", 5.0, 60.0, "p0", "", 9.0),
         Fault("planner-dies-draining", 5.0, 60.0, "p0", "", 9.0),
     ]
-    return planned(seed, [LEARN, *deaths], until=70.0, workers=THREE, machines=0)
+    return planned(seed, [LEARN, *deaths], until=70.0, workers=THREE)
 
 
 def _limited(seed: int) -> WorldPlan:
@@ -202,7 +202,7 @@ def _stillborn(seed: int) -> WorldPlan:
 
 
 def _floored(seed: int) -> WorldPlan:
-    return planned(seed, [LEARN], until=30.0, workers=THREE, min=3, machines=0, max=4)
+    return planned(seed, [LEARN], until=30.0, workers=THREE, min=3, max=4)
 
 
 def _switched(seed: int) -> WorldPlan:
