@@ -156,10 +156,7 @@ def _verdict(found: Mapping[Cell, Pair], every: int) -> Iterator[str]:
         f"{counts['within noise']}."
     )
     if counts["?"]:
-        yield (
-            f"- {counts['?']} cells have fewer than {_FIRST} seeds yet, and no verdict; "
-            "[disagg_predict_before.md](disagg_predict_before.md) has more seeds of them."
-        )
+        yield f"- {counts['?']} cells have fewer than {_FIRST} seeds yet, and no verdict."
     yield (
         f"- By cell, it gains {100 * min(points):+.1f} to {100 * max(points):+.1f} points, "
         f"{100 * mean(points):+.1f} on average."
