@@ -5,9 +5,10 @@
 
 The executor runs plans as the scheduler makes them, with random weights of real sizes in bfloat16.
 A decode step reads every weight and the KV of every sequence once: these bytes per second are
-compared with those of a copy. A prefill's products and attention per second are compared with the
-best product. Both limits are measured in the same call. Times are medians; nothing is a pass or
-fail. What the time does not suffice for is named.
+compared with those of a copy. Each is measured in up to four ways: with CUDA graphs and without,
+and begun before the step before has ended or after. A prefill's products and attention per second
+are compared with the best product. Both limits are measured in the same call. Times are medians;
+nothing is a pass or fail. What the time does not suffice for is named.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
     from bench.gpu.limits import Budget, Limits
     from bench.gpu.shapes import Shape
+    from pdserve_engines.torch.step_in_flight import StepInFlight
 
 BLOCK = 32
 ITEM = 2
@@ -72,6 +74,21 @@ class Plan:
 
 
 DRY = Plan(("tiny",), (1, 3), (40,), (3, 10, 40), (24, 64), 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How decode steps are computed."""
+
+    graphs: bool = False
+    ahead: bool = False
+    """Each is begun before the one before has ended."""
+
+    def __str__(self) -> str:
+        return (", graphs" if self.graphs else "") + (", one step ahead" if self.ahead else "")
+
+
+WAYS = (Way(), Way(ahead=True), Way(graphs=True), Way(graphs=True, ahead=True))
 
 
 @dataclass(slots=True)
@@ -201,7 +218,7 @@ class Engine:
             dtype="bfloat16",
             block_size=BLOCK,
             threads=torch.get_num_threads(),
-            options={"kernels": "torch"},
+            options={"kernels": "auto" if device.type == "cuda" else "torch"},
         )
         self.executor.load(spec, lambda stage, fraction: None)
         model = self.executor._model
@@ -212,6 +229,16 @@ class Engine:
         self.executor.allocate(self._blocks(tokens))
         assert self.executor.pool is not None
         self.executor.pool.tensor.normal_()
+        self._graphs = self.executor._graphs
+
+    @property
+    def ways(self) -> list[Way]:
+        """How decode steps can be computed here."""
+        return [way for way in WAYS if self._graphs is not None or not way.graphs]
+
+    def take(self, way: Way) -> None:
+        """Computes with graphs or without from now on."""
+        self.executor._graphs = self._graphs if way.graphs else None
 
     def _blocks(self, tokens: int) -> int:
         """Returns the number of blocks that are wanted, or fewer if they do not fit. Rows that need
@@ -255,9 +282,41 @@ class Engine:
 
     def close(self) -> None:
         """Frees the device's memory."""
+        self.executor._graphs = self._graphs
         self.executor.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+class Ahead:
+    """Decode steps of which each is begun before the one before has ended."""
+
+    def __init__(self, engine: Engine, sequences: Seq[Sequence]) -> None:
+        self._executor, self._sequences = engine.executor, sequences
+        chunks = [ScheduledChunk(each, each.num_computed, 1, True) for each in sequences]
+        self._step = self._begun(StepPlan(chunks))
+        self._executor.sample(self._step, self._step.plan)
+
+    def turn(self) -> None:
+        """Begins a step, and takes in the one before."""
+        chunks = [
+            ScheduledChunk(each, each.num_computed + 1, 1, True, token_from=row)
+            for row, each in enumerate(self._sequences)
+        ]
+        following = self._begun(StepPlan(chunks))
+        self.end()
+        self._executor.sample(following, following.plan)
+        self._step = following
+
+    def end(self) -> None:
+        """Takes in the step under way."""
+        result = self._executor.finish(self._step)
+        for each, token in zip(self._sequences, result.tokens, strict=True):
+            each.num_computed += 1
+            each.tokens.append(token)
+
+    def _begun(self, plan: StepPlan) -> StepInFlight:
+        return self._executor.begin(plan)
 
 
 # ---------------------------------------------------------------- what is measured
@@ -266,29 +325,37 @@ class Engine:
 def _quantities(
     name: str, plan: Plan, engine: Engine, found: Limits
 ) -> Iterator[tuple[str, Callable[[], Row]]]:
-    for context, batch in itertools.product(plan.contexts, plan.batches):
-        what = f"decode {batch} × {context}"
-        yield what, partial(_decode, name, what, engine, found, [context] * batch, plan.steps)
+    batches = {
+        f"{batch} × {context}": [context] * batch
+        for context, batch in itertools.product(plan.contexts, plan.batches)
+    }
     batch, shortest, longest = plan.mixed
-    what = f"decode {batch} × {shortest} to {longest}"
     lengths = torch.linspace(shortest, longest, batch).long().tolist()
-    yield what, partial(_decode, name, what, engine, found, lengths, plan.steps)
+    batches[f"{batch} × {shortest} to {longest}"] = lengths
+    for (size, contexts), way in itertools.product(batches.items(), engine.ways):
+        what = f"decode {size}{way}"
+        yield what, partial(_decode, name, what, engine, found, contexts, plan.steps, way)
     for tokens in plan.prompts:
         what = f"prefill {tokens}"
         yield what, partial(_prefill, name, what, engine, found, tokens)
 
 
 def _decode(
-    name: str, what: str, engine: Engine, found: Limits, contexts: list[int], steps: int
+    name: str, what: str, engine: Engine, found: Limits, contexts: list[int], steps: int, way: Way
 ) -> Row:
     """Measures decode steps of sequences that begin with these numbers of tokens."""
-    sequences = engine.sequences([context + 1 for context in contexts], WARM + steps + 1)
+    sequences = engine.sequences([context + 1 for context in contexts], WARM + steps + 3)
     for each, context in zip(sequences, contexts, strict=True):
         each.num_computed = context
+    engine.take(way)
+    ahead = Ahead(engine, sequences) if way.ahead else None
+    turn = partial(engine.step, sequences) if ahead is None else ahead.turn
+    # A turn waits for the step before; were the device idle after it, nothing would be ahead.
+    idle = torch.device("cpu") if way.ahead else engine.device
     with limits.peak_memory(engine.device) as peak:
-        times = limits.timed(
-            lambda: engine.step(sequences), engine.device, warm=WARM, least=steps, most=steps
-        )
+        times = limits.timed(turn, idle, warm=WARM, least=steps, most=steps)
+    if ahead is not None:
+        ahead.end()
     seconds = statistics.median(times)
     batch = len(contexts)
     tokens = sum(contexts) + batch * (WARM + steps // 2)

@@ -47,10 +47,13 @@ def test_a_dry_run_measures_everything_and_writes_it_down(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "gpu_engine.json").read_text())
     plan = engine.DRY
-    decodes = [f"decode {b} × {c}" for c in plan.contexts for b in plan.batches]
+    sizes = [f"{b} × {c}" for c in plan.contexts for b in plan.batches]
     assert [row["what"] for row in report["rows"]] == [
-        *decodes,
-        "decode 3 × 10 to 40",
+        *(
+            f"decode {size}{way}"
+            for size in (*sizes, "3 × 10 to 40")
+            for way in ("", ", one step ahead")  # graphs need a GPU
+        ),
         *(f"prefill {tokens}" for tokens in plan.prompts),
     ]
     assert all(row["seconds"] > 0 and row["rate"] > 0 and row["used"] > 0 for row in report["rows"])
