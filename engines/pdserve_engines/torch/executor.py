@@ -31,7 +31,7 @@ from pdserve_engines.torch.cuda.model_choice import make_gpu_model
 from pdserve_engines.torch.cudnn_attention import CudnnAttentionOff
 from pdserve_engines.torch.kv_budget import measure_memory, out_of_memory
 from pdserve_engines.torch.kv_pool import KvPool
-from pdserve_engines.torch.model_info import model_info, plan_kv_budget
+from pdserve_engines.torch.model_info import kv_block_shape, model_info, plan_kv_budget
 from pdserve_engines.torch.model_loader import weights
 from pdserve_engines.torch.models.cpu_model import CpuModel, unsupported_reason
 from pdserve_engines.torch.models.forward_batch import make_batch
@@ -42,6 +42,7 @@ from pdserve_engines.torch.opened_model import open_model
 from pdserve_engines.torch.sampling.sampler import Sampler, describe
 from pdserve_engines.torch.settings import resolve_settings
 from pdserve_engines.torch.step_in_flight import StepInFlight
+from pdserve_engines.torch.step_meter import step_meter
 from pdserve_engines.torch.tensor_parallel.leader import LeaderModel, start_leader
 from pdserve_engines.torch.tensor_parallel.shard import Shard
 from pdserve_engines.torch.tier_copier import TorchTierCopier
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
     from pdserve.engine_core.executor import ModelInfo, ProgressFn, ScheduledChunk
     from pdserve.engine_core.scheduler.sequence import Sequence
-    from pdserve.ids import Seconds
+    from pdserve.ids import Bytes, Seconds
     from pdserve.kv.storage import BlockMemory
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.request import SamplingParams, TokenLogprob
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from pdserve_engines.torch.models.forward_batch import ForwardBatch
     from pdserve_engines.torch.opened_model import OpenedModel
     from pdserve_engines.torch.settings import TorchSettings
+    from pdserve_engines.torch.step_meter import StepMeter
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +95,8 @@ class _Loaded:
     """What this process computes of the model; None: all of it."""
     slow_kernels: str = ""
     """As in `EngineCapabilities`."""
+    trial: Bytes | None = None
+    """Bytes of a GPU that the largest step took; None: it was not measured."""
 
 
 class TorchExecutor:
@@ -145,6 +149,9 @@ class TorchExecutor:
         self.prepare_thread()
         if loaded.settings.device.type == "cuda":
             self._cudnn_attention.hold()
+        if loaded.trial is None and (meter := step_meter(loaded.settings.device)) is not None:
+            progress("measuring the memory of a step", None)
+            self._loaded = loaded = self._try_step(loaded, spec, meter)
         self.info = model_info(
             spec,
             loaded.config,
@@ -153,6 +160,7 @@ class TorchExecutor:
             loaded.identity,
             loaded.room,
             loaded.model.exact,
+            trial=loaded.trial,
             num_labels=0 if loaded.head is None else loaded.head.num_labels,
             slow_kernels=loaded.slow_kernels,
             ranks=loaded.model.processes if isinstance(loaded.model, LeaderModel) else (),
@@ -169,7 +177,9 @@ class TorchExecutor:
             config, settings = opened.config, opened.settings
             _enter(settings.device)
             torch.set_num_threads(settings.threads)
-            early = plan_kv_budget(spec, config, settings, measure_memory(settings.device))
+            # How much a step takes is measured later; without it the limit is the highest.
+            room = measure_memory(settings.device)
+            early = plan_kv_budget(spec, config, settings, room, trial=0)
             check_kv_memory(spec, early.most, early.reason)
             shard, slow = None, ""
             if spec.tensor_parallel > 1:
@@ -181,6 +191,54 @@ class TorchExecutor:
             room = measure_memory(settings.device)
             identity = opened.identity()
             return _Loaded(config, settings, identity, model, room, opened.head, shard, slow)
+
+    def _try_step(self, loaded: _Loaded, spec: EngineSpec, meter: StepMeter) -> _Loaded:
+        """Compute the largest step over a small pool, and measure what it takes beside weights and
+        KV. Raises `ConfigError` if there is no room for it."""
+        config, settings = loaded.config, loaded.settings
+        layout = kv_block_shape(spec, config, settings)
+        plan = warm_up.largest_step(
+            spec.max_batch_tokens,
+            spec.max_sequences,
+            layout.block_size,
+            settings.max_model_len - 1,
+            samples=not config.headless,
+        )
+        sequences = [chunk.sequence for chunk in plan.chunks]
+        blocks = sum(len(sequence.blocks) for sequence in sequences)
+        try:
+            with self._in_stream(), torch.inference_mode():
+                self.pool = KvPool(
+                    layout, blocks, settings.kv_dtype, settings.device, settings.kv_scales
+                )
+                loaded.model.bind(self.pool)
+            trial = meter.most(lambda: self._computed(plan))
+        except (torch.cuda.OutOfMemoryError, ConfigError) as error:
+            raise ConfigError(
+                f"{settings.device} has no room for a step of {plan.num_tokens} tokens and "
+                f"{len(sequences)} sequences beside the weights ({error}); lower "
+                "--max-batch-tokens or --max-sequences, or take a smaller model"
+            ) from error
+        finally:
+            self.release(sequences)
+            if self.pool is not None:
+                self.pool.close()
+                self.pool = None
+        room = measure_memory(settings.device)
+        _log.info(
+            "memory of %s: the largest step takes %s, weights %s; %s of %s are free for steps and "
+            "KV",
+            room.limit,
+            approximate_size(trial),
+            approximate_size(loaded.model.weight_bytes),
+            approximate_size(room.free),
+            approximate_size(room.total),
+        )
+        return replace(loaded, room=room, trial=trial)
+
+    def _computed(self, plan: StepPlan) -> None:
+        self.execute(plan)
+        self._settle()
 
     def _share(self, owner: _Loaded, spec: EngineSpec) -> _Loaded | None:
         """Share the owner's weights; None if they are gone."""

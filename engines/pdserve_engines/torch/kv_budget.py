@@ -6,7 +6,7 @@ allocated: each core then takes its share of the same number. Nothing is allocat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +45,10 @@ _CAPPED_SCORE: Bytes = 4 * 4
 """Bytes of one score in `capped_attention.py`: float32 before and after softmax, and `dtype`s."""
 _FRAGMENTS: Bytes = 512 << 20
 """Bytes lost to fragmentation in torch's allocator and to cuBLAS's workspace."""
+_HEAD_ROOM: Bytes = 256 << 20
+_HEAD_ROOM_SHARE = 0.25
+"""What is kept beside a step that was measured: bytes, and a share of the step. Other mixtures of
+chunks leave other fragments, and CUDA graphs keep what a step of up to 512 tokens takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,13 @@ class StepMemory:
     """Bytes for each position of the longest context: attention masks."""
     of_pool: float
     """Bytes for each byte of the pool: keys and values of one layer, gathered."""
+
+    def measured(self, trial: Bytes | None) -> StepMemory:
+        """The same with what the largest step took, when it was computed, in place of `fixed`; what
+        grows with contexts and the pool is still an estimate. None: it was not computed."""
+        if trial is None:
+            return self
+        return replace(self, fixed=int(trial * (1 + _HEAD_ROOM_SHARE)) + _HEAD_ROOM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +137,24 @@ def plan_kv(
         f"of the {approximate_size(room.free)} of {approximate_size(room.total)} that are free on "
         f"{room.limit}, {kept} are kept for a step"
     )
+    if not proposed:
+        reason += f"; {_missing(allowed, room, spec, needs.fixed + layout.block_bytes)}"
     return KvBudget(min(proposed, useful), most, reason)
+
+
+def _missing(allowed: Bytes, room: AvailableMemory, spec: EngineSpec, least: Bytes) -> str:
+    """How much memory is missing for a step and one block, and which option gives it."""
+    least = int(least / spec.kv_share)
+    share = (room.own + least) / room.total
+    if room.free >= least and share <= 1:
+        return (
+            f"--gpu-memory-utilization {spec.gpu_memory_utilization:g} leaves "
+            f"{approximate_size(max(0, allowed))} of them: give at least {share + 0.005:.2f}"
+        )
+    return (
+        f"{approximate_size(least - min(allowed, room.free))} are missing for a step and a block: "
+        "lower --max-batch-tokens or --max-sequences"
+    )
 
 
 def step_memory(

@@ -15,6 +15,7 @@ from pdserve_engines.torch.exactness import token_promises
 from pdserve_engines.torch.kv_budget import KvBudget, plan_kv, step_memory
 
 if TYPE_CHECKING:
+    from pdserve.ids import Bytes
     from pdserve.messages.engine import EngineRank, EngineSpec
     from pdserve_engines.torch.kv_budget import AvailableMemory
     from pdserve_engines.torch.model_loader.config import ModelConfig
@@ -33,16 +34,17 @@ def model_info(
     room: AvailableMemory,
     exact: str = "",
     *,
+    trial: Bytes | None = None,
     num_labels: int = 0,
     slow_kernels: str = "",
     ranks: tuple[EngineRank, ...] = (),
 ) -> ModelInfo:
     """`identity` tells checkpoints apart (`Checkpoint.identity`); `exact` is the model's,
-    `num_labels` its classification head's; `slow_kernels` and `ranks` as in
-    `EngineCapabilities`."""
+    `trial` as in `StepMemory.measured`, `num_labels` the classification head's; `slow_kernels` and
+    `ranks` as in `EngineCapabilities`."""
     layout = kv_block_shape(spec, config, settings)
     dtype = str(settings.dtype).removeprefix("torch.")
-    budget = plan_kv_budget(spec, config, settings, room)
+    budget = plan_kv_budget(spec, config, settings, room, trial)
     return ModelInfo(
         model_type=config.family,
         dtype=dtype,
@@ -93,10 +95,15 @@ def kv_block_shape(spec: EngineSpec, config: ModelConfig, settings: TorchSetting
 
 
 def plan_kv_budget(
-    spec: EngineSpec, config: ModelConfig, settings: TorchSettings, room: AvailableMemory
+    spec: EngineSpec,
+    config: ModelConfig,
+    settings: TorchSettings,
+    room: AvailableMemory,
+    trial: Bytes | None = None,
 ) -> KvBudget:
-    """The KV budget in this available memory."""
+    """The KV budget in this available memory; `trial` as in `StepMemory.measured`."""
     needs = step_memory(spec, config, settings.dtype.itemsize, settings.kv_dtype.itemsize)
+    needs = needs.measured(trial)
     layout = kv_block_shape(spec, config, settings)
     budget = plan_kv(room, spec, layout, settings.max_model_len, needs)
     copies = max(1, spec.tensor_parallel // config.kv_heads)

@@ -17,7 +17,7 @@ from pdserve.token_ids import token_ids
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["warm_up_steps"]
+__all__ = ["largest_step", "warm_up_steps"]
 
 _GREEDY = SamplingParams(max_tokens=2, temperature=0.0)
 _DRAWN = SamplingParams(
@@ -44,6 +44,24 @@ def warm_up_steps(
         if samples:
             sequence.tokens.append(0)
             yield sequence, StepPlan([ScheduledChunk(sequence, tokens, 1, samples)])
+
+
+def largest_step(
+    tokens: int, sequences: int, block_size: int, longest: int, *, samples: bool
+) -> StepPlan:
+    """Plan the step that takes most memory beside the KV: `tokens` tokens, of as many sequences as
+    there may be, each of which draws a token and wants logprobs. One of them is a prompt of up to
+    `longest` tokens. Their blocks are the pool's first ones."""
+    short = min(sequences, tokens) - 1
+    prompt = min(tokens - short, longest)
+    plan, block = StepPlan(), 0
+    for number, count in enumerate([prompt] + [1] * short):
+        sequence = _sequence(number, count, block_size, _DRAWN if samples else _GREEDY)
+        blocks = -(-count // block_size)
+        sequence.blocks = list(range(block, block + blocks))
+        block += blocks
+        plan.chunks.append(ScheduledChunk(sequence, 0, count, samples))
+    return plan
 
 
 def _sequence(number: int, tokens: int, block_size: int, sampling: SamplingParams) -> Sequence:
