@@ -1,4 +1,4 @@
-"""Ranks of one model as real processes: prompts that move between unequal sizes, and
+"""Ranks of one model as real processes: prompts and streams that move between unequal sizes, and
 ranks that are lost.
 
 A worker without ranks is the oracle. Counters show that KV came from the other worker, and how many
@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from pdserve import accel
+from pdserve.launch import exit_codes
 from pdserve.protocols.sse import SseDecoder
 from tests.chaos.cluster import Cluster, eventually
 from tests.e2e.commands import pdserve
@@ -31,6 +32,7 @@ from tests.e2e.test_disaggregation import (
     opened,
     reached,
     tokens,
+    total,
 )
 
 if TYPE_CHECKING:
@@ -127,6 +129,11 @@ def test_a_killed_rank_costs_no_token(roles: Roles) -> None:
     eventually(lambda: len(ranks_of(decode)) == len(before), "no new ranks", 60)
 
 
+def command(roles: Roles, *arguments: str) -> None:
+    done = pdserve(roles.cluster, *arguments)
+    assert done.returncode == exit_codes.OK, done
+
+
 def status(roles: Roles) -> Any:
     return json.loads(pdserve(roles.cluster, "status", "--json").stdout)
 
@@ -172,6 +179,29 @@ def test_a_rank_that_is_lost_without_work_ends_the_engine(
     eventually(lambda: states(roles, "tcp") == ["running"] * 4, lambda: member(roles, "tcp"), 60)
     eventually(partial(reached, roles, "tcp"), "tcp is not reached")
     assert ask(roles, "tcp", **fields).body["choices"] == expected
+
+
+def test_a_stream_of_four_ranks_moves_when_their_worker_changes_its_mode(roles: Roles) -> None:
+    """To a worker without ranks, which fetches the KV; the worker then comes back."""
+    fields: dict[str, Any] = {"prompt": tokens(300, "moves"), "max_tokens": 1500}
+    expected = ask(roles, "alone", **fields).body["choices"][0]["text"]
+    other = roles.decode["shm"]
+    decisions = 'pdserve_prefill_decisions_total{reason="source",where="remote"}'
+    before = total(other, decisions)
+    stream = SseDecoder()
+    # A stream that asks for a worker by name would stay there, so the others are out of the way.
+    command(roles, "drain", "shm", "--stay", "--wait")
+    with opened(roles, "!alone", "/v1/completions", fields | {"stream": True}) as answer:
+        assert answer.headers["x-pdserve-worker"] == "tcp"
+        text = text_of(stream, answer.read1())
+        command(roles, "drain", "shm", "--undo")
+        command(roles, "mode", "tcp", "prefill", "--wait")
+        text += text_of(stream, answer.read())
+    assert text == expected
+    eventually(lambda: total(other, decisions) > before, "nothing came with its KV", 10)
+    assert member(roles, "tcp")["report"]["mode"]["mode"] == "prefill"
+    command(roles, "mode", "tcp", "decode", "--wait")
+    eventually(partial(reached, roles, "tcp"), "tcp is not reached")
 
 
 def text_of(stream: SseDecoder, body: bytes) -> str:
