@@ -361,7 +361,8 @@ def _rises(config: PlannerConfig, demand: DemandView) -> bool:
         total += one
         usual = config.panic * demand.work_300 * total.seconds
         number = usual / demand.request_work if demand.request_work > 0 else usual
-        if total.work > usual > 0 or total.arrivals > number > 0:
+        # After minutes without work, the first is one.
+        if total.work > usual or total.arrivals > number:
             return True
         if total.seconds >= _TOLD:
             break

@@ -96,7 +96,6 @@ _VISITED: Final[_Cells] = {
     "stop ordered": ("seen draining",),
     "stop draining": ("gone", "seen back"),
     "mode ordered": ("seen leaving", "seen ready"),
-    "mode leaving": ("seen ready",),
     "undo_drain ordered": ("seen ready",),
 }
 
@@ -130,7 +129,7 @@ RARE: Final[dict[str, _Cells]] = {
     },
     "a change of a mode takes about a second, and a tick as long": {
         "mode ordered": ("seen proving",),
-        "mode leaving": ("seen proving",),
+        "mode leaving": ("seen proving", "seen ready"),
         "mode proving": ("seen ready",),
     },
     "the same worker must die, drain or be cut off within that second, or its engine must": {

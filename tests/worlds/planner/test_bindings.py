@@ -89,6 +89,8 @@ def test_the_truth_is_not() -> None:
     assert wrong(Binding("changing", LIES["changing"]), plan=going) == []
     pinned = replace(SEEN, pins={MODEL: {"aggregated": 2, "decode": 0}})
     assert wrong(Binding("pinned", LIES["pinned"]), pinned) == []
+    first = replace(SEEN, demand={MODEL: replace(CALM, work_300=0.0)})
+    assert wrong(Binding("panic", {**LIES["panic"], "since": 1000.0}), first) == []
 
 
 def test_a_limit_is_judged_when_it_is_first_told() -> None:
