@@ -15,6 +15,7 @@ from pdserve_engines.torch.cuda.gated_activation import gated_activation
 from pdserve_engines.torch.cuda.graphs.static_inputs import Capacity, StaticInputs
 from pdserve_engines.torch.cuda.rotate_store import HeadNorms, rotate_store
 from pdserve_engines.torch.cuda.step_attention import StepAttention
+from pdserve_engines.torch.models.experts import MOST_FEW, feed_few
 from pdserve_engines.torch.models.torch_model import TorchModel, query_scales
 
 if TYPE_CHECKING:
@@ -42,9 +43,7 @@ class KernelModel(TorchModel):
     @property
     def graph_obstacle(self) -> str:
         """Implements `decode_graphs.GraphedModel`."""
-        if self._config.experts is None:
-            return ""
-        return "the host reads which experts a step's tokens have"
+        return ""
 
     def decode(self, step: StaticStep) -> torch.Tensor:
         """Implements `decode_graphs.GraphedModel`."""
@@ -121,6 +120,9 @@ class KernelModel(TorchModel):
 
     def _feed_forward(self, layer: dict[str, torch.Tensor], normed: torch.Tensor) -> torch.Tensor:
         if "router" in layer:
+            experts = self._config.experts
+            if experts is not None and len(normed) <= MOST_FEW:
+                return feed_few(experts, layer, normed)
             return super()._feed_forward(layer, normed)
         gate_up = functional.linear(normed, layer["gate_up"], layer.get("gate_up_bias"))
         active = gated_activation(gate_up, gelu=self._config.gelu)

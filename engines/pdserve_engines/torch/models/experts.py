@@ -1,12 +1,14 @@
 """Computes a mixture-of-experts layer: each token goes through the few experts its router chooses.
 
-It computes one expert after the other, each over all tokens that chose it. No token is ever
-dropped, so a token's result does not depend on the batch.
+`feed_experts` computes one expert after the other, each over all tokens that chose it; the host
+reads which those are. `feed_few` is for a GPU's decode steps: it waits for nothing, and its shapes
+depend on the number of tokens alone. No token is ever dropped, so a token's result does not depend
+on the batch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch.nn import functional
@@ -15,6 +17,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pdserve_engines.torch.model_loader.config import ExpertsConfig, SwigluConfig
+
+
+MOST_FEW: Final = 512
+"""Most tokens of `feed_few`. Prompts have more, and are worth a wait."""
+_ROWS: Final = 128
+"""Tokens that all experts compute at one time; it bounds the memory for their results."""
+_GATHERING: Final = 3
+"""Times that a gathered matrix is moved: read, written and read again."""
+_MOST_GATHERED: Final = 128 << 20
+"""Most bytes of gathered matrices."""
 
 
 def feed_experts(
@@ -34,6 +46,68 @@ def feed_experts(
         fed = functional.linear(active, downs[expert], down_biases[expert])
         out.index_add_(0, rows, (fed * shares[rows, places, None]).to(x.dtype))
     return out
+
+
+def feed_few(
+    config: ExpertsConfig, layer: Mapping[str, torch.Tensor], x: torch.Tensor
+) -> torch.Tensor:
+    """The same for up to `MOST_FEW` tokens. A decode step reads weights longer than it computes, so
+    every expert computes every token if most experts have some anyway."""
+    shares, chosen = route_experts(config, layer["router"], x, layer.get("router_bias"))
+    rows = len(x) * config.per_token
+    gathered = rows * 2 * config.intermediate_size * x.shape[1] * x.itemsize
+    if _GATHERING * rows <= config.count and gathered <= _MOST_GATHERED:
+        return _feed_gathered(config, layer, x, shares, chosen)
+    parts = [
+        _feed_all(config, layer, *part)
+        for part in zip(*(torch.split(each, _ROWS) for each in (x, shares, chosen)), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _feed_gathered(
+    config: ExpertsConfig,
+    layer: Mapping[str, torch.Tensor],
+    x: torch.Tensor,
+    shares: torch.Tensor,
+    chosen: torch.Tensor,
+) -> torch.Tensor:
+    """Copy the matrices of each token's experts, then multiply."""
+    experts, count, hidden = chosen.flatten(), config.count, x.shape[1]
+    inputs = x.repeat_interleave(config.per_token, dim=0).unsqueeze(2)
+    product = torch.bmm(layer["experts_gate_up"].view(count, -1, hidden)[experts], inputs)
+    product = product.squeeze(2)
+    if config.bias:
+        product = product + layer["experts_gate_up_bias"].view(count, -1)[experts]
+    active = _activate(config.swiglu, *product.chunk(2, dim=-1)).unsqueeze(2)
+    fed = torch.bmm(layer["experts_down"].view(count, hidden, -1)[experts], active).squeeze(2)
+    if config.bias:
+        fed = fed + layer["experts_down_bias"].view(count, -1)[experts]
+    summed = (fed.view(*chosen.shape, hidden) * shares.unsqueeze(2)).sum(1)
+    return summed.to(x.dtype)
+
+
+def _feed_all(
+    config: ExpertsConfig,
+    layer: Mapping[str, torch.Tensor],
+    x: torch.Tensor,
+    shares: torch.Tensor,
+    chosen: torch.Tensor,
+) -> torch.Tensor:
+    """Let every expert compute every token; those that a token did not choose have no share."""
+    count, hidden = config.count, x.shape[1]
+    all_shares = torch.zeros((len(x), count), dtype=shares.dtype, device=x.device)
+    all_shares = all_shares.scatter(1, chosen, shares)
+    product = functional.linear(x, layer["experts_gate_up"], layer.get("experts_gate_up_bias"))
+    active = _activate(config.swiglu, *product.view(len(x), count, -1).chunk(2, dim=-1))
+    # One that overflows without being chosen would make 0 * inf of its share.
+    active = active.masked_fill(all_shares.unsqueeze(2) == 0, 0)
+    downs = layer["experts_down"].view(count, hidden, -1)
+    fed = torch.bmm(active.transpose(0, 1), downs.transpose(1, 2))
+    summed = torch.einsum("eth,te->th", fed.float(), all_shares)
+    if config.bias:
+        summed = summed + all_shares @ layer["experts_down_bias"].view(count, -1).float()
+    return summed.to(x.dtype)
 
 
 def _by_expert(

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import pytest
 import torch
 
 from pdserve_engines.torch.model_loader.config import ExpertsConfig, SwigluConfig
-from pdserve_engines.torch.models.experts import feed_experts, route_experts
+from pdserve_engines.torch.models import experts
+from pdserve_engines.torch.models.experts import MOST_FEW, feed_experts, feed_few, route_experts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 HIDDEN, INNER, COUNT = 6, 4, 5
 
@@ -67,3 +73,55 @@ def test_clamped_experts_with_biases_are_those_of_their_formula() -> None:
         down = layer["experts_down"].view(COUNT, HIDDEN, INNER)[expert] @ fed
         expected += share * (down + layer["experts_down_bias"].view(COUNT, HIDDEN)[expert])
     torch.testing.assert_close(feed_experts(config, layer, x)[0], expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 40, 128, 129, MOST_FEW])
+@pytest.mark.parametrize("swiglu", [None, SwigluConfig(alpha=1.702, limit=0.8)])
+def test_few_tokens_get_the_same_without_a_wait(
+    tokens: int, swiglu: SwigluConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gathered, and computed by all experts."""
+    count, bias = 16, swiglu is not None
+    config = ExpertsConfig(count, 2, INNER, True, (), bias=bias, swiglu=swiglu)
+    generator = torch.Generator().manual_seed(tokens)
+    shapes: dict[str, tuple[int, ...]] = {
+        "router": (count, HIDDEN),
+        "experts_gate_up": (count * 2 * INNER, HIDDEN),
+        "experts_down": (count * HIDDEN, INNER),
+    }
+    if bias:
+        shapes |= {
+            "router_bias": (count,),
+            "experts_gate_up_bias": (count * 2 * INNER,),
+            "experts_down_bias": (count * HIDDEN,),
+        }
+    layer = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    x = torch.randn(tokens, HIDDEN, generator=generator)
+    expected = feed_experts(config, layer, x)
+    ways: list[str] = []
+
+    def noted(name: str, whole: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def compute(*args: Any) -> torch.Tensor:
+            ways.append(name)
+            return whole(*args)
+
+        return compute
+
+    for name in ("_feed_gathered", "_feed_all"):
+        monkeypatch.setattr(experts, name, noted(name, getattr(experts, name)))
+    torch.testing.assert_close(feed_few(config, layer, x), expected, atol=1e-5, rtol=1e-5)
+    all_compute = ["_feed_all"] * -(-tokens // 128)
+    assert ways == (["_feed_gathered"] if tokens <= 2 else all_compute)
+
+
+def test_an_expert_that_nobody_chose_may_overflow() -> None:
+    config = ExpertsConfig(3, 1, 2, True, ())
+    layer = {
+        "router": torch.tensor([[5.0], [0.0], [0.0]]),
+        "experts_gate_up": torch.tensor([1.0] * 4 + [1e38] * 8).view(-1, 1),
+        "experts_down": torch.ones(3, 2),
+    }
+    x = torch.full((9, 1), 30.0)
+    found = feed_few(config, layer, x)
+    assert torch.isfinite(found).all()
+    torch.testing.assert_close(found, feed_experts(config, layer, x))

@@ -110,7 +110,12 @@ class RecordedGraph:
         with torch.inference_mode():
             for *_, result in self._calls:
                 for tensor in tensors(result):
-                    if tensor.is_floating_point() and _storage(tensor) not in lasting:
+                    # Numbers of the host are captured as such.
+                    if (
+                        tensor.dim()
+                        and tensor.is_floating_point()
+                        and _storage(tensor) not in lasting
+                    ):
                         tensor.fill_(torch.nan)
 
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from pdserve_engines.torch.executor import TorchExecutor
     from pdserve_engines.torch.models.forward_batch import ForwardBatch
 
-FAMILIES = ["llama", "qwen3", "gemma3"]
-"""Without a window, with norms of heads, and with windows."""
+FAMILIES = ["llama", "qwen3", "gemma3", "mixtral"]
+"""Plain, with norms of heads, with windows, and with experts."""
 
 
 def told(

@@ -16,14 +16,13 @@ from pdserve.errors import ConfigError
 from pdserve_engines.torch import executor as executor_module
 from pdserve_engines.torch.cuda.graphs import graph_choice
 from pdserve_engines.torch.cuda.graphs.graph_choice import make_graphs
-from pdserve_engines.torch.cuda.kernel_model import KernelModel
 from pdserve_engines.torch.executor import TorchExecutor
 from pdserve_engines.torch.model_loader.config import parse_config
 from pdserve_engines.torch.models.torch_model import TorchModel
 from pdserve_engines.torch.settings import TorchSettings
 from tests.engines.torch.checkpoints import checkpoint
 from tests.engines.torch.cuda.graphs.engines import KernelEngines
-from tests.engines.torch.cuda.test_kernel_model import FAMILIES, LLAMA
+from tests.engines.torch.cuda.test_kernel_model import LLAMA
 from tests.engines.torch.driver import loaded, spec
 
 if TYPE_CHECKING:
@@ -83,11 +82,6 @@ def test_models_of_others_say_why_they_have_none(caplog: pytest.LogCaptureFixtur
     plain = TorchModel(parse_config(LLAMA), SETTINGS)
     assert make(plain, "auto", "cuda") == (None, "")
     assert "launched without CUDA graphs: the model is computed by torch" in caplog.text
-    experts = KernelModel(parse_config(FAMILIES["mixtral"]), SETTINGS)
-    assert make(experts, "auto", "cuda") == (None, "")
-    assert "launched without CUDA graphs: the host reads which experts" in caplog.text
-    with pytest.raises(ConfigError, match="not possible, the host reads which experts"):
-        make(experts, "on", "cuda")
 
 
 def test_an_engine_reports_that_it_could_not_capture(monkeypatch: pytest.MonkeyPatch) -> None:
