@@ -382,6 +382,13 @@ def test_what_holds_one_removal_back_holds_several():
     assert len(bench.last.orders) == 2
 
 
+def test_a_removal_is_judged_with_what_waits_now():
+    """Else the next tick, which counts it, takes the drain back."""
+    bench = calm(3, 0.5)
+    bench.load(0.5, queued_work=60.0)
+    assert not any(output.orders for output in bench.until(65))
+
+
 def test_drains_that_were_begun_at_once_are_all_taken_back():
     bench = calm(6, 0.5)
     bench.until(65)

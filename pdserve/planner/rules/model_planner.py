@@ -377,7 +377,8 @@ class ModelPlanner:
         ahead = max(self._at(scene.start_p90 + _SETTLE).p90, later)
         peak = demand.peak(self._window(scene))
         least = 0 if self._regret is None else self._regret.workers
-        return Loads(Load(peak), Load(ahead), quiet, len(staying(scene)), least)
+        waits = demand.held_work + demand.queued_work
+        return Loads(Load(peak, waits), Load(ahead, waits), quiet, len(staying(scene)), least)
 
     # ------------------------------------------------------------------ what was begun
 

@@ -199,7 +199,8 @@ def _too_small(look: _Look, binding: Binding) -> str:
         return f"the highest load was {least:g} to {peak:g} work/s"
     if not look.alike or look.leased:
         return ""
-    found = look.outcome(workers, Load(work, cached=workers / len(look.ready)))
+    waits = 0.0 if demand is None else demand.held_work + demand.queued_work
+    found = look.outcome(workers, Load(work, waits, cached=workers / len(look.ready)))
     busy = max(found.utilisation.values(), default=0.0)
     values = {"ttft": found.wait_p95, "itl": found.itl_p95, "busy": busy, "miss": found.miss}
     return "" if _near(value, values[binding.name]) else f"it would be {values[binding.name]:g}"
