@@ -1,15 +1,18 @@
-"""The torch engine on the CPU against `transformers` generate: prefill and decode, tokens/s.
+"""The torch engine on the CPU beside `transformers`, llama.cpp and vLLM: tokens per second.
 
     python bench/engine_cpu.py                          # about 91 M random parameters, both dtypes
     python bench/engine_cpu.py --sizes windows experts gemma3 gpt-oss --dtypes float32
-    python bench/engine_cpu.py --rounds 7 --write bench/results/engine_cpu.md
+    python bench/engine_cpu.py --llama PYTHON --vllm PYTHON --write bench/results/engine_cpu.md
 
-Both compute the same random checkpoint in one process with the same number of threads, in
-turns: each round measures a quantity on every arm, one right after the other. Rates are medians
-over rounds. (A decode rate is a difference of two times, so its best value would be the round in
-which the shorter time was disturbed.) A ratio is the median over rounds of that round's ratio, so
-that other work slows both sides. The same run measures the memory limit: a decode step cannot be
-faster than reading every weight once. Nothing passes or fails.
+All compute the same random checkpoint with the same number of threads, in turns; llama.cpp and vLLM
+in processes of their own, by the Python of an environment that has them
+(`pip install llama-cpp-python gguf safetensors torch`, `make vllm`).
+
+Each round measures a quantity on every arm, one right after the other. Rates are medians over
+rounds. (A decode rate is a difference of two times, so its best value would be the round in which
+the shorter time was disturbed.) A ratio is the median over rounds of that round's ratio, so that
+other work slows both sides. The same run measures the memory limit: a decode step cannot be faster
+than reading every weight once. Nothing passes or fails.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import gc
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -29,6 +33,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bench.peers.engine_cpu.remote import Remote
 from pdserve.engine_core.executor import ScheduledChunk, StepPlan
 from pdserve.engine_core.scheduler.sequence import Sequence
 from pdserve.messages.engine import EngineSpec
@@ -133,6 +140,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["91m"])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--arms", nargs="+", default=["native", "torch"], help="kernels to compare")
+    parser.add_argument("--llama", type=Path, help="a Python that has llama-cpp-python")
+    parser.add_argument("--vllm", type=Path, help="a Python that has vLLM")
     parser.add_argument("--write", type=Path, help="write the report there as markdown")
     return parser.parse_args()
 
@@ -165,6 +174,14 @@ class Peer:
                 pad_token_id=0,
             )
         return time.perf_counter() - begin
+
+    def tokens(self, prompt: list[int], outputs: int) -> list[int]:
+        """The greedy continuation of a prompt."""
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            made = self.model.generate(ids, do_sample=False, max_new_tokens=outputs, pad_token_id=0)
+        found: list[int] = made[0, len(prompt) :].tolist()
+        return found
 
 
 class Ours:
@@ -215,11 +232,21 @@ def _sequence(row: int, tokens: list[int], width: int) -> Sequence:
     return Sequence(row, 0, request, token_ids(tokens), len(tokens), 0.0, blocks=blocks)
 
 
+Arm = Peer | Ours | Remote
+
 # ---------------------------------------------------------------- the comparison
 
 
 def _compare(folder: Path, dtype: str, args: argparse.Namespace) -> list[str]:
-    arms: dict[str, Peer | Ours] = {"transformers": Peer(folder, dtype, args.threads)}
+    peer = Peer(folder, dtype, args.threads)
+    arms: dict[str, Arm] = {"transformers": peer}
+    remotes = [
+        Remote(python, script, folder, dtype, args.threads)
+        for python, script in ((args.llama, "llama_cpp_child.py"), (args.vllm, "vllm_child.py"))
+        if python is not None
+    ]
+    arms |= {remote.name: remote for remote in remotes}
+    same = [_agreement(peer, remote) for remote in remotes]
     for kernels in args.arms:
         arms[f"pdserve {kernels}"] = Ours(folder, dtype, args.threads, kernels)
     weight_bytes = next(arm.info.weight_bytes for arm in arms.values() if isinstance(arm, Ours))
@@ -235,14 +262,25 @@ def _compare(folder: Path, dtype: str, args: argparse.Namespace) -> list[str]:
     for arm in arms.values():
         if isinstance(arm, Ours):
             arm.executor.close()
+        elif isinstance(arm, Remote):
+            arm.close()
     del arms
     gc.collect()
-    return _table(rates, weight_bytes, max(bandwidths))
+    return [*_table(rates, weight_bytes, max(bandwidths)), *same]
 
 
-def _quantities() -> dict[str, Callable[[Peer | Ours], float]]:
+def _agreement(peer: Peer, remote: Remote) -> str:
+    """How many tokens of a greedy continuation are those of `transformers`, up to the first that is
+    not: proof that both compute the same model."""
+    prompt = torch.randint(0, peer.model.config.vocab_size, (CONTEXT,)).tolist()
+    pairs = zip(peer.tokens(prompt, STEPS), remote.tokens(prompt, STEPS), strict=True)
+    equal = next((at for at, (one, other) in enumerate(pairs) if one != other), STEPS)
+    return f"{remote.name}: the first {equal} of {STEPS} greedy tokens are those of transformers."
+
+
+def _quantities() -> dict[str, Callable[[Arm], float]]:
     """Rates by name, each in tokens per second."""
-    found: dict[str, Callable[[Peer | Ours], float]] = {
+    found: dict[str, Callable[[Arm], float]] = {
         f"prefill {PROMPT}": lambda arm: PROMPT / arm.seconds(1, PROMPT, 1)
     }
     for batch in BATCHES:
@@ -250,7 +288,7 @@ def _quantities() -> dict[str, Callable[[Peer | Ours], float]]:
     return found
 
 
-def _decode_rate(batch: int, arm: Peer | Ours) -> float:
+def _decode_rate(batch: int, arm: Arm) -> float:
     """Decode rate; the time of the first token, prompt included, is subtracted."""
     first = arm.seconds(batch, CONTEXT, 1)
     whole = arm.seconds(batch, CONTEXT, STEPS + 1)
@@ -273,9 +311,11 @@ def _table(
     rates: dict[str, dict[str, list[float]]], weight_bytes: int, bandwidth: float
 ) -> list[str]:
     names = list(rates)
-    ours = names[1:]
+    ours = [name for name in names if name.startswith("pdserve")]
+    others = [name for name in names if name not in ours]
     rounds = len(next(iter(rates["transformers"].values())))
-    pairs = [(name, names[0]) for name in ours] + ([(ours[0], ours[1])] if len(ours) == 2 else [])
+    pairs = [(one, other) for one in ours for other in others]
+    pairs += [(ours[0], ours[1])] if len(ours) == 2 else []
     heads = [*names, *(f"{_short(one)} / {_short(other)}" for one, other in pairs), "memory limit"]
     lines = [
         f"| tokens/s, median of {rounds} | {' | '.join(heads)} |",
