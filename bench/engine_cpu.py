@@ -241,8 +241,8 @@ def _compare(folder: Path, dtype: str, args: argparse.Namespace) -> list[str]:
     peer = Peer(folder, dtype, args.threads)
     arms: dict[str, Arm] = {"transformers": peer}
     remotes = [
-        Remote(python, script, folder, dtype, args.threads)
-        for python, script in ((args.llama, "llama_cpp_child.py"), (args.vllm, "vllm_child.py"))
+        Remote(python, module, folder, dtype, args.threads)
+        for python, module in ((args.llama, "llama_cpp_child"), (args.vllm, "vllm_child"))
         if python is not None
     ]
     arms |= {remote.name: remote for remote in remotes}

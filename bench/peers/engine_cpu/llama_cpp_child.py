@@ -1,4 +1,5 @@
-"""llama.cpp through llama-cpp-python: `python llama_cpp_child.py FOLDER DTYPE THREADS`.
+"""llama.cpp through llama-cpp-python: `python -m bench.peers.engine_cpu.llama_cpp_child FOLDER
+DTYPE THREADS`.
 
 The checkpoint, a Llama of `transformers`, is written as GGUF first: matrices in the dtype, norms in
 float32, query and key rows in the order of GGUF's rotary embedding. `pip install llama-cpp-python
@@ -16,8 +17,9 @@ from typing import Any
 import gguf
 import llama_cpp
 import numpy as np
-from child import serve
 from safetensors.torch import load_file
+
+from bench.peers.engine_cpu.child import serve
 
 SEQUENCES = 16
 BATCH = 2048

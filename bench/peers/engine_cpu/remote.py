@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Remote"]
 
+_ROOT: Final = Path(__file__).parents[3]
 _REST: Final[Seconds] = 0.3
 """Threads of OpenMP still turn this long after their work, and would disturb the next arm."""
 
@@ -24,10 +25,10 @@ _REST: Final[Seconds] = 0.3
 class Remote:
     """One child. Errors: `RuntimeError` if it ends."""
 
-    def __init__(self, python: Path, script: str, folder: Path, dtype: str, threads: int) -> None:
-        words = [str(python), str(Path(__file__).with_name(script)), str(folder), dtype]
+    def __init__(self, python: Path, module: str, folder: Path, dtype: str, threads: int) -> None:
+        words = [str(python), "-m", f"{__package__}.{module}", str(folder), dtype, str(threads)]
         self._child = subprocess.Popen(
-            [*words, str(threads)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            words, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.name = str(self._line()["name"])
 
@@ -35,7 +36,7 @@ class Remote:
         """Time to generate `outputs` tokens for each of `batch` prompts."""
         time.sleep(_REST)
         self._ask([batch, prompt, outputs])
-        return float(self._line()["seconds"])
+        return float(str(self._line()["seconds"]))
 
     def tokens(self, prompt: list[int], outputs: int) -> list[int]:
         """The greedy continuation of a prompt: do both compute the same model?"""

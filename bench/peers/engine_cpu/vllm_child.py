@@ -1,4 +1,5 @@
-"""vLLM on CPUs: `python vllm_child.py FOLDER DTYPE THREADS`, in an environment of `make vllm`."""
+"""vLLM on CPUs: `python -m bench.peers.engine_cpu.vllm_child FOLDER DTYPE THREADS`, in an
+environment of `make vllm`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
 import vllm
-from child import serve
+
+from bench.peers.engine_cpu.child import serve
 
 
 class Vllm:
