@@ -313,5 +313,6 @@ def test_the_zeros_of_a_pool_are_there_before_anybody_writes(
     current = SimpleNamespace(synchronize=lambda: done.append("waited"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(made, "warm_up", lambda: done.append("warm"))
+    monkeypatch.setattr(made, "_capture_graphs", lambda: done.append("captured"))
     made.allocate(4)
-    assert done[:5] == ["its own stream", "zeros", "waited", "left", "bound"]
+    assert done == ["its own stream", "zeros", "waited", "left", "bound", "warm", "captured"]
