@@ -6,7 +6,7 @@
 
 All compute the same random checkpoint with the same number of threads, in turns; llama.cpp and vLLM
 in processes of their own, by the Python of an environment that has them
-(`pip install llama-cpp-python gguf safetensors torch`, `make vllm`).
+(`pip install llama-cpp-python gguf safetensors`, `make vllm`).
 
 Each round measures a quantity on every arm, one right after the other. Rates are medians over
 rounds. (A decode rate is a difference of two times, so its best value would be the round in which

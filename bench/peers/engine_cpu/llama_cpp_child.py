@@ -3,7 +3,7 @@ DTYPE THREADS`.
 
 The checkpoint, a Llama of `transformers`, is written as GGUF first: matrices in the dtype, norms in
 float32, query and key rows in the order of GGUF's rotary embedding. `pip install llama-cpp-python
-gguf safetensors torch`; build it for the machine (`CMAKE_ARGS=-DGGML_NATIVE=ON`).
+gguf safetensors`; build it for the machine (`CMAKE_ARGS=-DGGML_NATIVE=ON`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import gguf
 import llama_cpp
 import numpy as np
-from safetensors.torch import load_file
+from safetensors.numpy import load_file
 
 from bench.peers.engine_cpu.child import serve
 
@@ -50,7 +50,8 @@ def named(name: str) -> str:
 def paired(weight: Any, heads: int) -> Any:
     """Rows of queries or keys, of which halves of a head rotate together, in an order in which
     neighbours do."""
-    return weight.view(heads, 2, -1, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+    halves = weight.reshape(heads, 2, -1, weight.shape[-1])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def write(folder: Path, dtype: str) -> Path:
@@ -75,7 +76,7 @@ def write(folder: Path, dtype: str) -> Path:
     for name, weight in load_file(folder / "model.safetensors").items():
         if "q_proj" in name or "k_proj" in name:
             weight = paired(weight, heads if "q_proj" in name else kv_heads)
-        data = weight.float().contiguous().numpy()
+        data = np.ascontiguousarray(weight, np.float32)
         if dtype == "bfloat16" and data.ndim > 1:
             kind = gguf.GGMLQuantizationType.BF16
             out.add_tensor(named(name), gguf.quants.quantize(data, kind), raw_dtype=kind)
@@ -110,7 +111,7 @@ class Llama:
 
     def generate(self, prompts: list[list[int]], outputs: int) -> list[list[int]]:
         memory = llama_cpp.llama_get_memory(self._context)
-        llama_cpp.llama_memory_clear(memory, data=True)
+        llama_cpp.llama_memory_clear(memory, 1)
         tokens = [
             (token, place, row, place == len(prompt) - 1)
             for row, prompt in enumerate(prompts)
