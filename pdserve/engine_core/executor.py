@@ -276,8 +276,8 @@ class SupportsGraphs(Protocol):
 
     @property
     def graphs_missing(self) -> str:
-        """Why they could not be captured, for `EngineCapabilities.slow_kernels`; empty: they were,
-        or nobody tried."""
+        """Why CUDA graphs could not be captured, for `EngineCapabilities.slow_kernels`; empty if
+        they were, or if capturing was not tried."""
         ...
 
 

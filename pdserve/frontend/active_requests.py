@@ -67,7 +67,7 @@ class ActiveRequest(msgspec.Struct, kw_only=True, eq=False):
             self.task.cancel()
 
     def release(self) -> None:
-        """Lets go of the answer's parts, because nobody asks how the request went. Idempotent."""
+        """Drops the answer's references, once metrics and trace have read it. Idempotent."""
         if self.answer is not None:
             self.answer.release()
 

@@ -125,8 +125,8 @@ class RemoteSequence:
         self._channel.cancel(self)
 
     def release(self) -> None:
-        """Lets go of those who were told of the request, because it has ended. They refer to this
-        object: the cycle would keep the request until the garbage collector runs."""
+        """Drops the references to the sink and the callbacks, because the request has ended. They
+        refer to this object: the cycle would keep it until the garbage collector runs."""
         self.sink, self.on_over, self.on_moving = _NOBODY, _nothing, _nothing
 
     def expire(self) -> None:
@@ -386,7 +386,7 @@ def _tell(sink: TokenSink, error: PdserveError) -> None:
 
 
 def _over(sequence: RemoteSequence, outcome: RequestOutcome) -> None:
-    """Reports the end of a request, which is released."""
+    """Releases a request that has ended, and reports its outcome."""
     on_over = sequence.on_over
     sequence.release()
     on_over(outcome)

@@ -119,7 +119,7 @@ class PromptSink:
             self._stream.cancel()
 
     def release(self) -> None:
-        """Lets go of the backend's handle, which refers to this sink."""
+        """Drops the reference to the backend's handle, which refers to this sink."""
         self._stream = None
 
     def on_delta(self, delta: TokenDelta) -> None:
@@ -261,8 +261,8 @@ class ResponseBuilder(ABC):
             sink.cancel()
 
     def release(self) -> None:
-        """Lets go of prompts and choices, whose output nobody reads any more. They refer to this
-        object: the cycle would keep the request until the garbage collector runs."""
+        """Drops the references to prompts and choices; the answer is not read afterwards. They
+        refer to this object: the cycle would keep the request until the garbage collector runs."""
         for sink in self.sinks:
             sink.release()
         self.sinks.clear()

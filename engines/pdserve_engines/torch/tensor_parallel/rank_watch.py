@@ -1,4 +1,4 @@
-"""Tells whether a rank stands still between steps. Pure: the caller passes readings and times.
+"""Detects a rank that has stopped while there is no step. Pure: readings and times are arguments.
 
 An idle rank beats at least once in `beat_interval`. Only time in which rank 0 itself looked counts:
 if the machine or the whole engine was stopped, the rank was stopped with it.
