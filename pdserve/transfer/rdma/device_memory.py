@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -90,24 +91,22 @@ def exported(
 ) -> Iterator[list[DmaBufExport | None]]:
     """The DMA-BUF of each pool; None for one in host memory, or whose driver exports none. The
     descriptors are closed at the end of the block."""
+    driver = cache(make_driver)
     with ExitStack() as stack:
         buffers: list[DmaBufExport | None] = []
-        driver: Driver | None = None
         for region in regions:
-            if region.view is not None:
-                buffers.append(None)
-                continue
-            driver = driver or make_driver()
-            buffer = _dmabuf_of(region, driver)
+            buffer = _dmabuf_of(region, driver) if region.view is None else None
             if buffer is not None:
                 stack.callback(os.close, buffer.fd)
             buffers.append(buffer)
         yield buffers
 
 
-def _dmabuf_of(region: Region, driver: Driver) -> DmaBufExport | None:
+def _dmabuf_of(region: Region, driver: Callable[[], Driver]) -> DmaBufExport | None:
+    """None where the driver, or the library that calls it, is missing too: the adapter then says
+    whether it takes the address."""
     try:
-        return driver.export_dmabuf(region.address, region.size)
-    except CudaError as error:
+        return driver().export_dmabuf(region.address, region.size)
+    except (CudaError, ImportError, RuntimeError) as error:
         _log.info("device memory is registered by its address (nvidia-peermem): %s", error)
         return None

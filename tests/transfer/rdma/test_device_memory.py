@@ -96,3 +96,12 @@ def test_descriptors_are_open_while_pools_are_registered() -> None:
     assert driver.open == 0
     with exported([DEVICE], lambda: Driver(no_dmabuf=OLD)) as buffers:
         assert buffers == [None]
+
+
+def test_without_a_driver_pools_have_no_dmabuf() -> None:
+    def lost() -> Driver:
+        raise RuntimeError("libcuda.so.1 cannot be found")
+
+    for make in (absent, lost):
+        with exported([HOST, DEVICE], make) as buffers:
+            assert buffers == [None, None]
