@@ -234,9 +234,17 @@ async def ready(options: CoreTimeouts, clock: Clock | None = None) -> Stage:
     return stage
 
 
+def work(stage: Stage) -> None:
+    """The core hears a command and computes. Without the command the check might be ten seconds
+    away, since a core that rests gets work in no other way."""
+    stage.life.post(QueryStats())
+    stage.launcher.page.heard(2)
+    stage.launcher.page.compute()
+
+
 async def test_a_core_that_stands_still_at_work_is_killed():
     stage = await ready(IMPATIENT)
-    stage.launcher.page.compute()
+    work(stage)
     stage.launcher.page.tick(3)
     error = await stage.died()
     assert type(error) is EngineStalled
@@ -250,7 +258,7 @@ async def test_a_core_that_stands_still_at_work_is_killed():
 async def test_it_is_known_to_have_stalled_before_it_has_ended():
     stage = await ready(IMPATIENT)
     stage.launcher.immortal = True
-    stage.launcher.page.compute()
+    work(stage)
     await until(lambda: bool(stage.lost))
     assert not stage.run.done()
     stage.launcher.end()
@@ -289,6 +297,7 @@ async def test_a_core_that_gets_a_command_at_a_check_does_not_rest():
 @pytest.mark.long(one_in=3)
 async def test_a_core_that_oversleeps_has_stalled():
     stage = await ready(IMPATIENT)
+    work(stage)
     stage.launcher.page.rest(0.0)
     assert type(await stage.died()) is EngineStalled
 
@@ -296,7 +305,7 @@ async def test_a_core_that_oversleeps_has_stalled():
 async def test_a_core_that_rests_or_ticks_is_left_in_peace():
     stage = await ready(IMPATIENT)
     await asyncio.wait({stage.run}, timeout=0.8)
-    stage.launcher.page.compute()
+    work(stage)
     for layer in range(20):
         stage.launcher.page.tick(layer)
         await asyncio.wait({stage.run}, timeout=0.05)
@@ -312,7 +321,7 @@ async def test_time_in_which_nobody_looked_is_not_held_against_the_core():
     """Whoever was stopped and goes on again has not seen yet what the core has done meanwhile."""
     clock = ManualClock()
     stage = await ready(IMPATIENT, clock)
-    stage.launcher.page.compute()
+    work(stage)
     before = -1.0
     for _ in range(3):
         await until(lambda before=before: stage.life._stall._looked > before)  # type: ignore[misc]
@@ -330,7 +339,7 @@ async def test_time_in_which_nobody_looked_is_not_held_against_the_core():
 async def test_patience_without_end():
     options = CoreTimeouts(stall_timeout=0.0, stop_timeout=0.05, kill_timeout=0.05)
     stage = await ready(options)
-    stage.launcher.page.compute()
+    work(stage)
     await until(lambda: stage.life.stalled_for > 0.6)
     assert not stage.run.done()
     stage.launcher.end()
