@@ -137,7 +137,7 @@ class EngineModel:
         """Prompts here that are not computed, also those in the step under way."""
         self.uncomputed = 0
         """Their tokens, without what steps before have computed."""
-        self._head: ModelledRequest | None = None
+        self.head: ModelledRequest | None = None
         """The first prompt of the step under way."""
         self._tokens = 0.0
         """Tokens that each stream has brought since the beginning."""
@@ -153,10 +153,12 @@ class EngineModel:
 
     def wait(self, now: Seconds) -> Seconds:
         """Predicted seconds of the prompts here, less what has passed of the first one."""
-        head = self._head
+        head = self.head
         if head is None:
             return self.work
-        return max(0.0, self.work - min(now - head.begun, 0.9 * head.price))
+        passed, most = now - head.begun, 0.9 * head.price
+        wait = self.work - (passed if passed < most else most)
+        return wait if wait > 0.0 else 0.0
 
     def fits(self, tokens: float) -> bool:
         """True if so many more tokens of KV fit."""
@@ -267,7 +269,7 @@ class EngineModel:
             for request in self._chunks:
                 self._complete(request, now)
             ended = ended or bool(self._chunks)
-            self._chunks = self._head = None
+            self._chunks = self.head = None
         if not self.streams:
             self.kv = 0.0
         return ended
@@ -384,7 +386,7 @@ class EngineModel:
             break
         if not count:
             return False
-        self._head = done[0] if done else prompts[0]
+        self.head = done[0] if done else prompts[0]
         self._chunks = done
         self._steps = steps
         tokens += steps * self.streams

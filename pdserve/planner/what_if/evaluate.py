@@ -1,8 +1,8 @@
 """Answers what-ifs: one load, several candidate pools.
 
-Each pool is replayed once per seed, always with the same requests. Means over seeds are the answer.
-A pool that was asked for before is not replayed again. Pure; the planner's core makes one object
-for each question.
+Each pool is replayed once per seed, always with the same requests. Means over seeds are the answer;
+where the first replay is long and its answer is clear, the other seeds are left out. A pool that was
+asked for before is not replayed again. Pure; the planner's core makes one object for each question.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 __all__ = ["ReplayTally", "WhatIf"]
 
 _SEEDS: Final = 3
+_MANY: Final = 500
+"""Requests of a replay whose answer may do alone: shorter ones cost little."""
+_CLEAR: Final = 0.2
+"""Missed requests, as a share, from which a pool is too small whatever other seeds draw."""
 _FULL: Final = 1.0
 """Work beyond the pool's capacity by which it is hopeless: it is late even in a long queue."""
 
@@ -77,7 +81,11 @@ class WhatIf:
         """What the pool would do to the load. No requests: nothing is missed."""
         found = self._answers.get(pool)
         if found is None:
-            tallies = [self.replay(pool, seed) for seed in range(len(self._loads))]
+            tallies: list[ReplayTally] = []
+            for seed in range(len(self._loads)):
+                tallies.append(self.replay(pool, seed))
+                if tallies[0].clear:
+                    break
             found = self._answers[pool] = _merged(pool, tallies)
         return found
 
@@ -162,6 +170,12 @@ class ReplayTally:
         self.itls: list[Seconds] = []
         self.busy: dict[PoolMode, float] = {}
         self.kv_used: dict[PoolMode, float] = {}
+
+    @property
+    def clear(self) -> bool:
+        """True if other seeds cannot change the verdict: many requests, of which none or a large
+        part are missed. Seeds differ in output lengths only."""
+        return self.requests >= _MANY and not 0 < self.missed < _CLEAR * self.requests
 
     def add(self, request: ModelledRequest) -> None:
         """Judge one request."""

@@ -214,12 +214,22 @@ class PoolReplay:
             self._place(request)
 
     def _has_open(self) -> bool:
-        return any(map(self._is_open, self._serving))
+        # A loop, not `any(map(...))`: this and the next are most of a replay's time.
+        for engine in self._serving:
+            if self._is_open(engine):
+                return True
+        return False
 
     def _is_open(self, engine: EngineModel) -> bool:
-        return engine.sequences < engine.worker.max_sequences and (
-            not engine.work or engine.wait(self.now) < _OPEN
-        )
+        work = engine.work
+        if work:
+            head = engine.head
+            # `engine.wait`, less its bounds
+            if work >= _OPEN and (head is None or work - 0.9 * head.price >= _OPEN):
+                return False
+            if engine.wait(self.now) >= _OPEN:
+                return False
+        return engine.sequences < engine.worker.max_sequences
 
     def _look(self) -> None:
         """Place held requests while a worker is open."""

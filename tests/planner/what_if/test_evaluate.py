@@ -62,6 +62,24 @@ def test_a_pool_is_replayed_once():
     assert question.evaluate(pool(count=2)) is question.evaluate(pool(count=2))
 
 
+@pytest.mark.parametrize(
+    ("requests", "workers", "replays"),
+    [(600, 12, 1), (600, 1, 1), (600, 5, 3), (300, 12, 3), (300, 1, 3)],
+)
+def test_other_seeds_are_left_out_where_the_answer_is_clear(requests, workers, replays, monkeypatch):
+    """None or most of many requests are missed: one replay says it."""
+    question = what_if(recent=chats(requests), factor=8.0)
+    seeds: list[int] = []
+    replay = question.replay
+    monkeypatch.setattr(
+        question, "replay", lambda pool, seed: seeds.append(seed) or replay(pool, seed)
+    )
+    outcome = question.evaluate(pool(count=workers))
+    assert seeds == list(range(replays))
+    assert outcome.requests == requests
+    assert (outcome.miss == 0, outcome.miss > 0.9) == (workers == 12, workers == 1)
+
+
 def test_more_workers_miss_less():
     question = what_if(factor=8.0)
     outcomes = [question.evaluate(pool(count=count)) for count in range(1, 9)]
