@@ -508,7 +508,7 @@ def test_one_removal_at_a_time_also_beside_an_operators():
     bench.see(*crowd(4), replace(worker(9), state="draining"))
     bench.until(120)
     assert actions(bench.last) == []
-    assert binding(bench.last) == "waits for drain of w9"
+    assert binding(bench.last) == "waits for end of w9"
 
 
 def test_a_worker_that_is_told_to_drain_is_no_capacity_any_more():

@@ -329,9 +329,10 @@ class ModelPlanner:
         if busy is not None:
             what = busy.step.life.node if busy.step.life else busy.step.kind
             return Binding("changing", {"action": busy.action.value, "what": what})
-        draining = scene.pool.in_state("draining")
-        if draining:
-            return Binding("changing", {"action": "drain", "what": draining[0].node})
+        # Those that drain, and those whose start is given up.
+        going = scene.pool.in_state("draining")
+        if going:
+            return Binding("changing", {"action": "end", "what": going[0].node})
         return None
 
     def _cooling(self, scene: Scene, demand: DemandView) -> Binding | None:

@@ -400,8 +400,10 @@ def _regret(look: _Look, binding: Binding) -> str:
 
 def _changing(look: _Look, binding: Binding) -> str:
     action, what = binding.figures["action"], binding.figures["what"]
-    if action == "drain":
-        found = [one.node for one in look.mine if one.state == "draining"]
+    if action == "end":
+        wanted = {one.id for one in look.changes("start") if one.state != "ending"}
+        given_up = [one for one in look.mine if one.state == "loading" and one.change not in wanted]
+        found = [one.node for one in look.mine if one.state == "draining" or one in given_up]
     else:
         found = [one.node or NodeId(one.kind) for one in look.changes(str(action))]
     return "" if what in found else f"only {found} are under way"
