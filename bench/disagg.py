@@ -32,15 +32,25 @@ from typing import TYPE_CHECKING, Final
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.disagg_grid.cells import KINDS, Arm, Scale, World, ablations, grid
-from bench.disagg_grid.planned import LONG, cells, jobs_of, planned_page
+from bench.disagg_grid.planned import (
+    LONG,
+    SHORT,
+    CellResults,
+    PlannedCell,
+    cells,
+    planned_page,
+    results_of,
+)
 from bench.disagg_grid.report import Findings, page
 from bench.disagg_grid.runner import Runner
 from bench.machine import facts
 from bench.planner_what_if import KNEES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from bench.disagg_grid.cells import Kind
-    from bench.disagg_grid.runner import Result
+    from bench.disagg_grid.runner import Job, Result
 
 QUICK: Final = Scale(requests=150, seeds=1, loads=(0.5, 1.0), prefills=(4,))
 """A grid of a minute or two, which shows that everything works."""
@@ -70,7 +80,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=Path("build/disagg.jsonl"))
     parser.add_argument("--write", type=Path)
     parser.add_argument("--planner", action="store_true", help="only: a planner switches modes")
-    text = "with --planner: begin no cell after so many minutes of CPU; results in --data count"
+    text = "with --planner: begin no replay after so many minutes of CPU; results in --data count"
     parser.add_argument("--minutes", type=float, default=inf, help=text)
     options = parser.parse_args()
     if options.planner:
@@ -92,20 +102,27 @@ def main() -> int:
 def planner_main(options: argparse.Namespace) -> int:
     """Runs cells in which a planner switches modes, and writes their page."""
     every = cells(LONG)
-    runner = Runner(LONG, options.data, options.processes)
+    runners = {scale: Runner(scale, options.data, options.processes) for scale in (SHORT, LONG)}
+
+    def minutes() -> float:
+        return sum(runner.seconds for runner in runners.values()) / 60
+
+    def ask(scale: Scale, jobs: Sequence[Job]) -> list[Result] | None:
+        runner = runners[scale]
+        known = runner.known(jobs)
+        return runner.run(jobs) if known is None and minutes() < options.minutes else known
+
+    found: dict[PlannedCell, CellResults] = {}
     try:
-        found = {}
         for cell in every:
-            jobs = jobs_of(cell, KNEES)
-            results = runner.known(jobs)
-            if results is None and runner.seconds < 60 * options.minutes:
-                results = runner.run(jobs)
+            results = results_of(cell, KNEES, ask)
             if results is not None:
                 found[cell] = results
+                print(f"{cell.words}, {minutes():.0f} minutes of CPU", file=sys.stderr)
     finally:
-        runner.close()
-    minutes = runner.seconds / 60
-    text = planned_page(found, every, [*facts(), f"{minutes:.0f} minutes of CPU"])
+        for runner in runners.values():
+            runner.close()
+    text = planned_page(found, every, [*facts(), f"{minutes():.0f} minutes of CPU"])
     print(text)
     if options.write:
         options.write.write_text(text, encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,14 +20,18 @@ from bench.disagg_grid.cells import (
     grid,
     mix,
 )
-from bench.disagg_grid.planned import LONG, cells, jobs_of, planned_page
+from bench.disagg_grid.planned import LONG, CellResults, cells, planned_page, results_of
 from bench.disagg_grid.report import Findings, page
 from bench.disagg_grid.runner import run_one
+from bench.planner_what_if import KNEES
 from pdserve.router.policies.ttft import Ttft
 from pdserve.sim.workloads.trace_request import length_of
 
 if TYPE_CHECKING:
-    from bench.disagg_grid.runner import Result
+    from collections.abc import Sequence
+
+    from bench.disagg_grid.planned import Ask
+    from bench.disagg_grid.runner import Job, Result
 
 SMALL = Scale(requests=40, seeds=2, loads=(0.5, 1.0), prefills=(2, 4))
 
@@ -127,20 +132,55 @@ def test_the_first_cells_of_the_planner_are_spread() -> None:
     assert len({(cell.prefill, cell.world.bandwidth) for cell in quarter}) == 6
 
 
+def replays(good: float) -> tuple[list[tuple[Scale, Job]], Ask]:
+    """A log of what is asked, and an `ask` that finds `always` so good, and others 0.9."""
+    asked: list[tuple[Scale, Job]] = []
+
+    def ask(scale: Scale, jobs: Sequence[Job]) -> list[Result]:
+        asked.extend((scale, job) for job in jobs)
+        return [planned(good if arm.disagg == "always" else 0.9) for _, arm, _, _ in jobs]
+
+    return asked, ask
+
+
 def test_aggregated_workers_serve_once_for_all_networks_and_ratios() -> None:
-    jobs = [jobs_of(cell, {"h100-8b": 30.0, "h100-70b-tp4": 16.0})[0] for cell in cells(LONG)]
-    assert {arm.name for _, arm, _, _ in jobs} == {"aggregated"}
+    asked, ask = replays(0.9)
+    for cell in cells(LONG):
+        assert results_of(cell, KNEES, ask) is not None
+    jobs = [job for _, job in asked if job[1].name == "aggregated"]
     assert len({world for world, _, _, _ in jobs}) == 8
+
+
+@pytest.mark.parametrize(("good", "whole"), [(0.44, False), (0.46, True)])
+def test_a_side_that_drowns_is_not_replayed_in_full(good: float, whole: bool) -> None:
+    asked, ask = replays(good)
+    found = results_of(cells(LONG)[0], KNEES, ask)
+    assert found is not None
+    assert found.drowned is not whole
+    long = [job[1].name for scale, job in asked if scale == LONG]
+    assert long == ["aggregated", "2:6 predict planned", *(["2:6 always"] if whole else [])]
+
+
+def test_a_cell_that_is_not_whole_has_no_results() -> None:
+    _, ask = replays(0.9)
+    for may in range(4):
+        calls = count()
+        found = results_of(
+            cells(LONG)[0],
+            KNEES,
+            lambda *a, calls=calls, may=may: ask(*a) if next(calls) < may else None,
+        )
+        assert (found is not None) == (may == 3)
 
 
 def test_the_page_of_the_planner_has_both_sides_and_when_it_settled() -> None:
     every = cells(LONG)
+    first, second = [(0.0, "2:6"), (90.0, "8+0:0")], [(0.0, "4:4"), (30.0, "5:3")]
     found = {
-        every[0]: [
-            *map(planned, (0.9, 0.5, 0.6)),
-            planned(0.89, [(0.0, "2:6"), (90.0, "8+0:0")]),
-        ],
-        every[1]: [*map(planned, (0.4, 0.8, 0.78)), planned(0.7, [(0.0, "4:4"), (30.0, "5:3")])],
+        every[0]: CellResults(
+            planned(0.9), planned(0.4), planned(0.6), planned(0.89, first), drowned=True
+        ),
+        every[1]: CellResults(planned(0.4), planned(0.8), planned(0.78), planned(0.7, second)),
     }
     text = planned_page(found, every, ["a fact"])
     assert "- 2 of 48 cells ran." in text
@@ -148,15 +188,16 @@ def test_the_page_of_the_planner_has_both_sides_and_when_it_settled() -> None:
     assert "at the fixed ratio 1 are" in text
     assert "came after 60 s (p50), at most 90 s" in text
     assert "- Lost: h100-70b-tp4, 1.25 GB/s, load 0.6, 4:4: 87% of the better side." in text
-    assert "| 89.0% | 99% | 8+0:0 | 90 | 2 |" in text
+    assert "| 90.0% | (40.0%) | 60.0% | 67% | 89.0% | 99% | 8+0:0 | 90 | 2 |" in text
+    assert "| 40.0% | 80.0% |" in text
 
 
 def test_a_sliver_of_a_cell_with_a_planner() -> None:
-    cell = cells(LONG)[0]
-    scale = replace(LONG, seconds=8.0, warm_up=4.0)
-    world, arm, seed, rate = jobs_of(cell, {"h100-70b-tp4": 16.0})[-1]
-    assert arm.name == "2:6 predict planned"
-    result = run_one(scale, (world, arm, seed, rate))
+    asked, ask = replays(0.9)
+    results_of(cells(LONG)[0], KNEES, ask)
+    (job,) = [job for _, job in asked if job[1].planned]
+    assert job[1].name == "2:6 predict planned"
+    result = run_one(replace(LONG, seconds=8.0, warm_up=4.0), job)
     assert 5 < result["requests"] < 35
     assert result["scaling"]["ratios"][0] == [0.0, "2:6"]
     assert result["scaling"]["mean_workers"] == pytest.approx(8)

@@ -14,7 +14,7 @@ from bench.planner_what_if import Cell, learnt, predicted
 from pdserve.errors import ConfigError
 from pdserve.perf_model.latency_model import LatencyModel
 from pdserve.planner.recent_arrivals import RecentArrival
-from pdserve.planner.what_if.evaluate import WhatIf
+from pdserve.planner.what_if.evaluate import ReplayTally, WhatIf
 from pdserve.planner.what_if.records import (
     CandidatePool,
     CandidateWorker,
@@ -66,14 +66,19 @@ def test_a_pool_is_replayed_once():
     ("requests", "workers", "replays"),
     [(600, 12, 1), (600, 1, 1), (600, 5, 3), (300, 12, 3), (300, 1, 3)],
 )
-def test_other_seeds_are_left_out_where_the_answer_is_clear(requests, workers, replays, monkeypatch):
+def test_other_seeds_are_left_out_where_the_answer_is_clear(
+    requests, workers, replays, monkeypatch
+):
     """None or most of many requests are missed: one replay says it."""
     question = what_if(recent=chats(requests), factor=8.0)
     seeds: list[int] = []
     replay = question.replay
-    monkeypatch.setattr(
-        question, "replay", lambda pool, seed: seeds.append(seed) or replay(pool, seed)
-    )
+
+    def counted(pool: CandidatePool, seed: int) -> ReplayTally:
+        seeds.append(seed)
+        return replay(pool, seed)
+
+    monkeypatch.setattr(question, "replay", counted)
     outcome = question.evaluate(pool(count=workers))
     assert seeds == list(range(replays))
     assert outcome.requests == requests
