@@ -1,8 +1,9 @@
 """Answers what-ifs: one load, several candidate pools.
 
 Each pool is replayed once per seed, always with the same requests. Means over seeds are the answer;
-where the first replay is long and its answer is clear, the other seeds are left out. A pool that was
-asked for before is not replayed again. Pure; the planner's core makes one object for each question.
+where the first replay is long and its answer is clear, the other seeds are left out. A pool that
+was asked for before is not replayed again. Pure; the planner's core makes one object for each
+question.
 """
 
 from __future__ import annotations

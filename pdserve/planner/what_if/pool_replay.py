@@ -214,17 +214,13 @@ class PoolReplay:
             self._place(request)
 
     def _has_open(self) -> bool:
-        # A loop, not `any(map(...))`: this and the next are most of a replay's time.
-        for engine in self._serving:
-            if self._is_open(engine):
-                return True
-        return False
+        return any(map(self._is_open, self._serving))
 
     def _is_open(self, engine: EngineModel) -> bool:
         work = engine.work
         if work:
             head = engine.head
-            # `engine.wait`, less its bounds
+            # The least that `engine.wait` can be: most of a replay's time goes into these calls.
             if work >= _OPEN and (head is None or work - 0.9 * head.price >= _OPEN):
                 return False
             if engine.wait(self.now) >= _OPEN:
