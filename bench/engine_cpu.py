@@ -318,14 +318,14 @@ def _table(
     pairs += [(ours[0], ours[1])] if len(ours) == 2 else []
     heads = [*names, *(f"{_short(one)} / {_short(other)}" for one, other in pairs), "memory limit"]
     lines = [
-        f"| tokens/s, median of {rounds} | {' | '.join(heads)} |",
+        f"| tokens/s, median of {rounds} (least to most) | {' | '.join(heads)} |",
         "|---" * (len(heads) + 1) + "|",
     ]
     for what in rates["transformers"]:
-        cells = [f"{statistics.median(rates[name][what]):,.0f}" for name in names]
+        cells = [_spread(rates[name][what], ",.0f") for name in names]
         for one, other in pairs:
             rounds_of = zip(rates[one][what], rates[other][what], strict=True)
-            cells.append(f"{statistics.median(own / its for own, its in rounds_of):.2f}")
+            cells.append(_spread([own / its for own, its in rounds_of], ".2f"))
         limit = bandwidth / weight_bytes * int(what.split()[-1])
         cells.append(f"{limit:,.0f}" if what.startswith("decode") else "")
         lines.append(f"| {what} | {' | '.join(cells)} |")
@@ -335,6 +335,12 @@ def _table(
         f"at best {bandwidth / weight_bytes:.0f} decode steps per second that read all of them.",
     ]
     return lines
+
+
+def _spread(values: list[float], form: str) -> str:
+    """The median, and the range of all rounds."""
+    least, most = format(min(values), form), format(max(values), form)
+    return f"{statistics.median(values):{form}} ({least} to {most})"
 
 
 def _short(name: str) -> str:
