@@ -42,7 +42,6 @@ WITHOUT_RANKS: Final = {
     "vllm": f"{_BY_OPTION} tensor_parallel_size=N",
     "sglang": f"{_BY_OPTION} tp_size=N",
     "tensorrt_llm": f"{_BY_OPTION} tensor_parallel_size=N",
-    "sim": "computes nothing that could be divided",
     "instant": "computes nothing that could be divided",
 }
 """Engines that take no `tp`, and what to do instead."""
@@ -242,7 +241,9 @@ class WorkerConfig:
         if not 1 <= self.tensor_parallel <= MOST_RANKS:
             raise ConfigError(f"tp {self.tensor_parallel} must be from 1 to {MOST_RANKS}")
         if self.tensor_parallel > 1 and (remedy := WITHOUT_RANKS.get(self.engine)):
-            raise ConfigError(f"tp is an option of engine torch; engine {self.engine} {remedy}")
+            raise ConfigError(
+                f"tp is an option of engines torch and sim; engine {self.engine} {remedy}"
+            )
 
     def _check_tiers(self) -> None:
         """Checks that this engine can have the tiers that are asked for; the machine is checked at

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 PATIENCE = 400.0
 """Programs start ten times slower there, eight of them at once."""
 BLOCK = 16
+KV_HEADS = 4
 LENGTHS = (1, BLOCK, 5 * BLOCK + 3, 200)
 
 
@@ -62,16 +63,23 @@ def cluster(patient: None, tmp_path: Path) -> Iterator[Cluster]:
         yield made
 
 
-def start(cluster: Cluster, model: Path, backend: str) -> tuple[Node, Node, Node]:
-    """A frontend, a decode and a prefill worker, and one that does both by itself."""
+def start(
+    cluster: Cluster, model: Path, backend: str, ranks: tuple[int, int]
+) -> tuple[Node, Node, Node]:
+    """A frontend, a decode and a prefill worker, and one that does both by itself. `ranks`: of the
+    prefill and of the decode worker."""
     cluster.router()
     engine: tuple[str, ...] = ("--engine", "sim", "--engine-option", "content=on")
+    engine += ("--engine-option", f"kv_heads={KV_HEADS}")
     engine += ("--model", str(model), "--served-model-name", "m", "--block-size", str(BLOCK))
     engine += ("--kv-memory", "16MiB", "--max-batch-tokens", "64", "--max-sequences", "8")
     engine += ("--verify-kv", "all", "--join", cluster.address)
-    prefill = cluster.start("worker", "p", *engine, "--mode", "prefill", "--transfer", backend)
+    tp = [("--tp", str(size)) for size in ranks]
+    prefill = cluster.start(
+        "worker", "p", *engine, "--mode", "prefill", *tp[0], "--transfer", backend
+    )
     always = ("--disagg", "always", "--transfer", backend)
-    decode = cluster.start("worker", "d", *engine, "--mode", "decode", *always)
+    decode = cluster.start("worker", "d", *engine, "--mode", "decode", *tp[1], *always)
     cluster.start("worker", "alone", *engine)
     frontend = cluster.frontend()
     for node in cluster.nodes:
@@ -117,9 +125,9 @@ def received_more(node: Node, backend: str, before: float) -> bool:
     return received(node, backend) > before
 
 
-def check(cluster: Cluster, model: Path, backend: str) -> None:
+def check(cluster: Cluster, model: Path, backend: str, ranks: tuple[int, int] = (1, 1)) -> None:
     """The same answers from both, and KV that came by this backend."""
-    frontend, decode, _ = start(cluster, model, backend)
+    frontend, decode, _ = start(cluster, model, backend, ranks)
     eventually(lambda: tried(frontend, "alone"), "alone is not reached", PATIENCE)
     eventually(
         lambda: tried(frontend, "d").startswith("remote"),
@@ -137,7 +145,11 @@ def check(cluster: Cluster, model: Path, backend: str) -> None:
 
 
 @pytest.mark.timeout(1200)
-def test_workers_hand_over_by_rdma(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [(1, 1), (4, 2)], ids=str)
+def test_workers_hand_over_by_rdma(
+    cluster: Cluster, tmp_path: Path, ranks: tuple[int, int]
+) -> None:
     before = packets()
-    check(cluster, write_model(tmp_path / "model"), "rdma")
-    assert packets() - before >= sum(-(-length // BLOCK) for length in LENGTHS)
+    check(cluster, write_model(tmp_path / "model"), "rdma", ranks)
+    blocks = sum(-(-length // BLOCK) for length in LENGTHS)
+    assert packets() - before >= max(ranks) * blocks  # a write for each pair of ranks

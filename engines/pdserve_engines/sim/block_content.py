@@ -1,10 +1,11 @@
 """Simulates the content of KV blocks, so that a wrong block changes the sim engine's output.
 
-`DigestContent` keeps bytes. Each token writes an entry to its block that depends on the entry
-before, as attention does. When a sequence becomes active (admitted, resumed, forked), all entries
-of its blocks are read and digested; each step reads the last entry and one earlier block again. So
-a block that is lost, stale, mixed up or overwritten changes the output. `NoContent` keeps none, for
-replays of long prompts: tokens follow from a few prompt tokens. The executor owns one of the two.
+`DigestContent` keeps bytes (`block_entries`). Each token writes an entry to its block that depends
+on the entry before, as attention does. When a sequence becomes active (admitted, resumed, forked),
+all entries of its blocks are read and digested; each step reads the last entry and one earlier
+block again. So a block that is lost, stale, mixed up or overwritten changes the output. `NoContent`
+keeps none, for replays of long prompts: tokens follow from a few prompt tokens. The executor owns
+one of the two.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Protocol
 
+from pdserve.engine_core.kv_transfer.kv_region import region_in_memory
 from pdserve.kv.storage import BlockMemory
 from pdserve_engines.sim.tokens import (
-    ENTRY_BYTES,
     chosen,
     digested,
     entry_of,
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from pdserve.engine_core.executor import ScheduledChunk
     from pdserve.engine_core.scheduler.sequence import Sequence
     from pdserve.ids import SequenceKey, TokenId
+    from pdserve.messages.transfer import RankKvLayout
+    from pdserve.transfer.base import Region
+    from pdserve_engines.sim.block_entries import BlockEntries
 
 __all__ = ["BlockContent", "DigestContent", "NoContent"]
 
@@ -38,9 +42,8 @@ __all__ = ["BlockContent", "DigestContent", "NoContent"]
 class BlockContent(Protocol):
     """Simulated content of one pool's blocks."""
 
-    @property
-    def memory(self) -> BlockMemory:
-        """The storage that peers read and write."""
+    def region(self, layout: RankKvLayout) -> Region:
+        """The storage that peers read and write; `layout` is that of the whole model."""
         ...
 
     def copy(self, source: int, destination: int) -> None:
@@ -83,12 +86,11 @@ class NoContent:
         self._some = frozenset(words)
         self._starts: dict[SequenceKey, int] = {}
 
-    @property
-    def memory(self) -> BlockMemory:
+    def region(self, layout: RankKvLayout) -> Region:
         """Storage that is allocated at the first call."""
         if self._memory is None:
             self._memory = BlockMemory(*self._shape)
-        return self._memory
+        return region_in_memory(layout, self._memory)
 
     def copy(self, source: int, destination: int) -> None:
         pass
@@ -156,16 +158,20 @@ class _Digest:
 class DigestContent:
     """Blocks with content, in memory that can be exported to peers."""
 
-    def __init__(self, words: tuple[TokenId, ...], num_blocks: int, block_size: int) -> None:
-        self.memory = BlockMemory(num_blocks, (block_size, ENTRY_BYTES))
+    def __init__(self, words: tuple[TokenId, ...], entries: BlockEntries, block_size: int) -> None:
+        """`entries`: the memory, which is closed with this object."""
         self.mismatches = 0
         """Number of blocks whose content had changed when it was checked."""
         self._words = words
+        self._entries = entries
         self._size = block_size
         self._active: dict[SequenceKey, _Digest] = {}
 
+    def region(self, layout: RankKvLayout) -> Region:
+        return self._entries.region(layout)
+
     def copy(self, source: int, destination: int) -> None:
-        self.memory.copy(source, destination)
+        self._entries.copy(source, destination)
 
     def write(self, chunk: ScheduledChunk) -> None:
         sequence, size = chunk.sequence, self._size
@@ -174,7 +180,7 @@ class DigestContent:
         for position in range(chunk.start, chunk.start + chunk.count):
             before = entry_of(sequence.tokens[position], position, before, digest.lora)
             block, slot = sequence.blocks[position // size], position % size
-            self.memory.view(block)[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES] = before
+            self._entries.write(block, slot, before)
             digest.state.update(before)
             if slot == size - 1:
                 digest.blocks.append(self._digest_of(block))
@@ -189,18 +195,18 @@ class DigestContent:
             digest = self._active[key] = _Digest(start, lora=lora_key(sequence.request.lora))
             full, rest = divmod(start, self._size)
             for block in sequence.blocks[:full]:
-                digest.state.update(self.memory.view(block))
+                digest.state.update(self._entries.joined(block, self._size))
                 digest.blocks.append(self._digest_of(block))
             if rest:
-                digest.state.update(self.memory.view(sequence.blocks[full])[: rest * ENTRY_BYTES])
+                digest.state.update(self._entries.joined(sequence.blocks[full], rest))
         return digest
 
     def _read(self, sequence: Sequence, position: int) -> bytes:
         block, slot = sequence.blocks[position // self._size], position % self._size
-        return bytes(self.memory.view(block)[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES])
+        return self._entries.read(block, slot)
 
     def _digest_of(self, block: int) -> bytes:
-        return blake2b(self.memory.view(block), digest_size=8).digest()
+        return blake2b(self._entries.joined(block, self._size), digest_size=8).digest()
 
     def next_token(self, sequence: Sequence) -> TokenId:
         digest = self._active[(sequence.handle, sequence.choice)]
@@ -235,4 +241,4 @@ class DigestContent:
 
     def close(self) -> None:
         self._active.clear()
-        self.memory.close()
+        self._entries.close()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.engine_core.executor import KvBlockShape, ModelInfo, StepPlan, StepResult
-from pdserve.engine_core.kv_transfer.kv_region import layout_of, region_in_memory
+from pdserve.engine_core.kv_transfer.kv_region import layout_of
 from pdserve.engine_core.structured_output import (
     GrammarError,
     StructuredOutputManager,
@@ -26,9 +26,16 @@ from pdserve.engine_core.structured_output import (
 from pdserve.messages.card import EXACT_PREFIX
 from pdserve.perf_model.step_time import WorkerPreset, preset_of, read_timing
 from pdserve_engines.sim.block_content import BlockContent, DigestContent, NoContent
+from pdserve_engines.sim.block_entries import make_entries
 from pdserve_engines.sim.core import SimCore
 from pdserve_engines.sim.noise import StepNoise
-from pdserve_engines.sim.settings import SimOptions, SimVocabulary, parse_options, read_model
+from pdserve_engines.sim.settings import (
+    SimOptions,
+    SimVocabulary,
+    check_ranks,
+    parse_options,
+    read_model,
+)
 from pdserve_engines.sim.tokens import (
     EMBEDDING_SIZE,
     ENTRY_BYTES,
@@ -80,6 +87,8 @@ class SimExecutor:
 
     def load(self, spec: EngineSpec, progress: ProgressFn) -> ModelInfo:
         self.options = options = parse_options(spec.options)
+        check_ranks(spec, options)
+        self._ranks = spec.tensor_parallel
         preset = preset_of(options.preset)
         self._block_size = spec.block_size
         self._timing = read_timing(Path(options.timing)) if options.timing else preset.timing
@@ -106,13 +115,14 @@ class SimExecutor:
         words = self.vocabulary.words
         self._capacity = num_blocks * self._block_size
         if self.options.content:
-            self.content = DigestContent(words, num_blocks, self._block_size)
+            entries = make_entries(num_blocks, self._block_size, self.options.kv_heads, self._ranks)
+            self.content = DigestContent(words, entries, self._block_size)
         else:
             self.content = NoContent(words, num_blocks, self._block_size)
 
     def region(self) -> Region:
         """The memory of all KV blocks, for transfers. Without content its bytes mean nothing."""
-        return region_in_memory(self._region_layout, self._content.memory)
+        return self._content.region(self._region_layout)
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.options.trouble:
@@ -235,11 +245,11 @@ def _meet_trouble(file: Path) -> None:
         raise RuntimeError(f"injected fault: {file.name}")
 
 
-def _compat_text(layout: KvBlockShape) -> str:
+def _compat_text(layout: KvBlockShape, kv_heads: int = 0) -> str:
     """The layout's text, which workers with equal models must have in common. It names the class as
     release 0.2 did, so that workers of both releases match."""
     fields = ", ".join(f"{name}={value}" for name, value in asdict(layout).items())
-    return f"KvLayout({fields})"
+    return f"KvLayout({fields})" + (f" kv_heads={kv_heads}" if kv_heads else "")
 
 
 def _model_info(
@@ -248,9 +258,10 @@ def _model_info(
     """With content, the size of a block is that of its entries; without, that of the model's KV."""
     shape, size = preset.shape, spec.block_size
     if options.content:
-        layout = KvBlockShape(1, 1, size, ENTRY_BYTES // 8, 4)
+        layout = KvBlockShape(1, options.kv_heads or 1, size, ENTRY_BYTES // 8, 4)
     else:
         layout = KvBlockShape(shape.layers, shape.kv_heads, size, shape.head_dim, shape.itemsize)
+    compat = _compat_text(layout, options.kv_heads)
     blocks = options.blocks or max(1, preset.kv_tokens // size)
     return ModelInfo(
         model_type=vocabulary.model_type,
@@ -262,7 +273,7 @@ def _model_info(
         layout=layout,
         weight_bytes=preset.weight_bytes,
         kv_memory=blocks * layout.block_bytes,
-        compat_hash=f"sim {vocabulary.model_type} {vocabulary.size} {_compat_text(layout)}",
+        compat_hash=f"sim {vocabulary.model_type} {vocabulary.size} {compat}",
         features=(
             f"{EXACT_PREFIX}sim",
             *(() if options.vocab else structured_output_features(Path(spec.model))),

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from pdserve.engine_core.kit import check_options
 from pdserve.errors import ConfigError
+from pdserve.transfer.copy_plan import PlanError, heads_on
 from pdserve_engines.instant.settings import InstantOptions as VocabularyOptions
 from pdserve_engines.instant.settings import read_vocabulary
 
@@ -23,13 +24,16 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds, TokenId
     from pdserve.messages.engine import EngineSpec
 
-__all__ = ["SimOptions", "SimVocabulary", "parse_options", "read_model"]
+__all__ = ["SimOptions", "SimVocabulary", "check_ranks", "parse_options", "read_model"]
 
 _SPECIAL = 4
 """Number of lowest ids of an invented vocabulary that outputs never contain."""
 
 _WORDS = 256
 """Most different tokens that outputs consist of."""
+
+_MOST_HEADS = 1 << 14
+"""As in a KV layout that travels (`messages.transfer.RankKvLayout`)."""
 
 _MAX_LEN = 1 << 17
 """Default context length in tokens: timing models have no limit of their own."""
@@ -51,6 +55,9 @@ class SimOptions:
     """Factor by which each step's time is multiplied; 2 is half the speed, 0 takes no time."""
     content: bool = False
     """`on`: blocks have bytes on which tokens depend, so that a wrong block changes the output."""
+    kv_heads: int = 0
+    """Number of KV heads of blocks with content, which `--tp` divides among the pools of ranks; 0:
+    blocks have no heads. Workers with other numbers exchange no KV."""
     blocks: int = 0
     """Number of KV blocks if `--kv-memory` is not given; 0: as many as fit the preset's memory."""
     vocab: int = 0
@@ -82,6 +89,31 @@ def parse_options(options: Mapping[str, str]) -> SimOptions:
         default = known[name].default
         values[name] = _READERS[type(default)](name, text)
     return SimOptions(**values)  # type: ignore[arg-type]
+
+
+def check_ranks(spec: EngineSpec, options: SimOptions) -> None:
+    """Raise `ConfigError` unless the ranks of `--tp` can divide the simulated KV. Nothing else is
+    divided: steps take the preset's time, whatever the number of ranks."""
+    ranks, heads = spec.tensor_parallel, options.kv_heads
+    if heads > _MOST_HEADS:
+        raise ConfigError(f"kv_heads={heads}: must be at most {_MOST_HEADS}")
+    if heads and not options.content:
+        raise ConfigError(f"kv_heads={heads}: only blocks with content have heads; give content=on")
+    if ranks == 1:
+        return
+    if not heads:
+        raise ConfigError(
+            f"--tp {ranks}: engine sim divides only KV heads; give --engine-option content=on and "
+            f"--engine-option kv_heads=N, with N a multiple of {ranks}"
+        )
+    if spec.tiers is not None and spec.tiers.is_used:
+        raise ConfigError(
+            f"--tp {ranks}: KV tiers work with one rank only; leave out --host-kv and --disk-kv"
+        )
+    try:
+        heads_on(heads, ranks, 0)
+    except PlanError as error:
+        raise ConfigError(f"--tp {ranks} with kv_heads={heads}: {error}") from error
 
 
 def _read_number(name: str, text: str) -> float:

@@ -18,6 +18,7 @@ from pdserve.testing.exactness import SCENARIOS, Scenario, continued_requests, m
 from pdserve.token_ids import token_ids
 from pdserve_engines.sim import SimExecutor
 from pdserve_engines.sim.block_content import DigestContent
+from pdserve_engines.sim.block_entries import PlainEntries
 from pdserve_engines.sim.settings import SimOptions, read_model
 from pdserve_engines.sim.tokens import EMBEDDING_SIZE, reference_tokens
 from tests.engines.sim.driver import Driver, request, spec
@@ -214,6 +215,13 @@ def test_a_mistake_in_a_block_table_changes_the_output(mistake, monkeypatch, see
     raise AssertionError("nobody noticed")
 
 
+def flip(driver: Driver, block: int) -> None:
+    """Change a bit of a block's first byte."""
+    region = driver.executor.region()
+    assert region.view is not None
+    region.view[block * region.block_bytes] ^= 1
+
+
 @pytest.mark.parametrize("position", [0, 1, 5])
 def test_a_block_that_changes_under_a_running_sequence_shows(position: int):
     wanted = request(range(4, 30), max_tokens=40)
@@ -223,7 +231,7 @@ def test_a_block_that_changes_under_a_running_sequence_shows(position: int):
         (sequence,) = driver.core.scheduler.running
         content = driver.executor.content
         assert isinstance(content, DigestContent)
-        content.memory.view(sequence.blocks[position])[0] ^= 1
+        flip(driver, sequence.blocks[position])
         ledger = driver.run().ledgers[handle]
         assert content.mismatches > 0
     assert ledger.tokens != reference([wanted], content=True)[0]
@@ -234,10 +242,8 @@ def test_a_cached_block_that_is_not_what_its_name_says_shows():
     with Driver(SPEC) as driver:
         first = driver.submit(wanted)
         driver.run()
-        content = driver.executor.content
-        assert isinstance(content, DigestContent)
         block = next(iter(driver.core.pool._cached))
-        content.memory.view(block)[0] ^= 1
+        flip(driver, block)
         second = driver.submit(wanted)
         ledgers = driver.run().ledgers
         assert ledgers[second].finishes[0].cached_tokens > 0  # type: ignore[union-attr]
@@ -247,7 +253,8 @@ def test_a_cached_block_that_is_not_what_its_name_says_shows():
 
 def test_a_vector_depends_on_every_byte_of_every_block() -> None:
     """However the prompt was cut; and not on what lies beyond it."""
-    digests = DigestContent(VOCABULARY.words, 4, 4)
+    entries = PlainEntries(4, 4)
+    digests = DigestContent(VOCABULARY.words, entries, 4)
     found = set()
     ways: list[tuple[Pooling, tuple[int, ...]]] = [("last", (10,)), ("last", (3, 7))]
     for pooling, cuts in (*ways, ("mean", (10,)), ("mean", (1, 9))):
@@ -263,7 +270,7 @@ def test_a_vector_depends_on_every_byte_of_every_block() -> None:
         sequence = pooled("last")
         digests.write(ScheduledChunk(sequence, 0, 9, False))
         digests.release(sequence)
-        digests.memory.view(block)[byte] ^= 1
+        entries.joined(block, 4)[byte] ^= 1
         digests.write(ScheduledChunk(sequence, 9, 1, False))
         found.add(digests.vector(sequence))
         digests.release(sequence)

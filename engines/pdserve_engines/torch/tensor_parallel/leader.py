@@ -12,9 +12,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from msgspec.structs import replace as replace_fields
 
-from pdserve.engine_core.kv_transfer.kv_region import region_in_memory
+from pdserve.engine_core.kv_transfer.kv_region import (
+    layouts_of_ranks,
+    region_in_memory,
+    region_of_ranks,
+)
 from pdserve.errors import ConfigError, EngineDied
 from pdserve.messages.engine import EngineRank
 from pdserve.transfer.base import Region
@@ -112,10 +115,7 @@ class LeaderModel:
         if the memory of other processes cannot be mapped here."""
         assert self._pool is not None, "bind comes before region"
         blocks, own = self._pool.num_blocks, self._pool.memory
-        layouts = [
-            replace_fields(layout, tp=self._shard.ranks, rank=rank)
-            for rank in range(self._shard.ranks)
-        ]
+        layouts = layouts_of_ranks(layout, self._shard.ranks)
         if own is None or None in self._pools:
             raise ConfigError(
                 "--tp: the KV of several ranks cannot be transferred on this system, which has no "
@@ -125,7 +125,7 @@ class LeaderModel:
         for one, pool in zip(layouts[1:], self._pools, strict=True):
             assert pool is not None
             regions.append(Region(one, blocks, view=memoryview(pool.memory), fd=pool.fd))
-        return Region(layout, blocks, view=regions[0].view, ranks=tuple(regions))
+        return region_of_ranks(layout, regions)
 
     def bind(self, pool: KvPool) -> None:
         self._pool = pool

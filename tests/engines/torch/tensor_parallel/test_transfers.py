@@ -5,55 +5,37 @@ from __future__ import annotations
 
 import functools
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from msgspec.structs import replace as replace_fields
 
 from pdserve.clock import SystemClock
 from pdserve.engine_core.core import EngineCore
-from pdserve.engine_core.kv_transfer.thread_connector import (
-    ThreadKvConnector,
-    make_thread_connector,
-)
-from pdserve.ids import NodeId, NodeLife
-from pdserve.messages.engine import (
-    Activate,
-    Admitted,
-    AttemptBlocksOpened,
-    AttemptLost,
-    OpenAttemptBlocks,
-    Prefilled,
-    PrefillForPeer,
-    SetNodeLife,
-    SubmitRemote,
-    TransferSpec,
-)
+from pdserve.messages.engine import TransferSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.fake_mover import FakeMover
 from pdserve.testing.inline_engine import InlineEngine
-from pdserve.testing.output_checker import OutputChecker
-from pdserve.testing.transfer_support import CallCarrier
 from pdserve.token_ids import token_ids
-from pdserve.transfer.copy_plan import heads_of
 from pdserve_engines.torch.executor import TorchExecutor
 from tests.engine_core.kv_fetch import pair as fetched
-from tests.engine_core.kv_fetch.test_real_transports import RealEnd, RealPair
 from tests.engines.torch.checkpoints import VOCAB, Tiny, build
 from tests.engines.torch.driver import spec
 from tests.engines.torch.tensor_parallel.thread_ranks import ranks_as_threads
 from tests.support.disagg_pair import DisaggPair, make_pair
+from tests.support.handoff_pair import EnginePair, HandoffPair, kv_bytes
 from tests.support.seeds import is_long, number_for, run_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from pdserve.messages.engine import EngineSpec, Event
+    from pdserve.engine_core.kv_transfer.connector import KvConnector
+    from pdserve.ids import NodeLife
+    from pdserve.messages.engine import EngineSpec
     from pdserve.messages.transfer import TransferTicket
-    from pdserve.transfer.base import KvPart, Region
+    from pdserve.transfer.base import KvPart
 
 BLOCK = 8
 HEADS = 12
@@ -118,22 +100,6 @@ def request(length: int, number: int = 0, n: int = 1, **sampling: Any) -> Genera
     )
 
 
-def kv_of(region: Region, blocks: list[int], tokens: int) -> torch.Tensor:
-    """`[layer, k|v, head, token, dim]` of a sequence, from the pools of all ranks; asserts that
-    ranks that hold the same head have the same bytes."""
-    found: dict[int, torch.Tensor] = {}
-    for pool in region.pools:
-        assert pool.view is not None
-        held, layout = heads_of(pool.layout), pool.layout
-        shape = (pool.blocks, layout.layers, 2, len(held), layout.tokens, layout.dim)
-        all_blocks = torch.frombuffer(pool.view, dtype=torch.float32).view(shape)
-        ours = torch.cat(list(all_blocks[blocks]), dim=3)[:, :, :, :tokens].clone()
-        for place, head in enumerate(held):
-            known = found.setdefault(head, ours[:, :, place])
-            assert known.equal(ours[:, :, place])
-    return torch.stack([found[head] for head in range(region.layout.heads)], dim=2)
-
-
 def compare(directory: Path, p: int, d: int) -> None:
     alone = InlineEngine.of(TorchExecutor(), engine_spec(directory))
     pair = make_pair(
@@ -195,11 +161,10 @@ def test_every_rank_gets_the_bytes_of_its_own_heads(
     handle, _ = pair.submit(request(3 * BLOCK))
     pair.run()
     taken = list(pair.opened[handle].ticket.blocks)
-    ours = kv_of(pair.p.mover.region, [sent[n] for n in range(3)], 3 * BLOCK)
-    theirs = kv_of(pair.d.mover.region, taken, 3 * BLOCK)
-    assert ours.abs().amax() > 0
-    assert ours.equal(theirs)
-    del ours, theirs
+    ours = kv_bytes(pair.p.mover.region, [sent[n] for n in range(3)], 3 * BLOCK)
+    theirs = kv_bytes(pair.d.mover.region, taken, 3 * BLOCK)
+    assert ours.any()
+    assert (ours == theirs).all()
     pair.close()
 
 
@@ -244,29 +209,17 @@ def test_every_pair_of_sizes(model: Callable[[int], Path], kv_heads: int, p: int
 # ------------------------------------------------------------------ real transports
 
 
-class TorchPair(RealPair):
-    """R fetches what O has, over a real transport."""
+def make_core(mover: KvConnector) -> EngineCore:
+    return EngineCore(TorchExecutor(), SystemClock(), mover)
 
-    make_end: Callable[[CallCarrier, InlineEngine], RealEnd] = RealEnd
 
-    def __init__(self, backend: str, directory: Path, ranks: dict[str, int]) -> None:
-        self._directory, self._ranks = directory, ranks
-        super().__init__(backend)
-
-    def _end(self, name: str, spec: EngineSpec) -> RealEnd:
-        wanted = replace_fields(
-            engine_spec(self._directory, self._ranks[name]),
-            block_size=fetched.BLOCK,
-            hash_secret=fetched.SECRET,
-            transfer=spec.transfer,
-        )
-        assert spec.transfer is not None
-        carrier = CallCarrier(NodeLife(NodeId(name), 1))
-        mover = make_thread_connector(spec.transfer, self._woken.set, carrier.end.theirs)
-        core = EngineCore(TorchExecutor(), SystemClock(), mover)
-        end = type(self).make_end(carrier, InlineEngine(core, wanted))
-        core.handle(SetNodeLife(*end.life))
-        return end
+def specs(directory: Path, p: int, d: int, **fields: Any) -> dict[str, EngineSpec]:
+    """Of a prefill and a decode engine with so many ranks."""
+    sizes = {"p": p, "d": d}
+    return {
+        name: replace_fields(engine_spec(directory, ranks), **fields)
+        for name, ranks in sizes.items()
+    }
 
 
 @pytest.mark.slow
@@ -276,7 +229,8 @@ class TorchPair(RealPair):
 def test_prefixes_are_fetched_from_engines_of_another_size(
     model: Callable[[int], Path], backend: str, owner: int, reader: int
 ) -> None:
-    both = TorchPair(backend, model(6), {"p": owner, "d": reader})
+    alike = {"block_size": fetched.BLOCK, "hash_secret": fetched.SECRET}
+    both = EnginePair(backend, make_core, specs(model(6), owner, reader, **alike))
     try:
         wanted = request(37)
         (expected,) = both.o.engine.generate([wanted])
@@ -291,79 +245,13 @@ def test_prefixes_are_fetched_from_engines_of_another_size(
         both.close()
 
 
-@dataclass(eq=False)
-class HandoffEnd(RealEnd):
-    """A worker that prefills for its peer, or decodes what its peer has prefilled."""
-
-    requests: dict[int, GenerateRequest] = field(default_factory=dict)
-    """What it decodes, by handle; the peer prefills it under the same one."""
-    tickets: dict[int, TransferTicket] = field(default_factory=dict)
-    sent: dict[int, dict[int, int]] = field(default_factory=dict)
-    """By handle, which block holds the prompt's first, second, ... block at the sender."""
-
-    @property
-    def region(self) -> Region:
-        region = self.core._region
-        assert region is not None
-        return region
-
-    def note(self, handle: int, part: KvPart) -> None:
-        """A part is sent."""
-        first = part.start // self.region.layout.tokens
-        self.sent.setdefault(handle, {}).update(enumerate(part.blocks, first))
-
-    def submit(self, wanted: GenerateRequest) -> OutputChecker:
-        handle = len(self.engine.ledgers) + 1
-        self.requests[handle] = wanted
-        ledger = self.engine.ledgers[handle] = OutputChecker(wanted)
-        self.core.handle(SubmitRemote(handle, wanted))
-        return ledger
-
-    def _pass(self, event: Event) -> None:
-        assert not isinstance(event, AttemptLost), event.message
-        match event:
-            case Admitted():
-                self.core.handle(OpenAttemptBlocks(event.handle, 1, *self.peer.life))
-            case AttemptBlocksOpened():
-                self.tickets[event.handle] = event.ticket
-                order = PrefillForPeer(
-                    event.handle, self.requests[event.handle], event.ticket, *self.life
-                )
-                self.peer.core.handle(order)
-            case Prefilled():
-                self.peer.core.handle(Activate(event.handle, 1, event.handoff))
-            case _:
-                super()._pass(event)
-
-
-class HandoffPair(TorchPair):
-    """`o` prefills, `r` decodes."""
-
-    make_end = HandoffEnd
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "kv_heads", "p", "d"), real_sizes())
 def test_prompts_move_between_unequal_sizes_over_real_transports(
-    model: Callable[[int], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    backend: str,
-    kv_heads: int,
-    p: int,
-    d: int,
+    model: Callable[[int], Path], backend: str, kv_heads: int, p: int, d: int
 ) -> None:
     """Each rank of the receiver has the sender's bytes of its own heads, and no others are sent."""
-    both = HandoffPair(backend, model(kv_heads), {"p": p, "d": d})
-    prefill, decode = both.o, both.r
-    assert isinstance(prefill, HandoffEnd)
-    assert isinstance(decode, HandoffEnd)
-    deliver = ThreadKvConnector.deliver
-
-    def noted(mover: ThreadKvConnector, handle: int, *rest: Any) -> None:
-        prefill.note(handle, rest[-1])
-        deliver(mover, handle, *rest)
-
-    monkeypatch.setattr(ThreadKvConnector, "deliver", noted)
+    both = HandoffPair(backend, make_core, specs(model(kv_heads), p, d))
     alone = InlineEngine.of(TorchExecutor(), engine_spec(model(kv_heads)))
     try:
         wanted = [
@@ -372,22 +260,7 @@ def test_prompts_move_between_unequal_sizes_over_real_transports(
             request(64, 2, temperature=0.9, seed=3),
             request(19, 3, n=2, temperature=0.9, seed=4),
         ]
-        ledgers = [decode.submit(one) for one in wanted]
-        both.until(lambda: all(ledger.done for ledger in ledgers) and both.idle())
-        assert [ledger.tokens for ledger in ledgers] == alone.generate(wanted)
-        blocks = 0
-        for handle, one in enumerate(wanted, 1):
-            sent, taken = prefill.sent[handle], list(decode.tickets[handle].blocks)
-            ours = kv_of(prefill.region, [sent[n] for n in range(len(sent))], len(one.prompt))
-            theirs = kv_of(decode.region, taken[: len(sent)], len(one.prompt))
-            assert ours.abs().amax() > 0
-            assert ours.equal(theirs)
-            blocks += len(sent)
-        del ours, theirs
-        stats = decode.core.stats()
-        assert stats.received_blocks == blocks
-        assert stats.received_bytes == blocks * decode.region.block_bytes
-        assert prefill.core.stats().sent_bytes == stats.received_bytes
+        assert both.hand_over(wanted) == alone.generate(wanted)
     finally:
         both.close()
         alone.close()
