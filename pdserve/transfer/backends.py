@@ -259,9 +259,16 @@ def _make_shm(
 
 
 def _lacking_tcp(regions: Sequence[Region]) -> str:
-    if any(region.view is None for region in regions):
-        return "the pool is in device memory"
-    return ""
+    """Pools in device memory are staged through pinned host memory."""
+    if all(region.view is not None for region in regions):
+        return ""
+    if not _in_build("pdserve.transfer.cuda.host_staging"):
+        return "the pool is in device memory, and this build cannot stage it"
+    from pdserve.transfer.cuda.host_staging import unsupported_reason
+    from pdserve.transfer.cuda.nvidia import unavailable_reason
+
+    why = unavailable_reason() or unsupported_reason(regions)
+    return f"the pool is in device memory and cannot be staged: {why}" if why else ""
 
 
 def _make_tcp(

@@ -17,6 +17,7 @@ from pdserve.testing.kv_oracle import layouts
 from pdserve.transfer import backends
 from pdserve.transfer.backends import BACKEND_ORDER, TransferBackend, backend_offers, make_backends
 from pdserve.transfer.base import Region
+from pdserve.transfer.cuda import host_staging, nvidia
 from pdserve.transfer.cuda.driver import CudaError, CudaIpcExport
 from pdserve.transfer.rdma import adapters, device_memory, pyverbs_loader
 from pdserve.transfer.same_host import cuda_ipc
@@ -154,6 +155,19 @@ def test_only_possible_ones_are_offered_with_reasons_for_the_rest(monkeypatch) -
     assert "tcp" in backend_offers(make_backends(tls), [region()]).places
     with pytest.raises(ConfigError, match="shm: the pool is in device memory"):
         backend_offers(make_backends(TransferSpec()), [region(view=False)])
+    with pytest.raises(ConfigError, match="tcp: the pool is in device memory, and this build"):
+        backend_offers(make_backends(TransferSpec()), [region(view=False)])
+
+
+def test_tcp_is_offered_for_device_memory_that_can_be_staged(monkeypatch) -> None:
+    monkeypatch.setattr(nvidia, "unavailable_reason", lambda: None)
+    (tcp,) = make_backends(TransferSpec(backends=("tcp",)))
+    for why in ("", "cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY"):
+        monkeypatch.setattr(host_staging, "unsupported_reason", lambda regions, why=why: why)
+        assert why in tcp.lacking([region(view=False)])
+        assert bool(tcp.lacking([region(view=False)])) == bool(why)
+    monkeypatch.setattr(nvidia, "unavailable_reason", lambda: "no NVIDIA driver here")
+    assert "cannot be staged: no NVIDIA driver here" in tcp.lacking([region(view=False)])
 
 
 def test_an_impossible_wish_fails_by_name_with_a_remedy(monkeypatch) -> None:

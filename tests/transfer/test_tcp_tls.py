@@ -241,7 +241,9 @@ def test_runs_of_any_size_arrive_sealed() -> None:
             assert (record, size) == (b"record", sum(sizes))
             places = [bytearray(size) for size in sizes]
             views = [memoryview(place) for place in places]
-            assert receiver.wait(receiver.receive_payload(views, Always(threading.Lock())))
+            assert receiver.wait(
+                receiver.receive_payload([views], Always(threading.Lock()), (0, size))
+            )
             assert [bytes(place) for place in places] == payload
         finally:
             thread.join()

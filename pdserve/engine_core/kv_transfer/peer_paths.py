@@ -310,7 +310,8 @@ class PeerPaths:
 
     def _enter(self, path: KvPath, known: _Peer, choice: BackendChoice) -> None:
         stats = self.path_stats.meter(path).stats
-        stats.why, stats.degraded = choice.why + self._unchecked(choice.backend), choice.degraded
+        stats.why = choice.why + self._unchecked(choice.backend)
+        stats.degraded = choice.degraded or self._staged(choice.backend, choice.why)
         stats.expected = self._rates[choice.backend]
         if known.told is None or known.told.backend != choice.backend:
             _log.info(
@@ -324,6 +325,13 @@ class PeerPaths:
         """What `--verify-kv` cannot check over this back end, for the log and `pdserve status`."""
         in_device = any(region.view is None for region in self._regions)
         return "; device memory: content is not compared" if backend == "rdma" and in_device else ""
+
+    def _staged(self, backend: str, why: str) -> str:
+        """Why this end copies its KV through host memory; empty: it does not. No better backend
+        joins the two, or another one was asked for by name."""
+        if backend != "tcp" or all(region.view is not None for region in self._regions):
+            return ""
+        return f"KV in GPU memory is copied through host memory, which is slow ({why})"
 
     # ------------------------------------------------------------------ use and end of paths
 
@@ -411,6 +419,7 @@ class PeerPaths:
         if isinstance(control, PathReady) and path is not None:
             stats = self.path_stats.meter(path).stats
             stats.why, stats.expected = "the peer chose it", self._rates[backend]
+            stats.degraded = self._staged(backend, stats.why)
             self._changed()
         return answer
 

@@ -3,6 +3,7 @@
     export     a pool, as another process can open it
     open       another process's pool, as an address here
     stream     a queue of copies, which complete later and in order
+    pin        host memory that streams copy to and from
     read       bytes of device memory, for checksums
 
 Addresses are device addresses: with unified addressing one number identifies memory of any device,
@@ -21,7 +22,14 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Bytes
 
-__all__ = ["CudaDriver", "CudaError", "CudaIpcExport", "CudaStream", "DmaBufExport"]
+__all__ = [
+    "CudaDriver",
+    "CudaError",
+    "CudaIpcExport",
+    "CudaStream",
+    "DmaBufExport",
+    "PinnedMemory",
+]
 
 
 class CudaError(OSError):
@@ -53,6 +61,15 @@ class DmaBufExport(NamedTuple):
     """From the DMA-BUF's beginning to the pool's."""
 
 
+class PinnedMemory(NamedTuple):
+    """Host memory that devices reach directly."""
+
+    address: int
+    """As streams take it."""
+    view: memoryview
+    """Its bytes in this process. Not to be used once the memory is freed."""
+
+
 class CudaStream(Protocol):
     """A queue of copies on one device. Use it from one thread at a time."""
 
@@ -71,7 +88,8 @@ class CudaStream(Protocol):
         ...
 
     def close(self) -> None:
-        """Destroy the stream; no copy may be under way."""
+        """Wait for the stream, and destroy it. Errors: `CudaError` if a copy has failed; none is
+        under way then."""
         ...
 
 
@@ -94,6 +112,15 @@ class CudaDriver(Protocol):
 
     def stream(self, beside: int) -> CudaStream:
         """Create a stream on the device that holds this address."""
+        ...
+
+    def pin(self, size: Bytes, beside: int) -> PinnedMemory:
+        """Allocate pinned host memory, for streams of any device; `beside`: an address of one that
+        will use it. Errors: `CudaError`."""
+        ...
+
+    def unpin(self, memory: PinnedMemory) -> None:
+        """Free what `pin` returned; no copy may be under way. Errors: `CudaError`."""
         ...
 
     def allocate(self, size: Bytes, device: int = 0) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pdserve.transfer.cuda import kernels
-from pdserve.transfer.cuda.driver import CudaError, CudaIpcExport, DmaBufExport
+from pdserve.transfer.cuda.driver import CudaError, CudaIpcExport, DmaBufExport, PinnedMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -231,6 +231,21 @@ class NvidiaDriver:
         """Free what `allocate` returned. Errors: `CudaError`."""
         self.beside(address)
         self.asked("cuMemFree", address)
+
+    def pin(self, size: Bytes, beside: int) -> PinnedMemory:
+        """Allocate pinned host memory, which streams of any device reach at full speed. Errors:
+        `CudaError`."""
+        self.beside(beside)
+        portable = self.cuda.CU_MEMHOSTALLOC_PORTABLE
+        address = int(self.asked("cuMemHostAlloc", size, portable))
+        return PinnedMemory(
+            address, memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+        )
+
+    def unpin(self, memory: PinnedMemory) -> None:
+        """Free what `pin` returned; no copy may be under way. Errors: `CudaError`."""
+        self.on(next(iter(self._devices)))
+        self.asked("cuMemFreeHost", memory.address)
 
     def write(self, address: int, data: bytes) -> None:
         """Copy bytes from the host to device memory; returns when they are there. Errors:

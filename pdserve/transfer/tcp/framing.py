@@ -14,6 +14,7 @@ records' meaning.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import select
 import socket
 import struct
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from pdserve.transfer.copying import crc32
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Sequence
 
     from pdserve.ids import Bytes, Seconds
 
@@ -110,11 +111,19 @@ class BulkSocket:
     ) -> None:
         """Send one frame; its checksum covers that range of the payload, None: all of it. Errors:
         `BulkError`."""
+        size = sum(map(len, views))
+        self.send_payload(record, [views], size, checked or (0, size))
+
+    def send_payload(
+        self, record: bytes, payload: Iterable[Sequence[memoryview]], size: Bytes, checked: Range
+    ) -> None:
+        """Send one frame whose payload of `size` bytes comes in batches. The socket has all of a
+        batch before the next one is asked for. Errors: `BulkError`, and those of `payload`, after
+        which the connection cannot be used any more."""
         with self._writing:
             self._flush()
-            size = sum(map(len, views))
-            unsent, running = _head(record, size), _Checksum(checked or (0, size))
-            for batch in _batches(views):
+            unsent, running = _head(record, size), _Checksum(checked)
+            for batch in itertools.chain.from_iterable(map(_batches, payload)):
                 running.add(batch)
                 self._send_all([*unsent, *batch])
                 unsent = []
@@ -185,12 +194,13 @@ class BulkSocket:
         return bytes(record), size
 
     def receive_payload(
-        self, views: Sequence[memoryview], guard: WriteGuard, checked: Range | None = None
+        self, payload: Iterable[Sequence[memoryview]], guard: WriteGuard, checked: Range
     ) -> Generator[ReadPause, None, bool]:
-        """Read the payload into `views` while the guard allows it, else discard it; returns whether
-        the checksum of that range is right. Errors: `BulkError`."""
-        running = _Checksum(checked or (0, sum(map(len, views))))
-        for batch in _batches(views):
+        """Read the payload while the guard allows it, else discard it; returns whether the checksum
+        of that range is right. Each batch of views is full before the next one is asked for.
+        Errors: `BulkError`, and those of `payload`."""
+        running = _Checksum(checked)
+        for batch in itertools.chain.from_iterable(map(_batches, payload)):
             left = batch
             while left:
                 count = self._read_guarded(left, guard)

@@ -11,7 +11,8 @@ link.
 No field of a frame is an address. A frame names slot, generation, attempt, epoch, and a range of
 the ticket's blocks. The receiver computes the addresses from its own plan, and places bytes only
 while the grant is open, which it checks before every system call. So a lock of this node is the
-fence.
+fence; for a pool in device memory, which is staged (`pool_access`), it also waits for the copies
+that are under way.
 
 Payloads have a CRC-32 of all, some or none of their bytes (`verify`): the stricter setting of both
 ends holds. A delivery is done when the receiver reports that it has placed and checked all of it.
@@ -26,7 +27,7 @@ import queue
 import secrets
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import msgspec
 
@@ -37,6 +38,8 @@ from pdserve.net.transport.bounded_acceptor import BoundedAcceptor
 from pdserve.net.transport.sockets import bind_all, connect_any, resolve_now
 from pdserve.transfer.block_mapping import BlockMapping
 from pdserve.transfer.copy_plan import PlanError
+from pdserve.transfer.cuda.driver import CudaError
+from pdserve.transfer.cuda.nvidia import NvidiaDriver
 from pdserve.transfer.path_base import DeliveryKey, PathBase
 from pdserve.transfer.path_probe import PROBE_BYTES
 from pdserve.transfer.tcp.framing import BulkError, BulkSocket, ReadPause, Sent, WriteGuard
@@ -48,6 +51,7 @@ from pdserve.transfer.tcp.handshake import (
     set_socket_options,
     tls_handshake,
 )
+from pdserve.transfer.tcp.pool_access import HostPools, StagedPools
 from pdserve.transfer.tcp.tls_socket import TlsSocket, peer_fingerprint, wrap_tls
 from pdserve.transfer.transport_base import TransportBase
 from pdserve.transfer.verify import Verify, covers, sampled_range, stricter
@@ -62,9 +66,11 @@ if TYPE_CHECKING:
     from pdserve.net.transport.tls import TlsSource
     from pdserve.transfer.base import CallPeer, GrantSink, GrantSpec, Region
     from pdserve.transfer.block_mapping import RegionCopy
+    from pdserve.transfer.cuda.driver import CudaDriver
     from pdserve.transfer.grants import GrantEntry
     from pdserve.transfer.path_base import Delivery
     from pdserve.transfer.tcp.framing import Range
+    from pdserve.transfer.tcp.pool_access import PoolAccess
     from pdserve.transfer.transport_base import HelloExchange
 
 __all__ = ["PROGRESS", "TcpTransport"]
@@ -165,6 +171,15 @@ class _Details(msgspec.Struct, frozen=True, array_like=True):
     """Whether the listening side answers `_ProbeOrder`; false: it is of a release that does not."""
 
 
+class _Unsent(NamedTuple):
+    """A frame whose payload is still in the pools."""
+
+    record: bytes
+    moves: Sequence[RegionCopy]
+    size: Bytes
+    checked: Range
+
+
 class _OpenGrant(WriteGuard):
     """One grant, as the receiving thread sees it."""
 
@@ -175,6 +190,8 @@ class _OpenGrant(WriteGuard):
         self.failed: dict[int, str] = {}
         """Parts of which something is missing. The reader's own."""
         self.sizes: dict[int, Bytes] = {}
+        self.ended: set[int] = set()
+        """Parts that are here. Nothing more is placed for them: the owner may have the blocks."""
 
     def allowed(self) -> bool:
         return self.open
@@ -199,6 +216,8 @@ class TcpPath(PathBase):
         """The tokens that identify the peer's connections, if this node listens."""
         self.verify: Verify = "all"
         """What both ends have agreed on."""
+        self.pools: PoolAccess = HostPools(())
+        """This node's pools. Set by the transport."""
         self.probed = False
         """Whether the peer answers probes."""
         self._probe: tuple[int, asyncio.Future[None]] | None = None
@@ -218,6 +237,8 @@ class TcpPath(PathBase):
         self._midway = False
         """Whether more frames of a part follow. The reader's own."""
         self._stalling: asyncio.TimerHandle | None = None
+        self._waiting: asyncio.TimerHandle | None = None
+        """The next look at how long a thread has waited for a device."""
         self._joined: dict[int, socket.socket] = {}  # not all are there
         self._out: BulkSocket | None = None
         self._in: BulkSocket | None = None
@@ -229,6 +250,8 @@ class TcpPath(PathBase):
         self._queue: _Works = queue.SimpleQueue()
         self._large: _Works = queue.SimpleQueue()
         """The receiving thread's work: to read on from a large payload."""
+        self._fences: _Works = queue.SimpleQueue()
+        """Fences that wait for a device, in a thread of their own."""
 
     def join(self, place: int, connection: socket.socket, of: int, *, dialled: bool) -> None:
         """The peer has proved its secret on one connection; starts the path once it has all of
@@ -243,21 +266,30 @@ class TcpPath(PathBase):
         else:
             sealed = [TlsSocket(cast("ssl.SSLSocket", ends[n]), progress) for n in range(of)]
             self._out, self._in = sealed if dialled else reversed(sealed)
-        self._start("send", self._queue)
-        self._start("receive", self._large)
+        self._start("send", self._queue, self.pools.close_source)
+        self._start("receive", self._large, self.pools.close_destination)
+        if self.pools.waits:
+            self._start("fence", self._fences)
+            self._watch_device(None)
         self._reader = self._receiving(self._in)
         self._watch_socket()
 
-    def _start(self, name: str, works: _Works) -> None:
+    def _start(self, name: str, works: _Works, close: Callable[[], None] = lambda: None) -> None:
+        """Start a thread. It calls `close` at its end, behind which it touches no pool."""
         finished = self._loop.create_future()
         self._finished.append(finished)
         thread = threading.Thread(
-            target=self._thread, args=(works, finished), name=f"pdserve-tcp-{name}", daemon=True
+            target=self._thread,
+            args=(works, close, finished),
+            name=f"pdserve-tcp-{name}",
+            daemon=True,
         )
         self._threads.append(thread)
         thread.start()
 
-    def _thread(self, works: _Works, finished: asyncio.Future[None]) -> None:
+    def _thread(
+        self, works: _Works, close: Callable[[], None], finished: asyncio.Future[None]
+    ) -> None:
         reason = "closed here"
         try:
             while (work := works.get()) is not None:
@@ -265,12 +297,15 @@ class TcpPath(PathBase):
         except Exception as error:
             reason = self._reason_of(error)
         self._tell(self.fail, "connection", reason)
+        close()
         self._tell(finished.set_result, None)
 
     def _reason_of(self, error: Exception) -> str:
         """Why the path ends by this error."""
         if isinstance(error, BulkError):
             return str(error)
+        if isinstance(error, CudaError):
+            return f"staging: {error}"
         _log.error("%r", self, exc_info=error)
         return repr(error)
 
@@ -285,10 +320,12 @@ class TcpPath(PathBase):
 
     def _begin(self, outgoing: Delivery) -> None:
         self.out.check(outgoing.share, outgoing.ticket.blocks)
-        if outgoing.size > _INLINE:
+        if outgoing.size > _INLINE or self.pools.waits:
             self._queue.put(partial(self._send_part, outgoing))
-        else:
-            self._post(*self._frame(outgoing, 0, len(outgoing.share.blocks)))
+            return
+        frame = self._frame(outgoing, 0, len(outgoing.share.blocks))
+        views = [view for batch in self.pools.source(frame.moves) for view in batch]
+        self._post(frame.record, views, frame.checked)
 
     def _post(
         self, record: bytes, views: Sequence[memoryview] = (), checked: Range | None = None
@@ -318,17 +355,18 @@ class TcpPath(PathBase):
             if outgoing.key in self._stopped_keys:
                 self._out.send(_encode(_Dropped(*outgoing.key)))
                 return
-            self._out.send(*self._frame(outgoing, first, step))
+            frame = self._frame(outgoing, first, step)
+            payload = self.pools.source(frame.moves)
+            self._out.send_payload(frame.record, payload, frame.size, frame.checked)
 
-    def _frame(
-        self, outgoing: Delivery, first: int, step: int
-    ) -> tuple[bytes, list[memoryview], Range]:
-        """Record, payload and checked range of so many blocks."""
+    def _frame(self, outgoing: Delivery, first: int, step: int) -> _Unsent:
+        """The frame of so many blocks."""
         share, ticket = outgoing.share, outgoing.ticket
         piece = share.part(first, step)
         moves = self.out.moves(piece, ticket.blocks)
         outgoing.runs += sum(len(move.runs) for move in moves)
-        checked = sampled_range(self.verify, self.out.size(piece), next(self._turns))
+        size = self.out.size(piece)
+        checked = sampled_range(self.verify, size, next(self._turns))
         record = _Data(
             *outgoing.key[:2],
             ticket.attempt,
@@ -340,18 +378,7 @@ class TcpPath(PathBase):
             first + step >= len(share.blocks),
             checked,
         )
-        return _encode(record), self._views(moves, source=True), checked
-
-    def _views(self, moves: Sequence[RegionCopy], *, source: bool) -> list[memoryview]:
-        """The runs of one end, in the order in which they travel."""
-        views = []
-        for move in moves:
-            memory = self.transport.regions[move.source if source else move.destination].view
-            assert memory is not None
-            offsets = move.runs.source if source else move.runs.destination
-            pairs = zip(offsets, move.runs.length, strict=True)
-            views += [memory[at : at + length] for at, length in pairs]
-        return views
+        return _Unsent(_encode(record), moves, size, checked)
 
     # ------------------------------------------------------------------ probes
 
@@ -392,8 +419,8 @@ class TcpPath(PathBase):
         if size > _INLINE:
             yield ReadPause.LARGE
         if size:
-            scratch, guard = [memoryview(bytearray(size))], _Unplaced(threading.Lock())
-            yield from bulk.receive_payload(scratch, guard, self._probe_range(size))
+            scratch, guard = memoryview(bytearray(size)), _Unplaced(threading.Lock())
+            yield from bulk.receive_payload([[scratch]], guard, self._probe_range(size))
         self._tell(self._on_probe, frame.number)
 
     def _on_probe(self, number: int) -> None:
@@ -432,6 +459,28 @@ class TcpPath(PathBase):
 
     async def _fence(self, granted: GrantEntry, timeout: Seconds) -> None:
         self._shut(granted)
+        if not self.pools.waits or not self._threads:
+            return
+        fenced = self._loop.create_future()
+        self._fences.put(partial(self._fence_device, fenced))
+        await fenced
+
+    def _fence_device(self, fenced: asyncio.Future[None]) -> None:
+        """Wait for the copies to the device; runs in the thread for fences."""
+        self.pools.fence()
+        self._tell(_settle, fenced)
+
+    def _watch_device(self, before: object | None) -> None:
+        """Fail the path if a thread has waited for a device since the last look. Its blocks stay
+        in quarantine for as long as the device may still copy."""
+        position = self.pools.position()
+        if position is not None and position == before:
+            reason = f"the device has not ended a copy for {self.transport.progress:g} s"
+            self.fail("staging", reason)
+        elif self.down is None:
+            self._waiting = self._loop.call_later(
+                self.transport.progress, self._watch_device, position
+            )
 
     def _shut(self, granted: GrantEntry) -> None:
         """Place no more bytes for a grant. Waits for at most one system call."""
@@ -550,19 +599,20 @@ class TcpPath(PathBase):
         self, bulk: BulkSocket, frame: _Data, size: Bytes
     ) -> Generator[ReadPause, None, None]:
         self._midway = not frame.last
-        if size > _INLINE:
+        if size > _INLINE or self.pools.waits:
             yield ReadPause.LARGE
         with self._lock:
             grant = self._open.get((frame.slot, frame.generation))
         try:
-            views = self._destination(grant, frame, size)
+            moves = self._destination(grant, frame, size)
         except PlanError as error:
             if size:
                 yield from bulk.skip_payload(size)
             reason = str(error)
         else:
             guard = _guard_of(grant)
-            good = not size or (yield from bulk.receive_payload(views, guard, frame.checked))
+            payload = self.pools.destination(moves, guard.allowed)
+            good = not size or (yield from bulk.receive_payload(payload, guard, frame.checked))
             reason = "" if good else "the checksum of the payload differs"
         if grant is None:
             if frame.last:
@@ -572,15 +622,21 @@ class TcpPath(PathBase):
             grant.failed.setdefault(frame.part, reason)
         grant.sizes[frame.part] = grant.sizes.get(frame.part, 0) + size
         if frame.last:
+            grant.ended.add(frame.part)
+            self.pools.place()
             self._conclude(frame, grant.failed.pop(frame.part, ""), grant.sizes.pop(frame.part))
 
-    def _destination(self, grant: _OpenGrant | None, frame: _Data, size: Bytes) -> list[memoryview]:
+    def _destination(
+        self, grant: _OpenGrant | None, frame: _Data, size: Bytes
+    ) -> Sequence[RegionCopy]:
         """The place of the payload, by this node's own plan. Errors: `PlanError`."""
         if grant is None:
             raise PlanError("the attempt is not open")
         ticket = grant.ticket
         if frame.attempt != ticket.attempt or frame.epoch != ticket.epoch:
             raise PlanError(f"attempt {frame.attempt} of epoch {frame.epoch} is not open")
+        if frame.part in grant.ended:
+            raise PlanError(f"part {frame.part} is here already")
         inside = 0 <= frame.place <= frame.place + frame.count <= len(ticket.blocks)
         if not inside or frame.count > MAX_BLOCKS or frame.count < 0:
             raise PlanError("the frame names blocks beyond the ticket's")
@@ -592,7 +648,7 @@ class TcpPath(PathBase):
             raise PlanError(
                 f"the checksum covers {frame.checked}, but verify={self.verify} was agreed"
             )
-        return self._views(self.into.moves(share, ticket.blocks), source=False)
+        return self.into.moves(share, ticket.blocks)
 
     def _conclude(self, frame: _Data | _Dropped, reason: str, size: Bytes = 0) -> None:
         """A part has ended: the event loop decides what follows, and answers."""
@@ -627,10 +683,12 @@ class TcpPath(PathBase):
         if not ends:
             return
         self._unwatch_socket()
+        if self._waiting is not None:
+            self._waiting.cancel()
         for bulk in ends:
             bulk.end()
-        self._queue.put(None)
-        self._large.put(None)
+        for works in (self._queue, self._large, self._fences):
+            works.put(None)
         await asyncio.wait(self._finished)
         for thread in self._threads:
             thread.join()  # has said that it is done
@@ -639,6 +697,11 @@ class TcpPath(PathBase):
         self._queue = queue.SimpleQueue()  # what is left there holds runs of the pool
         self._reader = None
         self._open.clear()
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _guard_of(grant: _OpenGrant | None) -> WriteGuard:
@@ -666,13 +729,18 @@ class TcpTransport(TransportBase):
         progress: Seconds = PROGRESS,
         verify: Verify = "all",
         tls: TlsSource | None = None,
+        driver: CudaDriver | None = None,
     ) -> None:
         """Listens on `host`, an address of this machine, at a port chosen by the system; peers dial
-        `advertise` instead if it is given. Every region needs a view. With `tls` all bytes are
-        encrypted, and peers without TLS are refused."""
-        if any(region.view is None for region in regions):
-            raise ValueError("tcp needs regions with a view")
+        `advertise` instead if it is given. With `tls` all bytes are encrypted, and peers without
+        TLS are refused. Every region needs a view, or every one an address: device memory, which is
+        staged through `driver` (default: NVIDIA's). Blocks there must be complete before they are
+        delivered, as for `cuda_ipc`. Errors: `CudaError` if CUDA cannot be used."""
+        in_device = any(region.view is None for region in regions)
+        if in_device and not all(region.address for region in regions):
+            raise ValueError("tcp needs regions with a view, or device memory with an address")
         super().__init__(node, epoch, regions, ask)
+        self._driver = (driver or NvidiaDriver()) if in_device else None
         self.progress = progress
         self.verify: Verify = verify
         self._tls = tls
@@ -756,6 +824,11 @@ class TcpTransport(TransportBase):
         )
         path.transport = self
         path.patience = 2 * self.progress
+        path.pools = (
+            HostPools(self.regions)
+            if self._driver is None
+            else StagedPools(self.regions, self._driver)
+        )
         return path
 
     def forget_tokens(self, tokens: Sequence[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Staging blocks in device memory, moved by cuda_ipc: two engines in one process.
+"""Staging blocks in device memory, moved by cuda_ipc or staged by tcp: two engines in one process.
 
 Without a GPU over fake drivers, one for each end, whose copies come as late as they may. With one,
 over its memory.
@@ -15,6 +15,7 @@ from pdserve.messages.engine import AbortAttempt
 from pdserve.transfer.backends import TransferBackend
 from pdserve.transfer.cuda import nvidia
 from pdserve.transfer.same_host.cuda_ipc import CudaIpcTransport
+from pdserve.transfer.tcp.transport import TcpTransport
 from tests.engine_core.kv_transfer.test_handoff import prompt_of, request
 from tests.support.fake_cuda import FakeCuda
 from tests.support.staged_engine import reference
@@ -38,6 +39,15 @@ def cuda_ipc(driver: CudaDriver) -> TransferBackend:
     )
 
 
+def tcp(driver: CudaDriver) -> TransferBackend:
+    return TransferBackend(
+        name="tcp",
+        make=lambda key, regions, ask: TcpTransport(
+            *key, regions, ask, host="127.0.0.1", driver=driver
+        ),
+    )
+
+
 ON_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(
@@ -47,14 +57,20 @@ ON_GPU = [
 
 
 @pytest.fixture(params=["fake", pytest.param("nvidia", marks=ON_GPU)])
-def both(request: pytest.FixtureRequest, seed: int) -> Iterator[TransportPair]:
+def device(request: pytest.FixtureRequest) -> str:
+    kind: str = request.param
+    return kind
+
+
+@pytest.fixture(params=[cuda_ipc, tcp])
+def both(request: pytest.FixtureRequest, device: str, seed: int) -> Iterator[TransportPair]:
     """P and D, which are closed in the end and leave nothing."""
     drivers: list[CudaDriver]
-    if request.param == "fake":
+    if device == "fake":
         drivers = [FakeCuda(Random(seed + n), name) for n, name in enumerate((b"p", b"d"))]
     else:
         drivers = [nvidia.NvidiaDriver()] * 2
-    made = make_transport_pair([cuda_ipc(driver) for driver in drivers], drivers)
+    made = make_transport_pair([request.param(driver) for driver in drivers], drivers)
     yield made
     made.close()
     for driver in drivers:
@@ -73,6 +89,10 @@ def test_kv_goes_from_device_to_device(both: TransportPair) -> None:
     both.until(lambda: len(both.sent) == len(wanted))
     assert [one.kind for one in both.sent] == [""] * len(wanted)
     assert both.p.stats.sent_bytes == both.d.stats.received_bytes > 0
+    for end in (both.p, both.d):
+        (path,) = end.mover.paths()
+        staged = "KV in GPU memory is copied through host memory" in path.degraded
+        assert staged == (path.backend == "tcp"), path
 
 
 def test_blocks_come_back_after_an_attempt_that_was_given_up(both: TransportPair) -> None:

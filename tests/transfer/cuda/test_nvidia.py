@@ -231,6 +231,22 @@ def test_a_copy_that_failed_takes_its_stream_with_it(bindings: Bindings) -> None
     assert driver._idle == {0: []}
 
 
+def test_pinned_memory_is_for_every_device_and_has_a_view(bindings: Bindings) -> None:
+    buffer = (ctypes.c_char * 64)()
+    bindings.answers["cuMemHostAlloc"] = lambda size, flags: ctypes.addressof(buffer)
+    driver = NvidiaDriver()
+    memory = driver.pin(64, 1 << 40)
+    assert bindings.named("cuMemHostAlloc") == [(64, bindings.real.CU_MEMHOSTALLOC_PORTABLE)]
+    assert bindings.named("cuCtxSetCurrent") == [("context 1",)]
+    memory.view[3:5] = b"ab"
+    assert buffer.raw[:6] == b"\0\0\0ab\0"
+    driver.unpin(memory)
+    assert bindings.named("cuMemFreeHost") == [(memory.address,)]
+    bindings.fails["cuMemHostAlloc"] = bindings.real.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    with pytest.raises(CudaError, match="cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY"):
+        driver.pin(64, 1 << 40)
+
+
 def test_memory_is_made_ready_for_an_adapter_or_the_reason_is_said(bindings: Bindings) -> None:
     driver = NvidiaDriver()
     with pytest.raises(CudaError, match="GPU 1 does not order"):

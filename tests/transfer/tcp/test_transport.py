@@ -504,7 +504,7 @@ def test_runs_of_any_size_arrive() -> None:
         assert (record, size) == (b"record", sum(sizes))
         places = [bytearray(size) for size in sizes]
         views = [memoryview(place) for place in places]
-        assert receiver.wait(receiver.receive_payload(views, Always()))
+        assert receiver.wait(receiver.receive_payload([views], Always(), (0, size)))
         assert [bytes(place) for place in places] == payload
         sender.end()
         with pytest.raises(BulkError):
@@ -530,7 +530,9 @@ def test_a_frame_that_does_not_wait_leaves_its_rest_to_flush() -> None:
         found = bytearray(len(payload))
         assert receiver.wait(receiver.receive()) == (b"small", 0)
         assert receiver.wait(receiver.receive()) == (b"large", len(payload))
-        assert receiver.wait(receiver.receive_payload([memoryview(found)], Always()))
+        assert receiver.wait(
+            receiver.receive_payload([[memoryview(found)]], Always(), (0, len(found)))
+        )
         assert found == payload
         thread.join()
         assert sender.send_now(b"later") is Sent.ALL
