@@ -72,7 +72,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error about an unknown name: the one that was meant, or all that there are."""
     known = tuple(known)
     near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
 
 
 class TomlPlaces:

@@ -28,12 +28,14 @@ from pdserve.launch import exit_codes
 from pdserve.launch.config.resolve import closest_match
 from pdserve.launch.config.units import parse_count, parse_duration, parse_pairs
 from pdserve.messages.planner_orders import PlannerOrder
-from pdserve.planner.config import MODES
+from pdserve.planner.config import MODES, MOST_WORKERS
+from pdserve.planner.driver.wishes import LONGEST
 
 if TYPE_CHECKING:
     import argparse
 
     from pdserve.cli.console.reach import Reach
+    from pdserve.ids import Seconds
     from pdserve.launch.cluster.admin_client import AdminClient
     from pdserve.messages.planner_orders import PlannerAnswer
     from pdserve.messages.status import ClusterStatus, MemberStatus
@@ -100,7 +102,7 @@ def _words(parsed: argparse.Namespace, most: int, needed: str = "") -> list[str]
 def _order(parsed: argparse.Namespace) -> PlannerOrder:
     """What the planner is told. Errors: `ConfigError`."""
     verb, by = parsed.verb, getpass.getuser()
-    seconds = value_of("--for", parse_duration, parsed.hold)
+    seconds = value_of("--for", _hold, parsed.hold)
     if verb == "explain":
         words = _words(parsed, 1)
         number = value_of("NUMBER", parse_count, words[0].removeprefix("#")) if words else 0
@@ -118,6 +120,16 @@ def _order(parsed: argparse.Namespace) -> PlannerOrder:
     return PlannerOrder(verb=verb, model=words[0], mix=mix_of(words[1]), seconds=seconds, by=by)
 
 
+def _hold(text: str) -> Seconds:
+    seconds = parse_duration(text)
+    if not 0 < seconds <= LONGEST:
+        raise ValueError(
+            f"{text!r} must be more than 0 and at most {LONGEST / 86400:.0f}d: resume and unpin "
+            "end a pause and a pin, and what must last stands in the planner file"
+        )
+    return seconds
+
+
 def mix_of(text: str) -> dict[str, int]:
     """Reads `prefill=2,decode=4`. Errors: `ConfigError`, with the nearest mode."""
     pairs = value_of("pin", lambda given: parse_pairs(given.split(",")), text)
@@ -126,7 +138,13 @@ def mix_of(text: str) -> dict[str, int]:
             close = closest_match(mode, MODES)
             hint = f", did you mean {close!r}?" if close else f": use one of {', '.join(MODES)}"
             raise ConfigError(f"mode {mode!r} is unknown{hint}")
-    return {mode: value_of(mode, parse_count, number) for mode, number in pairs.items()}
+    if len(pairs) < len(text.split(",")):
+        raise ConfigError(f"pin: {text!r} names a mode twice: give each mode one number")
+    return {mode: value_of(mode, _workers, number) for mode, number in pairs.items()}
+
+
+def _workers(text: str) -> int:
+    return parse_count(text, most=MOST_WORKERS)
 
 
 def _check(name: str) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from pdserve.planner.driver.wishes import until_words
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
@@ -151,5 +153,6 @@ def plan_rows(order: PlannerOrder, answer: PlannerAnswer) -> str:
     lines = []
     for wish in answer.wishes:
         what = "paused" if wish.sort == "pause" else f"pinned to {mix_words(wish.mix)}"
-        lines.append(f"{wish.model or 'all models'}: {what}, says {wish.by}")
+        until = until_words(wish)
+        lines.append(f"{wish.model or 'all models'}: {what} until {until}, says {wish.by}")
     return "\n".join(lines) or "nothing is paused, and nothing is pinned"

@@ -33,7 +33,7 @@ class PlannerWish(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     at: Amount
     """When it was said, in Unix seconds; the newest wish of a sort holds."""
     until: Amount = 0.0
-    """When it ends, in Unix seconds; `at` or before: it ended the wish before it."""
+    """When it ends, in Unix seconds; 0: it ended the wish before it."""
     by: Text = ""
     """Who said it."""
     mix: dict[str, Count] = {}

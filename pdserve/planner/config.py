@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
@@ -19,11 +20,21 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.messages.planner import Kind
 
-__all__ = ["MODES", "Floor", "PlannerConfig", "PlannerMode", "PoolConfig", "WorkerModeName"]
+__all__ = [
+    "MODES",
+    "MOST_WORKERS",
+    "Floor",
+    "PlannerConfig",
+    "PlannerMode",
+    "PoolConfig",
+    "WorkerModeName",
+]
 
 PlannerMode = Literal["off", "advise", "act"]
 WorkerModeName = Literal["aggregated", "prefill", "decode", "both"]
 MODES: Final[tuple[WorkerModeName, ...]] = ("aggregated", "prefill", "decode", "both")
+MOST_WORKERS: Final = 10_000
+"""Most workers that a pool may have."""
 _DAY: Final = 86400
 
 
@@ -126,6 +137,8 @@ class PoolConfig:
                 "min must be at least 1: a start takes minutes, in which every request would fail; "
                 "take the pool out to serve the model no more"
             )
+        if self.max > MOST_WORKERS:
+            return f"max ({self.max}) is above {MOST_WORKERS}: lower it"
         if self.max < self.min:
             return f"max ({self.max}) is below min ({self.min}): raise max"
         high = max((one.min for one in self.floors), default=0)
@@ -254,7 +267,12 @@ class PlannerConfig:
             return f"mode {self.mode!r} is not known: use off, advise or act"
         for name in _POSITIVE:
             if not 0 < getattr(self, name) < _FOREVER:
-                return f"{name.replace('_', '-')} must be more than 0"
+                return f"{name.replace('_', '-')} must be more than 0, and less than {_FOREVER:g}"
+        for name in _SHARES:
+            if not 0 <= getattr(self, name) < 1:
+                return f"{name.replace('_', '-')} must be at least 0, and less than 1"
+        if self.tick < _SHORTEST_TICK:
+            return f"tick must be at least {_SHORTEST_TICK:g} s: each looks at the whole cluster"
         if self.slow_tick < self.tick:
             return "slow-tick must not be shorter than tick"
         if not 0 <= self.budget < _FOREVER:
@@ -264,10 +282,11 @@ class PlannerConfig:
 
     def _pool_problem(self) -> str:
         owners: dict[str, str] = {}
+        pools = Counter(pool.model for pool in self.pools)
         for pool in self.pools:
             if why := pool.problem():
                 return f"pool {pool.model!r}: {why}"
-            if sum(one.model == pool.model for one in self.pools) > 1:
+            if pools[pool.model] > 1:
                 return f"model {pool.model!r} has two pools: put both into one"
             for kind in pool.kinds:
                 other = owners.setdefault(kind, pool.model)
@@ -296,6 +315,8 @@ class PlannerConfig:
 
 
 _FOREVER: Final = 1e9
+_SHORTEST_TICK: Final[Seconds] = 0.05
+_SHARES: Final = ("reversal_gain", "donor_headroom")
 _POSITIVE: Final = (
     *("tick", "slow_tick", "stable", "dwell", "switches_per_hour", "reversal_ticks", "hold"),
     *("remove_interval", "remove_ttft", "remove_itl", "break_even", "fast_up", "queued_limit"),

@@ -145,6 +145,7 @@ class PlannerService:
         """Decides no more; other planners take over its models. Changes that are under way go
         on."""
         self._draining = True
+        self._output = None  # its plans hold no more
         self.measures.stopped()
         if self._node.card is not None:
             self._node.publish_card(replace(self._node.card, draining=True), {})
@@ -280,6 +281,14 @@ class PlannerService:
     def lines(self) -> tuple[str, ...]:
         """The newest lines of the decision log."""
         return tuple(self._log.lines)
+
+    @property
+    def kinds(self) -> frozenset[str] | None:
+        """Names of the kinds that may be started; None: some actuator does not answer, so there may
+        be others."""
+        if any(watch.down for watch in self.watches):
+            return None
+        return frozenset(kind.name for watch in self.watches for kind in watch.kinds)
 
     def note_log(self, why: str) -> None:
         """The decision log cannot be written; empty: it can."""

@@ -102,7 +102,9 @@ def test_a_plan_is_explained_in_full():
 def test_what_holds_is_told_after_an_order():
     wish = PlannerWish(model="m", sort="pin", at=1.0, until=2.0, by="eve", mix={"decode": 2})
     order = PlannerOrder(verb="pin")
-    assert plan_rows(order, PlannerAnswer(wishes=(wish,))) == "m: pinned to 2 decode, says eve"
+    row = plan_rows(order, PlannerAnswer(wishes=(wish,)))
+    assert row.startswith("m: pinned to 2 decode until 19")
+    assert row.endswith(", says eve")
     assert "nothing is paused" in plan_rows(order, PlannerAnswer())
     assert "gpu" in plan_rows(PlannerOrder(verb="enable", kind="gpu"), PlannerAnswer())
 
@@ -113,6 +115,8 @@ def test_workers_by_mode_are_read_with_hints():
         ("prefil=2", "did you mean 'prefill'"),
         ("decode", "is not of the form"),
         ("decode=two", "not a whole number"),
+        ("decode=1,decode=2", "names a mode twice"),
+        (f"decode={2**64}", "must be between 0 and 10000"),
     ):
         with pytest.raises(ConfigError, match=says):
             mix_of(text)
@@ -129,6 +133,8 @@ def test_workers_by_mode_are_read_with_hints():
         (["check"], "needs FILE"),
         (["explain", "x"], "'x' is not a whole number"),
         (["pause", "--for", "soon"], "--for: 'soon' is not a duration"),
+        (["pause", "--for", "0s"], "--for: '0s' must be more than 0 and at most 365d"),
+        (["pin", "m", "decode=1", "--for", "366d"], "'366d' must be more than 0 and at most 365d"),
     ],
 )
 def test_wrong_words_are_told_before_anyone_is_asked(arguments, says, capsys):

@@ -38,6 +38,7 @@ def at(day: int, hour: float, zone: str = "UTC") -> float:
         ({"floors": (Floor(begin=60.0, end=60.0),)}, "different times of a day"),
         ({"floors": (Floor(days=frozenset((7,))),)}, "days must be weekdays"),
         ({"floors": (Floor(min=0),)}, "leave the floor out"),
+        ({"max": 10**27}, "is above 10000: lower it"),
     ],
 )
 def test_a_pool_that_cannot_work_is_refused(fields, says):

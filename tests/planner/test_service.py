@@ -244,6 +244,22 @@ async def test_a_pause_reaches_all_planners_and_outlives_the_one_that_heard_it()
 
 
 @virtually
+async def test_an_order_that_makes_no_sense_is_refused_with_what_would() -> None:
+    async with site(rate=0.5) as made:
+        planner = await made.planner()
+        await made.until(lambda: made.serving() == 1)
+        for verb, fields, says in (
+            ("enable", {"kind": "gpuu"}, "nothing starts a kind 'gpuu'; there are gpu"),
+            ("pause", {"seconds": 0.0}, "must hold for more than 0 s"),
+            ("pause", {"seconds": 1e18}, "and for 31536000 s at most"),
+            ("pin", {"model": MODEL, "mix": {"decod": 1}}, "for each of aggregated, prefill"),
+        ):
+            assert says in (await planner.asked(verb, **fields)).refused
+        assert not (await planner.asked("enable", kind="gpu")).refused
+        assert (planner.report.paused, planner.report.pins) == ({}, {})
+
+
+@virtually
 async def test_a_plan_is_explained_by_its_number() -> None:
     async with site(rate=2.5) as made:
         planner = await made.planner()
@@ -267,6 +283,7 @@ async def test_a_planner_that_drains_leaves_its_models_to_others() -> None:
         await asyncio.sleep(15.0)
         owner, rest = (one, other) if one.report.owner else (other, one)
         owner.service.drain()
+        assert (owner.report.owner, owner.report.plans) == (False, ())
         await made.until(lambda: rest.report.owner, 20.0)
         assert "draining" in (owner.service.unready_reason() or "")
         owner.service.undo_drain()

@@ -15,22 +15,25 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from errno import EFBIG, EINVAL
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pdserve.errors import ConfigError
 from pdserve.launch.config.units import parse_duration, parse_limit, parse_share
 from pdserve.planner.actuators import ActuatorType, read_actuator
 from pdserve.planner.config import Floor, PlannerConfig, PoolConfig
-from pdserve.toml import TomlPlaces, read_toml
+from pdserve.toml import TomlPlaces, nearest, read_toml, readable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from pdserve.planner.config import PlannerMode
 
 __all__ = ["PlannerFile", "parse_planner_file", "read_planner_file"]
 
+_MOST_BYTES: Final = 1 << 20
+"""Largest file that is read: some thousands of pools."""
 _DAYS: Final = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _TIME: Final = re.compile(r"([01]\d|2[0-3]):([0-5]\d)|24:00")
 _ELSEWHERE: Final = ("mode", "pools", "prices")
@@ -53,7 +56,12 @@ class PlannerFile(NamedTuple):
 def read_planner_file(path: Path, mode: PlannerMode = "off") -> PlannerFile:
     """Reads a file. Errors: `ConfigError`."""
     try:
-        data = path.read_bytes()
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise OSError(EINVAL, "it is no file")  # a pipe or a device may never end
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise OSError(EFBIG, f"it is larger than {_MOST_BYTES} bytes")
     except OSError as error:
         raise ConfigError(
             f"--planner-file {path} cannot be read: {error.strerror}; examples/planner.toml shows "
@@ -85,7 +93,9 @@ def parse_planner_file(data: bytes, source: str, mode: PlannerMode = "off") -> P
         config.validate()
     except ConfigError as error:
         raise ConfigError(f"{source}: {error.message}", param="planner_file") from None
-    return PlannerFile(config, _actuators(table.get("actuator", []), source))
+    actuators = _actuators(table.get("actuator", []), source)
+    _check_kinds(config, actuators, source)
+    return PlannerFile(config, actuators)
 
 
 def _settings(table: Mapping[str, Any], places: TomlPlaces) -> dict[str, Any]:
@@ -178,7 +188,32 @@ def _actuators(given: Any, source: str) -> tuple[tuple[ActuatorType, Any], ...]:
     """One table, or several. None: the planner switches modes and starts nothing."""
     tables = given if isinstance(given, list) else [given]
     place = f"{source}: [planner.actuator]"
-    return tuple(read_actuator(one, place) for one in tables)
+    found = tuple(read_actuator(one, place) for one in tables)
+    types = [one["type"] for one in tables]
+    if twice := [name for name in types if types.count(name) > 1]:
+        raise ConfigError(
+            f"{place}: type {twice[0]!r} stands there twice, and actuators are told apart by their "
+            "type: put the kinds of both into one",
+            param="type",
+        )
+    return found
+
+
+def _check_kinds(
+    config: PlannerConfig, actuators: Sequence[tuple[ActuatorType, Any]], source: str
+) -> None:
+    """Kinds of pools and prices must be some actuator's. Agents tell theirs only later, and without
+    an actuator nothing is started. Errors: `ConfigError`."""
+    tables = [getattr(settings, "kinds", None) for _, settings in actuators]
+    if not tables or None in tables:
+        return
+    known = [name for table in tables if table is not None for name in table]
+    named = {kind: f"pool {pool.model!r}" for pool in config.pools for kind in pool.kinds}
+    for kind, place in ({name: "[planner.prices]" for name in config.prices} | named).items():
+        if kind not in known:
+            hint = nearest(kind, known)
+            words = f"{source}: {place}: no actuator has kind {readable(kind)!r}; {hint}"
+            raise ConfigError(words, param="kinds")
 
 
 # ---------------------------------------------------------------------- values
@@ -215,8 +250,10 @@ def _whole(value: Any) -> int:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value.isprintable():
+    if not isinstance(value, str):
         raise ValueError("must be a text in quotes")
+    if not value.isprintable():
+        raise ValueError("must be a text without control characters")
     return value
 
 

@@ -10,8 +10,9 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol
 
-from pdserve.messages.planner_orders import PlannerAnswer, PlannerWish
-from pdserve.planner.driver.wishes import PAUSE, PIN, Wishes
+from pdserve.messages.planner_orders import PlannerAnswer
+from pdserve.planner.config import MODES
+from pdserve.planner.driver.wishes import LONGEST, PAUSE, PIN, Wishes
 from pdserve.planner.pool import valid_mix
 from pdserve.runtime.peers.handlers import answers
 from pdserve.runtime.rpc_methods import PLANNER
@@ -40,6 +41,9 @@ class OperatorsParts(Protocol):
 
     @property
     def lines(self) -> tuple[str, ...]: ...
+
+    @property
+    def kinds(self) -> frozenset[str] | None: ...
 
     def tell(self) -> None: ...
 
@@ -88,9 +92,24 @@ class Operators:
             return "name the model"
         if order.model and order.model not in models:
             return f"no pool has model {order.model!r}; there are {', '.join(models)}"
+        if order.verb in ("pause", "pin") and not 0 < order.seconds <= LONGEST:
+            return (
+                f"it must hold for more than 0 s, and for {LONGEST:.0f} s at most: what must last "
+                "stands in the planner file"
+            )
+        if order.verb == "enable":
+            return self._kind_problem(order.kind)
         return self._pin_problem(order) if order.verb == "pin" else ""
 
+    def _kind_problem(self, kind: str) -> str:
+        kinds = self._parts.kinds
+        if kinds is None or kind in kinds:
+            return ""
+        return f"nothing starts a kind {kind!r}; there are {', '.join(sorted(kinds)) or 'none'}"
+
     def _pin_problem(self, order: PlannerOrder) -> str:
+        if any(mode not in MODES or number < 0 for mode, number in order.mix.items()):
+            return f"a pin has a number of workers for each of {', '.join(MODES)}"
         mix = {mode: number for mode, number in order.mix.items() if number}
         if not valid_mix(mix):
             return (
@@ -105,16 +124,14 @@ class Operators:
     def _wish(self, order: PlannerOrder, by: str) -> None:
         """Enters a wish, or the end of one, and tells the other planners."""
         wall = self._wall()
-        begins = order.verb in ("pause", "pin")
-        wish = PlannerWish(
+        self.wishes.enter(
+            wall,
             model=order.model,
             sort=PAUSE if order.verb in ("pause", "resume") else PIN,
-            at=wall,
-            until=wall + order.seconds if begins else wall,
             by=by,
+            seconds=order.seconds if order.verb in ("pause", "pin") else 0.0,
             mix=order.mix if order.verb == "pin" else {},
         )
-        self.wishes.hear(wall, [wish])
         if order.verb == "resume" and not order.model:
             self._resume_all(wall, by)
         self._parts.tell()
@@ -122,8 +139,7 @@ class Operators:
     def _resume_all(self, wall: float, by: str) -> None:
         """Ends the pauses of single models, too."""
         for model in self.wishes.paused(wall):
-            ended = PlannerWish(model=model, sort=PAUSE, at=wall, until=wall, by=by)
-            self.wishes.hear(wall, [ended])
+            self.wishes.enter(wall, model=model, sort=PAUSE, by=by)
 
     def _explain(self, order: PlannerOrder) -> PlannerAnswer:
         """The plans that are meant, the newest of each model without a number."""

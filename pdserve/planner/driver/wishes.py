@@ -10,18 +10,23 @@ from __future__ import annotations
 from time import localtime, strftime
 from typing import TYPE_CHECKING, Final
 
+from pdserve.messages.planner_orders import PlannerWish
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from pdserve.ids import Seconds
-    from pdserve.messages.planner_orders import PlannerWish
 
-__all__ = ["PAUSE", "PIN", "Wishes"]
+__all__ = ["LONGEST", "PAUSE", "PIN", "Wishes", "until_words"]
 
 PAUSE: Final = "pause"
 PIN: Final = "pin"
+LONGEST: Final[Seconds] = 365 * 86400.0
+"""Longest time that a wish may hold: what must last stands in the planner file."""
 _MOST: Final = 512
 """Most wishes that are kept: two for each of 256 models."""
+_LATER: Final[Seconds] = 0.001
+"""How much newer an operator's word is than the one that it replaces, at least."""
 _REMEMBERED: Final[Seconds] = 3600.0
 """How long a wish that is over is kept, so that an old copy of the one before does not return."""
 
@@ -36,6 +41,27 @@ class Wishes:
     def all(self) -> tuple[PlannerWish, ...]:
         """Every wish that is known, ended ones included, for the other planners."""
         return tuple(self._known[key] for key in sorted(self._known))
+
+    def enter(
+        self,
+        wall: float,
+        *,
+        model: str,
+        sort: str,
+        by: str,
+        seconds: Seconds = 0.0,
+        mix: Mapping[str, int] | None = None,
+    ) -> None:
+        """An operator says something now, which holds for so many `seconds`; 0 ends what held.
+
+        It is newer than what is known, also if that came from a planner whose clock is ahead, or
+        the clock here has gone back.
+        """
+        known = self._known.get((model, sort))
+        at = wall if known is None else max(wall, known.at + _LATER)
+        until = wall + seconds if seconds else 0.0
+        wish = PlannerWish(model=model, sort=sort, at=at, until=until, by=by, mix=dict(mix or {}))
+        self.hear(wall, [wish])
 
     def hear(self, wall: float, wishes: Iterable[PlannerWish]) -> bool:
         """Takes over what is newer than what is known; returns True if anything is."""
@@ -60,12 +86,12 @@ class Wishes:
 
     def holding(self, wall: float) -> tuple[PlannerWish, ...]:
         """The wishes that hold now."""
-        return tuple(one for one in self.all if one.until > max(wall, one.at))
+        return tuple(one for one in self.all if one.until > wall)
 
     def paused(self, wall: float) -> dict[str, str]:
         """By model: who paused it, and until when."""
         holding = (one for one in self.holding(wall) if one.sort == PAUSE)
-        return {one.model: f"{one.by or 'an operator'} until {_clock(one)}" for one in holding}
+        return {one.model: f"{one.by or 'an operator'} until {until_words(one)}" for one in holding}
 
     def pins(self, wall: float) -> dict[str, dict[str, int]]:
         """By model: the workers by mode that are fixed."""
@@ -77,5 +103,6 @@ def _order(wish: PlannerWish) -> tuple[float, float, str]:
     return (wish.at, wish.until, wish.by)
 
 
-def _clock(wish: PlannerWish) -> str:
-    return strftime("%H:%M:%S", localtime(wish.until))
+def until_words(wish: PlannerWish) -> str:
+    """When it ends, on this machine's clock."""
+    return strftime("%Y-%m-%d %H:%M:%S", localtime(wish.until))

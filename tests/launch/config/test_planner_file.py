@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from pdserve.launch.config.planner_file import parse_planner_file, read_planner_
 
 EXAMPLE = Path(__file__).parents[3] / "examples/planner.toml"
 POOL = '[[planner.pool]]\nmodel = "m"\n'
+AGENTS = '[[planner.actuator]]\ntype = "agents"\n'
+SYSTEMD = '[[planner.actuator]]\ntype = "systemd"\n[planner.actuator.kinds.gpu]\nslots = 1\n'
 
 
 def parsed(text: str):
@@ -86,6 +89,27 @@ def test_times_have_the_grammar_of_flags() -> None:
         (f"[planner]\n{POOL}[planner.prices]\ngpu = 'a'\n", "'gpu': must be a number"),
         (f"[planner]\n{POOL}[planner.actuator]\ntype = 'slrm'\n", "did you mean 'slurm'?"),
         ("[planner\n", "planner.toml: not valid TOML"),
+        (f"[planner]\ntick = '1us'\n{POOL}", "tick must be at least 0.05 s"),
+        (
+            f"[planner]\nstable = '99999d'\n{POOL}",
+            "stable must be more than 0, and less than 1e+09",
+        ),
+        (f"[planner]\nreversal-gain = -3\n{POOL}", "reversal-gain must be at least 0, and less"),
+        (f"[planner]\ndonor-headroom = nan\n{POOL}", "donor-headroom must be at least 0"),
+        ('[planner]\n[[planner.pool]]\nmodel = "a\\u001b"\n', "a text without control characters"),
+        (
+            f"[planner]\n{POOL}{AGENTS}{AGENTS}",
+            "[planner.actuator]: type 'agents' stands there twice",
+        ),
+        (f"[planner]\n{POOL}{AGENTS}slots = 3\n", "'slots' is unknown; known: none"),
+        (
+            f"[planner]\n{POOL}kinds = ['gpuu']\n{SYSTEMD}",
+            "pool 'm': no actuator has kind 'gpuu'; did you mean 'gpu'?",
+        ),
+        (
+            f"[planner]\n{POOL}[planner.prices]\ngpuu = 2\n{SYSTEMD}",
+            "[planner.prices]: no actuator has kind 'gpuu'; did you mean 'gpu'?",
+        ),
     ],
 )
 def test_an_error_names_the_place_and_the_remedy(text: str, says: str) -> None:
@@ -98,3 +122,18 @@ def test_an_error_names_the_place_and_the_remedy(text: str, says: str) -> None:
 def test_a_file_that_is_not_there_names_an_example(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read: No such file .*examples/planner.toml"):
         read_planner_file(tmp_path / "none")
+
+
+def test_kinds_of_agents_are_known_only_later() -> None:
+    config, _ = parsed(f"[planner]\n{POOL}kinds = ['gpu', 'cpu']\n{SYSTEMD}{AGENTS}")
+    assert config.pools[0].kinds == ("gpu", "cpu")
+
+
+def test_what_never_ends_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b"#" * ((1 << 20) + 1))
+    for name, says in (("pipe", "it is no file"), ("large", "it is larger than 1048576 bytes")):
+        with pytest.raises(ConfigError, match=f"cannot be read: {says}"):
+            read_planner_file(tmp_path / name)
+    with pytest.raises(ConfigError, match="cannot be read: it is no file"):
+        read_planner_file(Path("/dev/zero"))

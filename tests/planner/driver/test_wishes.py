@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from itertools import permutations
 
+import pytest
+
 from pdserve.messages.planner_orders import PlannerWish
 from pdserve.planner.driver.wishes import Wishes
 
@@ -53,3 +55,27 @@ def test_there_are_only_so_many() -> None:
     many = [PlannerWish(model=f"m{i}", sort="pause", at=1.0, until=9.0) for i in range(600)]
     wishes.hear(2.0, many)
     assert len(wishes.all) == 512
+
+
+def said(wishes: Wishes, wall: float, seconds: float = 0.0) -> None:
+    wishes.enter(wall, model="m", sort="pause", by="eve", seconds=seconds)
+
+
+@pytest.mark.parametrize("back", [0.0, 10.0, 86400.0])
+def test_the_last_word_holds_on_a_clock_that_is_behind(back: float) -> None:
+    """The first word came from a planner whose clock is ahead, or this one has gone back."""
+    wishes = Wishes()
+    said(wishes, 1e6, 3600.0)
+    said(wishes, 1e6 - back)
+    assert wishes.paused(1e6 - back) == {}
+    said(wishes, 1e6 - back, 60.0)
+    assert wishes.paused(1e6 - back + 59.0)
+    assert wishes.paused(1e6 - back + 60.0) == {}
+
+
+def test_one_that_ended_ends_on_a_clock_that_is_behind_too() -> None:
+    ahead, behind = Wishes(), Wishes()
+    said(ahead, 1e6, 3600.0)
+    said(ahead, 1e6 + 1.0)
+    assert behind.hear(1e6 - 500.0, ahead.all)
+    assert behind.paused(1e6 - 500.0) == {}
