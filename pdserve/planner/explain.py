@@ -26,7 +26,7 @@ _WORDS: Final[Mapping[str, str]] = {
     "at {work:.2f} work/s ({load})",
     "busy": "with {workers} workers one mode would be {value:.0%} busy, more than {limit:.0%}, "
     "at {work:.2f} work/s ({load})",
-    "floor": "at least {floor} workers must serve, and {workers} do",
+    "floor": "min and floors ask for {floor}, and {workers} serve",
     "lease": "{reason}",
     "max": "max is {max} workers, and there are {workers}",
     "budget": "the budget of {budget:g} leaves {spare:g}, and a worker costs {price:g}",
@@ -64,11 +64,18 @@ class Binding:
     name: str
     """One of a closed set, for metrics."""
     figures: Mapping[str, float | str] = field(default_factory=dict)
+    lack: tuple[int, int] | None = None
+    """The floor, and the workers that serve, where it keeps the planner from starting those that
+    lack. None: none lack."""
 
     @property
     def words(self) -> str:
         """In one sentence, with the figures."""
-        return _WORDS[self.name].format_map(self.figures)
+        words = _WORDS[self.name].format_map(self.figures)
+        if self.lack is None:
+            return words
+        floor, size = self.lack
+        return f"{_WORDS['floor'].format(floor=floor, workers=size)}: {words}"
 
 
 def plan_line(plan: ScalingPlan, begun: Sequence[Change], before: Mapping[str, int]) -> str:
@@ -77,10 +84,12 @@ def plan_line(plan: ScalingPlan, begun: Sequence[Change], before: Mapping[str, i
     doing = ", ".join(_doing(one) for one in begun) or "no change"
     target = _mix(plan.target)
     was = "" if before == plan.target else f" (was {_mix(before)})" if before else ""
-    load = plan.blind and f"blind: {plan.blind}"
-    load = load or f"{plan.observed:.2f} work/s, forecast {plan.forecast.get('0.9', 0.0):.2f}"
+    head = f"{plan.model} #{plan.number}: {target}{was}; {doing}"
+    if plan.blind:  # no share of misses is known
+        blind = f"blind: {plan.blind}"
+        return f"{head}; {blind}" + (f"; {plan.binding}" if plan.binding != blind else "")
     return (
-        f"{plan.model} #{plan.number}: {target}{was}; {doing}; {load}; "
+        f"{head}; {plan.observed:.2f} work/s, forecast {plan.forecast.get('0.9', 0.0):.2f}; "
         f"miss {plan.miss_before:.1%} -> {plan.miss_after:.1%}; {plan.binding}"
     )
 

@@ -16,6 +16,7 @@ from pdserve.planner.core import owner_of
 from pdserve.planner.outlook import Horizon, PoolOutcome
 from pdserve.planner.tick import Refusal
 from tests.planner.support import (
+    KINDS,
     ME,
     MODEL,
     Bench,
@@ -458,7 +459,7 @@ def test_no_demand_is_data_and_the_pool_shrinks_to_its_minimum():
     bench.load(0.0, first_tokens=0)
     left = shrink_all(bench, 900)
     assert left == 2
-    assert binding(bench.last) == "at least 2 workers must serve, and 2 do"
+    assert binding(bench.last) == "min and floors ask for 2, and 2 serve"
 
 
 def shrink_all(bench: Bench, seconds: float) -> int:
@@ -837,6 +838,27 @@ def test_the_floor_is_kept_whatever_the_load():
     blind_bench = Bench(config(pool(min=2)))
     blind_bench.see(worker(1))
     assert actions(blind_bench.tick()) == [START]
+
+
+@pytest.mark.parametrize(
+    ("pools", "kinds", "says"),
+    [
+        ((pool(min=2, kinds=("gpuu",)),), KINDS, "no actuator offers a kind gpuu"),
+        ((pool(min=2),), (), "no actuator offers a kind for this model"),
+        ((pool(min=2), pool(model="n")), KINDS, "its pool names no kinds"),
+    ],
+)
+@pytest.mark.parametrize("known", [True, False])
+def test_a_floor_that_cannot_be_kept_is_said(pools, kinds, says, known):
+    bench = Bench(config(*pools))
+    bench.see(worker(1), kinds=kinds)
+    if known:
+        bench.load(0.1)
+    for output in bench.until(130):
+        assert actions(output) == []
+        assert binding(output).startswith(
+            f"min and floors ask for 2, and 1 serve: nothing can start a worker: {says}"
+        )
 
 
 def test_a_drain_is_taken_back_for_the_floor_before_a_worker_is_started():

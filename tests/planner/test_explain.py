@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 import pdserve.planner
 from pdserve.messages.planner import Change, ScalingPlan
@@ -66,9 +67,9 @@ def test_a_plan_is_one_line_that_a_person_can_read():
         "2.50 work/s, forecast 3.46; miss 21.0% -> 3.4%; max is 4 workers, and there are 4"
     )
     blind = ScalingPlan(term=1, number=1, model="m", blind="r1 is silent", binding="blind: r1")
-    assert plan_line(blind, (), {}) == (
-        "m #1: none; no change; blind: r1 is silent; miss 0.0% -> 0.0%; blind: r1"
-    )
+    assert plan_line(blind, (), {}) == ("m #1: none; no change; blind: r1 is silent; blind: r1")
+    same = replace(blind, binding="blind: r1 is silent")
+    assert plan_line(same, (), {}) == "m #1: none; no change; blind: r1 is silent"
 
 
 def test_a_change_that_ended_is_one_line():

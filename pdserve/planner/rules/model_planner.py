@@ -22,6 +22,7 @@ from pdserve.planner.levers import raise_capacity, undo_steps
 from pdserve.planner.outlook import Horizon, Load, PoolCandidate, PoolOutcome
 from pdserve.planner.rules.obligations import (
     ending_soon,
+    lacking,
     pin_steps,
     required_starts,
     required_undos,
@@ -29,7 +30,7 @@ from pdserve.planner.rules.obligations import (
     wrong_stops,
 )
 from pdserve.planner.rules.sanity import Sanity
-from pdserve.planner.rules.shrink import NO_KIND, Loads, shrink, staying, surplus_start
+from pdserve.planner.rules.shrink import Loads, shrink, staying, surplus_start
 from pdserve.planner.rules.surge import Surge
 from pdserve.planner.rules.switches import LastSwitch, rebalance
 from pdserve.planner.rules.votes import Votes
@@ -156,8 +157,10 @@ class ModelPlanner:
         if steps := required_undos(scene) or required_starts(scene, self._succeeded):
             return Decision(tuple(steps), _floor_or_lease(scene, steps[0]))
         if sight.blind or forecast is None or scene.demand is None:
-            return self._blind(scene, sight)
-        return self._by_load(scene, sight, scene.demand, forecast)
+            decision = self._blind(scene, sight)
+        else:
+            decision = self._by_load(scene, sight, scene.demand, forecast)
+        return decision if decision.steps else _with_lack(scene, decision)
 
     # ------------------------------------------------------------------ what is known
 
@@ -436,6 +439,16 @@ def _floor_or_lease(scene: Scene, step: Step) -> Binding:
     return Binding("floor", {"floor": scene.floor, "workers": size})
 
 
+def _with_lack(scene: Scene, decision: Decision) -> Decision:
+    """Where fewer workers than the floor are there or coming and none can be started, that is what
+    binds."""
+    if lacking(scene) <= 0:
+        return decision
+    why = why_not_more(scene, decision.after or PoolOutcome(miss=0.0))
+    lack = (scene.floor, len(scene.pool.serving))
+    return replace(decision, binding=replace(why, lack=lack))
+
+
 def _price_ratio(scene: Scene) -> float:
     """Price of the kind that would be started again, over that of the dearest worker there is."""
     again = scene.pool.price(scene.kinds[0].name) if scene.kinds else 1.0
@@ -449,7 +462,7 @@ def why_not_more(scene: Scene, after: PoolOutcome) -> Binding:
     if size >= most:
         return Binding("max", {"max": most, "workers": size})
     if not scene.kinds:
-        return Binding("actuator", {"reason": NO_KIND})
+        return Binding("actuator", {"reason": scene.no_kind})
     reasons = [scene.blocked[one.name] for one in scene.kinds if one.name in scene.blocked]
     open_kinds = [one for one in scene.kinds if one.name not in scene.blocked]
     if not open_kinds:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ending_soon",
+    "lacking",
     "last_of_its_job",
     "pin_steps",
     "required_starts",
@@ -45,9 +46,14 @@ def required_undos(scene: Scene) -> list[Step]:
     """Drains that are taken back because too few workers are left without them: those workers are
     there at once, and a start takes minutes."""
     present = len(scene.pool.in_state("ready", "leaving", "proving")) + _undone(scene)
-    reason = f"at least {scene.floor} workers are to serve"
+    reason = f"min and floors ask for {scene.floor}"
     found = [step for step, _ in undo_steps(scene, reason)]
     return found[: max(0, scene.floor - present)]
+
+
+def lacking(scene: Scene) -> int:
+    """Workers fewer than the floor, with those that are coming; below 0: more."""
+    return scene.floor - (scene.pool.size + _undone(scene))
 
 
 def _undone(scene: Scene) -> int:
@@ -63,10 +69,10 @@ def required_starts(scene: Scene, succeeded: Collection[NodeLife] = ()) -> list[
     new = [one for one in ending if one.life not in succeeded]
     present = scene.pool.in_state("ready", "leaving", "proving")
     coming = scene.pool.size - len(present)
-    to_floor = scene.floor - (scene.pool.size + _undone(scene) - len(ending))
+    to_floor = lacking(scene) + len(ending)
     # A start under way is a successor, too, unless it is that of a worker of before.
     unsucceeded = len(new) - max(0, coming - (len(ending) - len(new)))
-    reason = f"at least {scene.floor} workers are to serve"
+    reason = f"min and floors ask for {scene.floor}"
     if ending:
         reason = f"{', '.join(one.node for one in ending)} will be ended from outside"
     count = max(0, to_floor, unsucceeded)

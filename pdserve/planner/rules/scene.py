@@ -136,6 +136,15 @@ class Scene:
                 free, spare = free - 1, spare - price
         return found
 
+    @property
+    def no_kind(self) -> str:
+        """Why there is no kind to start."""
+        if self.target.kinds:
+            return f"no actuator offers a kind {' or '.join(self.target.kinds)}"
+        if len(self.config.pools) > 1:
+            return "its pool names no kinds, and with several pools each must"
+        return "no actuator offers a kind for this model"
+
     def free_slots(self, kind: Kind) -> float:
         """Instances of the kind that its actuator can still start; infinite: it knows no bound."""
         return kind.slots - self.used.get(kind.name, 0) if kind.slots else inf

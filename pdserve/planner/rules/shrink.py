@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pdserve.planner.rules.scene import Scene
 
 __all__ = [
-    "NO_KIND",
     "Loads",
     "Shrunk",
     "removable",
@@ -40,8 +39,6 @@ __all__ = [
     "victims",
 ]
 
-NO_KIND: Final = "no actuator offers a kind for this model"
-"""Why nothing can be started."""
 _AROUND: Final = 2
 """Workers of each mode by which a mix may differ from the present one."""
 _TRIES: Final = 12
@@ -180,7 +177,7 @@ def _no_victim(scene: Scene) -> Binding:
     if size - 1 < floor:
         return Binding("floor", {"floor": floor, "workers": size})
     if not scene.kinds:
-        return Binding("actuator", {"reason": NO_KIND})
+        return Binding("actuator", {"reason": scene.no_kind})
     mix = mix_of(slot_of(one) for one in staying(scene))
     if not reasons and not _smaller(scene, mix, 0):
         return Binding("paired", {"modes": " and ".join(sorted(mix))})
