@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 from msgspec.structs import replace as replace_fields
@@ -18,6 +20,8 @@ from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.fake_mover import FakeMover
 from pdserve.testing.inline_engine import InlineEngine
 from pdserve.token_ids import token_ids
+from pdserve.transfer import copy_plan
+from pdserve.transfer.copy_plan import plan_block
 from pdserve_engines.torch.executor import TorchExecutor
 from tests.engine_core.kv_fetch import pair as fetched
 from tests.engines.torch.checkpoints import VOCAB, Tiny, build
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
     from pdserve.engine_core.kv_transfer.connector import KvConnector
     from pdserve.ids import NodeLife
     from pdserve.messages.engine import EngineSpec
-    from pdserve.messages.transfer import TransferTicket
+    from pdserve.messages.transfer import RankKvLayout, TransferTicket
     from pdserve.transfer.base import KvPart
 
 BLOCK = 8
@@ -194,6 +198,35 @@ def test_a_slice_that_goes_to_the_wrong_rank_is_found(model: Callable[[int], Pat
         pair.turn()
     assert "corrupt" in pair.lost[0].message
     pair.close()
+
+
+@pytest.mark.parametrize(("p", "d"), [(2, 1), (4, 2)])
+def test_a_replicated_head_that_is_sent_twice_is_found(
+    model: Callable[[int], Path], p: int, d: int
+) -> None:
+    """Ranks that hold the same head divide the work; the bytes would be right all the same."""
+    plan_block.cache_clear()
+    pair = make_pair(
+        TorchExecutor, engine_spec(model(1)), p={"tensor_parallel": p}, d={"tensor_parallel": d}
+    )
+    try:
+        with mock.patch.object(copy_plan, "_layers_to_send", all_layers_to_send):
+            pair.submit(request(2 * BLOCK))
+            while not pair.lost:
+                pair.turn()
+    finally:
+        plan_block.cache_clear()
+        pair.close()
+    assert re.search(r"\d+ bytes have arrived instead of \d+", pair.lost[0].message)
+
+
+def all_layers_to_send(
+    source: RankKvLayout, destination: RankKvLayout, layers: tuple[int, int]
+) -> Iterator[int]:
+    """As if no other rank held the same head."""
+    first = max(layers[0], source.first_layer, destination.first_layer)
+    last = min(layers[1], source.first_layer + source.layers)
+    return iter(range(first, last))
 
 
 @pytest.mark.long(one_in=3)
