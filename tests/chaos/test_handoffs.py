@@ -121,6 +121,9 @@ def attempts(node: Node, outcome: str = "[a-z]+") -> float:
     return total(node, rf'handoff_attempts_total{{outcome="{outcome}"}}')
 
 
+RECEIVED = 'transfer_bytes_total{backend="tcp",direction="received"}'
+
+
 def sent(node: Node) -> float:
     """Bytes."""
     return total(node, r'transfer_bytes_total{.*direction="sent".*}')
@@ -322,6 +325,41 @@ def test_a_path_that_falls_silent_is_given_up_and_made_again(tmp_path):
         assert roles.check(text, roles.stream(decode, text)) == remote
         free(prefill, decode)
         assert not any(node.said("died, life") for node in cluster.nodes)
+
+
+RANKS = ("--engine", "torch", "--dtype", "float32", "--threads", "1", "--kv-memory", "16MiB")
+"""The bundled model, which has two KV heads: of four ranks two hold each."""
+
+
+@pytest.mark.long
+def test_ranks_of_different_hosts_exchange_kv_by_the_clusters_addresses(tmp_path):
+    """Ranks meet on their host's loopback; what other hosts dial is the node's own address."""
+    with network() as net, Cluster(tmp_path) as cluster:
+        hosts = Hosts(net, cluster, tmp_path)
+        hosts.start("router")
+        engine = (*RANKS, "--verify-kv", "all", "--transfer", "tcp")
+        prefill = hosts.start("worker", *engine, "--mode", "prefill", "--tp", "4")
+        decode = hosts.start("worker", *engine, "--mode", "decode", "--disagg", "always", "--tp=2")
+        alone = hosts.start("worker", *RANKS)
+        frontend = hosts.start("frontend", *_ALONE)
+        for node in cluster.nodes:
+            node.wait_ready()  # seven processes that load at once take longer than one may
+        remote = f"remote; node={prefill.name}; reason=always"
+
+        def answer(node: Node, text: str) -> Any:
+            return wait_served(frontend, worker=node.name, **_asked(text))
+
+        eventually(
+            lambda: answer(decode, "hello").headers["x-pdserve-prefill"] == remote, "not remote"
+        )
+        before = total(decode, RECEIVED)
+        for length in (1, 3, 40):
+            text = f"{length} {'~' * (STEP * length)}"
+            found = answer(decode, text)
+            assert found.headers["x-pdserve-prefill"] == remote
+            assert found.body["choices"] == answer(alone, text).body["choices"]
+        eventually(lambda: total(decode, RECEIVED) > before, "no bytes")
+        assert not any(node.said("Traceback") for node in cluster.nodes)
 
 
 # ---------------------------------------------------------------------- the queue's router
