@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+import pdserve
 from tests.support.slurm import PATIENCE, Slurm, why_not
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+BUNDLED = Path(pdserve.__file__).parent / "bundled"
 SCRIPT = Path(__file__).parents[3] / "examples/slurm/pdserve.sbatch"
 CHAT = b'{"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}'
 
@@ -273,6 +275,34 @@ def test_the_last_nodes_compute_prompts_for_the_others(program, tmp_path, tiny_m
         finally:
             slurm.run("scancel", job.id)
             assert job.over() == "CANCELLED"
+        assert "Traceback" not in job.log()
+
+
+@pytest.mark.long  # six processes compute with torch
+def test_prefill_and_decode_workers_have_ranks_of_their_own(program, tmp_path, interface):
+    """Four ranks prefill on the one node, two decode on the other; all end with the job."""
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    ranks = {"PREFILL": "1", "PREFILL_FLAGS": "--tp=4", "PDSERVE_TP": "2"}
+    ranks |= {"PDSERVE_ENGINE": "torch", "PDSERVE_THREADS": "1", "PDSERVE_KV_MEMORY": "16MiB"}
+    ranks |= {"PDSERVE_DISAGG": "always", "PDSERVE_TRANSFER": "tcp", "FABRIC": interface}
+    with Slurm(folder, nodes=2) as slurm:
+        job = Job(slurm, program, tmp_path, BUNDLED, **ranks)
+        try:
+            job.ready()
+            remote = (200, "remote; node=prefill-n2; reason=always")
+            job.until(lambda: job.answer() == remote, "prefilled on the other node")
+            shown = job.members(program)
+            for worker, count in (("decode-n1", 2), ("prefill-n2", 4)):
+                rows = re.findall(rf"^{worker} +\d+ +\d+ +cpu +running", shown, re.MULTILINE)
+                assert len(rows) == count, shown
+            assert re.search(r"^decode-n1 +prefill-n2 +tcp", shown, re.MULTILINE), shown
+            children = [one for one in job.all_processes() if "rank" in " ".join(one.cmdline())]
+            assert len(children) == 4, children
+        finally:
+            slurm.run("scancel", job.id)
+            assert job.over() == "CANCELLED"  # it waits until no process of the job is left
+        assert job.log().count("launch.process: closed") == 4
         assert "Traceback" not in job.log()
 
 
