@@ -1,13 +1,15 @@
 """Reads Mooncake's traces (JSONL), whose lines name 512-token prompt blocks by `hash_ids`.
 
 Equal ids mean equal blocks after equal prefixes, so the ids themselves are the prompt's contents. A
-line without ids shares nothing with another one.
+line without ids shares nothing with another one. Times count from the trace's zero; those of a
+clock, which began long before, from the first line.
 The conversation trace's timestamps are multiples of three seconds, with up to 28 requests at one
 time: replay it with jitter, or report that you did not.
 """
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
@@ -36,9 +38,11 @@ class _Line(msgspec.Struct):
     """Milliseconds."""
     input_length: Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
     output_length: Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
-    hash_ids: list[Annotated[int, Meta(ge=0)]] = []
+    hash_ids: list[Annotated[int, Meta(ge=0)]] | None = None
 
 
+_CLOCK: Final = 86_400_000.0
+"""A first line after so many milliseconds has the time of a clock: a replay would wait as long."""
 _decoder = msgspec.json.Decoder(_Line)
 
 
@@ -52,7 +56,8 @@ class MooncakeTrace:
 
     def __iter__(self) -> Iterator[TraceRequest]:
         """Raises `ConfigError` at the first bad line."""
-        begin: float | None = None
+        zero: float | None = None
+        first = inf
         for count, (number, text) in enumerate(read_lines(self._path)):
             try:
                 line = _decoder.decode(text)
@@ -60,15 +65,19 @@ class MooncakeTrace:
                 what = f"{error}; expected timestamp (ms), input_length, output_length, hash_ids"
                 raise bad_line(self._path, number, what) from None
             try:
-                pieces = block_pieces(line.hash_ids, line.input_length, BLOCK)
+                pieces = block_pieces(line.hash_ids or (), line.input_length, BLOCK)
             except ValueError as error:
                 raise bad_line(self._path, number, str(error)) from None
-            begin = line.timestamp if begin is None else min(begin, line.timestamp)
-            check_span(self._path, number, (line.timestamp - begin) / 1000, "milliseconds")
+            if zero is None:
+                zero = line.timestamp if line.timestamp > _CLOCK else 0.0
+            if line.timestamp < zero:
+                raise bad_line(self._path, number, "is earlier than the first: sort the file")
+            first = min(first, line.timestamp)
+            check_span(self._path, number, (line.timestamp - first) / 1000, "milliseconds")
             pieces = pieces or ((OWN_CONTENT + count, line.input_length),)
             # An engine answers with one token at least.
             output = max(1, line.output_length)
-            yield TraceRequest(count, line.timestamp / 1000, pieces, output)
+            yield TraceRequest(count, (line.timestamp - zero) / 1000, pieces, output)
 
 
 def block_pieces(ids: Sequence[int], length: int, block: int) -> tuple[PromptPiece, ...]:

@@ -29,6 +29,12 @@ _MOST: Final = 2 << 30
 
 class _Message(msgspec.Struct):
     value: str = ""
+    content: str = ""
+    """The text in files that have `role` and `content` for `from` and `value`."""
+
+    @property
+    def text(self) -> str:
+        return self.value or self.content
 
 
 class _Conversation(msgspec.Struct):
@@ -56,7 +62,7 @@ class ShareGptTrace:
         """Raises `ConfigError` for a file that holds something else."""
         count = 0
         for one in self._conversations():
-            messages = [message.value for message in one.conversations[:2]]
+            messages = [message.text for message in one.conversations[:2]]
             if len(messages) == 2 and all(messages):
                 prompt, output = map(_tokens, messages)
                 yield TraceRequest(count, 0.0, ((count, prompt),), output)

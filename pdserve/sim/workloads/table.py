@@ -158,6 +158,11 @@ def _rows(path: Path, columns: Columns | None) -> Iterator[tuple[int, Mapping[st
             yield number, _object(path, number, text)
         return
     names = [name.strip() for name in _split(path, first, head.decode("utf-8-sig", "replace"))]
+    if all(_is_number(name) for name in names):
+        what = (
+            "has numbers where the names of the columns must stand: write a header, at,input,output"
+        )
+        raise bad_line(path, first, what)
     columns = columns or known_columns(names)
     for name in _names(columns) if columns else ():
         if names.count(name) > 1:
@@ -169,6 +174,13 @@ def _rows(path: Path, columns: Columns | None) -> Iterator[tuple[int, Mapping[st
         yield number, dict(zip(names, values, strict=True))
 
 
+def _is_number(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        float(text)
+        return True
+    return False
+
+
 def _object(path: Path, number: int, text: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
@@ -178,9 +190,10 @@ def _object(path: Path, number: int, text: bytes) -> dict[str, Any]:
 
 def _split(path: Path, number: int, line: str) -> list[str]:
     try:
-        return next(csv.reader([line]), [])
+        return next(csv.reader([line], strict=True), [])
     except csv.Error as error:
-        raise bad_line(path, number, f"{error}; expected fields with commas between them") from None
+        what = f"{error}; expected fields with commas between them, and each request on one line"
+        raise bad_line(path, number, what) from None
 
 
 def _parse(row: Mapping[str, Any], columns: Columns) -> tuple[Seconds, int, int]:
@@ -253,7 +266,8 @@ def _length(value: Any) -> int:
 
 
 def _time(value: Any, scale: float) -> Seconds:
-    """Seconds, from a number or from a date and time (of UTC, where it names no zone)."""
+    """Seconds, from a number or from a date and time (of UTC, where it names no zone). Errors:
+    `ValueError`."""
     with contextlib.suppress(_NotANumber):
         return _number(value, scale)
     # Seven digits of a second, one more than a datetime holds.
@@ -261,5 +275,11 @@ def _time(value: Any, scale: float) -> Seconds:
     digits = "".join(one for one in fraction if one.isdigit()) if dot else ""
     zone = fraction.lstrip("0123456789")
     text = f"{whole}.{digits[:6]:0<6}{zone}" if dot else whole
-    when = datetime.fromisoformat(text)
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise ValueError(
+            f"{str(value)[:40]!r} is neither a number of seconds (at_ms: of milliseconds) nor a "
+            f"date and time such as 2026-11-28T08:30:00Z ({error})"
+        ) from None
     return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()

@@ -49,6 +49,8 @@ def open_trace(path: Path, columns: str = "") -> TraceFile:
     if named is None and is_sharegpt(_head(path)):
         return ShareGptTrace(path)
     _, first = next(read_lines(path), (0, b""))
+    if not first:
+        raise ConfigError(f"{path} is empty, and no trace that pdserve reads: {_FORMS}")
     if first.startswith(b"["):
         raise ConfigError(
             f"{path} is a JSON array: write one object per line (jq -c '.[]' FILE); {_FORMS}"
@@ -56,6 +58,9 @@ def open_trace(path: Path, columns: str = "") -> TraceFile:
     if named is None and first.startswith(b"{"):
         return MooncakeTrace(path)
     if b"," not in first:
+        for name, sign in (("semicolons", b";"), ("tabs", b"\t")):
+            if sign in first:
+                raise ConfigError(f"{path} has {name} between its fields: write commas")
         raise ConfigError(f"{path} is no trace that pdserve reads: {_FORMS}")
     return TableTrace(path, named)
 

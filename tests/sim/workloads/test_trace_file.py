@@ -109,6 +109,21 @@ def test_what_is_no_trace_is_refused_with_what_would_be(tmp_path, text: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("\n\n", "is empty"),
+        ("at;input;output\n0;5;5\n", "has semicolons between its fields: write commas"),
+        ("at\tinput\toutput\n0\t5\t5\n", "has tabs between its fields: write commas"),
+    ],
+)
+def test_what_is_nearly_a_table_is_refused_with_what_is_wrong(tmp_path, text, words) -> None:
+    path = tmp_path / "t"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        open_trace(path)
+
+
+@pytest.mark.parametrize(
     "text",
     [
         json.dumps(GOOD) + "\r\n",
@@ -177,7 +192,18 @@ def test_equal_contents_are_equal_tokens_and_others_are_not() -> None:
     assert all(16 <= token < VOCABULARY for pair in many for token in pair)
 
 
-@pytest.mark.parametrize("ids", [{}, {"hash_ids": []}])
+def test_times_of_a_clock_count_from_the_first_line(tmp_path) -> None:
+    """A replay would idle for fifty years, and not end."""
+    now = 1_795_000_000_000
+    lines = [{"timestamp": now + ms} | SHORT for ms in (0, 1500, 500)]
+    assert [one.at for one in open_trace(write(tmp_path / "t", *lines))] == [0.0, 1.5, 0.5]
+    late = [{"timestamp": 27_000 + ms} | SHORT for ms in (500, 0)]
+    assert [one.at for one in open_trace(write(tmp_path / "t", *late))] == [27.5, 27.0]
+    with pytest.raises(ConfigError, match="line 2: is earlier than the first: sort the file"):
+        list(open_trace(write(tmp_path / "t", lines[1], lines[0])))
+
+
+@pytest.mark.parametrize("ids", [{}, {"hash_ids": []}, {"hash_ids": None}])
 def test_lines_without_blocks_share_nothing(tmp_path, ids) -> None:
     line = {"timestamp": 0, "input_length": 700, "output_length": 5} | ids
     prompts = [
@@ -232,6 +258,10 @@ def test_tables_of_any_columns(tmp_path, lines, columns) -> None:
         (("a,b,c", "1,2,3"), "at=a,input", "is not of the form name=column"),
         (("a,b\rc,d", "1,2,3"), "", "expected fields with commas"),
         (("a,b,c", "1,2.5,3"), "at=a,input=b,output=c", "not a whole number of tokens"),
+        (("a,b,c", "0ms,2,3"), "at=a,input=b,output=c", "'0ms' is neither a number of seconds"),
+        (("at,input,output", "2026-13-01,2,3"), "", "line 2: column at: '2026-13-01' is neither"),
+        (("0,100,10", "1,100,10"), "", "line 1: has numbers where the names of the columns"),
+        (("a,b,c,text", '1,2,3,"x', 'y"'), "at=a,input=b,output=c", "line 2: unexpected end"),
         (('[{"at": 1}]',), "", "a JSON array: write one object per line"),
     ],
 )
@@ -273,6 +303,12 @@ TALK = {
     "id": "a",
     "conversations": [{"from": "human", "value": "x" * 40}, {"from": "gpt", "value": "é"}],
 }
+
+
+def test_messages_with_a_content_are_conversations_too(tmp_path) -> None:
+    talk = [{"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "y" * 8}]
+    [one] = open_trace(write(tmp_path / "t", [{"conversations": talk}]))
+    assert (length_of(one.pieces), one.output_tokens) == (10, 2)
 
 
 @pytest.mark.parametrize("shape", ["array", "one line", "lines"])
