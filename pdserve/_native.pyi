@@ -154,7 +154,12 @@ class CpuModel:
 
     def place(self, name: str, layer: int, at: int, rows: int, data: object) -> None: ...
     def set_rope(self, table: object, which: int = 0) -> None: ...
-    def bind(self, pool: object, blocks: int, block_size: int) -> None: ...
+    def bind(
+        self, pool: object, blocks: int, block_size: int, fp8_scales: Sequence[float] = ()
+    ) -> None:
+        """`fp8_scales`: those of each layer's keys and values, one after the other, if the pool
+        holds FP8 (E4M3)."""
+
     def close(self) -> None: ...
     def forward(
         self,

@@ -135,17 +135,20 @@ class CpuModel {
       if (other.held()) positions_ = std::min(positions_, static_cast<int>(other.size() / row));
   }
 
-  void bind(nb::handle pool, int blocks, int block_size) {
+  void bind(nb::handle pool, int blocks, int block_size, const std::vector<float>& fp8_scales) {
     const std::lock_guard<std::mutex> one(mutex_);
     require(model_.complete(), "some weights were not placed");
     const Config& c = model_.config();
     require(blocks > 0 && block_size > 0, "a pool has blocks of at least one token");
+    const auto scales = static_cast<std::size_t>(2 * c.layers);
+    require(fp8_scales.empty() || fp8_scales.size() == scales,
+            "FP8 needs a scale for the keys and one for the values of each layer");
     pool_.hold(pool, true);
     const std::size_t block = count(c.layers * 2, c.kv_heads) * count(block_size, c.head_dim) *
-                              pdserve::cpu::item_size(c.type);
+                              (fp8_scales.empty() ? pdserve::cpu::item_size(c.type) : 1);
     require(pool_.size() == static_cast<std::size_t>(blocks) * block,
             "the pool's size does not fit its blocks");
-    model_.set_pool(pool_.data(), blocks, block_size);
+    model_.set_pool(pool_.data(), blocks, block_size, fp8_scales);
   }
 
   void close() {
@@ -387,7 +390,8 @@ void bind_cpu(nb::module_& m) {
       .def("place", &CpuModel::place, nb::arg("name"), nb::arg("layer"), nb::arg("at"),
            nb::arg("rows"), nb::arg("data"))
       .def("set_rope", &CpuModel::set_rope, nb::arg("table"), nb::arg("which") = 0)
-      .def("bind", &CpuModel::bind, nb::arg("pool"), nb::arg("blocks"), nb::arg("block_size"))
+      .def("bind", &CpuModel::bind, nb::arg("pool"), nb::arg("blocks"), nb::arg("block_size"),
+           nb::arg("fp8_scales") = std::vector<float>())
       .def("sibling", &CpuModel::sibling, nb::arg("threads"), nb::rv_policy::take_ownership,
            "A model with the same weights, which it shares, and nothing else in common.")
       .def("close", &CpuModel::close)

@@ -649,8 +649,6 @@ def make_model(
         progress(f"kernels: {made.kernels}{why and f' (none in Triton: {why})'}", None)
         return made, _slow_kernels(settings, why)
     reason = unsupported_reason(config, settings.device)
-    if settings.kv_cache_dtype != "auto":
-        reason = f"they read no KV in {settings.kv_cache_dtype}"
     if settings.kernels == "torch":
         reason = "they were not asked for"
     elif settings.kernels == "triton":

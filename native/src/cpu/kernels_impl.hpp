@@ -34,6 +34,7 @@ typedef uint16_t Hvec __attribute__((vector_size(2 * PDSERVE_LANES)));
 // The same without alignment, for memory.
 typedef float VecAt __attribute__((vector_size(4 * PDSERVE_LANES), aligned(4), may_alias));
 typedef uint32_t UvecAt __attribute__((vector_size(4 * PDSERVE_LANES), aligned(2), may_alias));
+typedef uint8_t BytesAt __attribute__((vector_size(PDSERVE_LANES), aligned(1), may_alias));
 typedef uint16_t HvecAt __attribute__((vector_size(2 * PDSERVE_LANES), aligned(2), may_alias));
 typedef uint32_t PairAt __attribute__((aligned(2), may_alias));
 
@@ -560,7 +561,7 @@ static inline int padded(int dim) { return (dim + kPanel - 1) / kPanel * kPanel;
 struct Scratch {
   float* queries;  // [rows][dim]: in the KV's type
   float* keys[2];  // [dim][panel]: in the KV's type; this panel and the next
-  float* values;   // [panel][padded dim]: only for heads that do not fill panels
+  float* values;   // [panel][padded dim]: rows of heads that do not fill panels, or that were FP8
   float* weights;  // [at once][panel]: scores, then probabilities
   float* output;   // [rows][padded dim]
   float* largest;  // [rows]
@@ -593,7 +594,7 @@ static void locate(const Attention& job, int panel, Places& places) {
   if (places.panel == panel) return;
   places.panel = panel;
   const KvView& kv = *job.kv;
-  const size_t token_bytes = static_cast<size_t>(kv.head_dim) * item_size(kv.type);
+  const size_t token_bytes = kv.token_bytes();
   const size_t first_head = static_cast<size_t>(job.first_head) * kv.head_stride;
   const int start = panel * kPanel;
   int block = start / kv.block_size, slot = start % kv.block_size;
@@ -620,7 +621,7 @@ static void point(const Places& places, const uint8_t* base, const uint8_t** row
 // Asks for keys and values that will be read two panels from now: they lie too scattered for the
 // hardware to guess.
 static void prefetch(const Places& places, const KvView& kv, int head) {
-  const size_t bytes = static_cast<size_t>(kv.head_dim) * item_size(kv.type);
+  const size_t bytes = kv.token_bytes();
   const size_t shift = static_cast<size_t>(head) * kv.head_stride;
   for (int t = 0; t < kPanel; ++t) {
     if (places.offset[t] == kUnwritten) return;
@@ -628,6 +629,38 @@ static void prefetch(const Places& places, const KvView& kv, int head) {
       __builtin_prefetch(kv.keys + places.offset[t] + shift + line);
       __builtin_prefetch(kv.values + places.offset[t] + shift + line);
     }
+  }
+}
+
+// FP8 to the numbers that are meant. The exponent is 4 bits of a float's 8, which 2^120 makes good;
+// numbers below 2^-6 are floats' smallest ones before.
+PDSERVE_INLINE Vec from_fp8(Uvec x, Vec scale) {
+  const Uvec magnitude = x & 0x7fu;
+  const Vec number = (Vec)(magnitude << 20) * splat(as_float((127u + 120u) << 23));
+  const Uvec bits = magnitude == 0x7fu ? (Uvec)splat(__builtin_nanf("")) : (Uvec)number;
+  return (Vec)(bits | (x & 0x80u) << 24) * scale;
+}
+
+static void widen_fp8(const uint8_t* x, int n, float scale, Type type, void* out) {
+  alignas(64) float row[kMaxHeadDim + kLanes];
+  for (int i = 0; i < n; i += kLanes) {
+    Uvec lanes = {};
+    const int count = n - i < kLanes ? n - i : kLanes;
+    if (count == kLanes)
+      lanes = __builtin_convertvector(*reinterpret_cast<const BytesAt*>(x + i), Uvec);
+    else
+      for (int e = 0; e < count; ++e) lanes[e] = x[i + e];
+    store(row + i, from_fp8(lanes, splat(scale)));
+  }
+  convert(row, n, type, out);
+}
+
+// Rows of FP8, widened into scratch, which the pointers name afterwards.
+static void widen_rows(const KvView& kv, float scale, const uint8_t** rows, float* scratch) {
+  for (int t = 0; t < kPanel; ++t) {
+    float* copy = scratch + t * padded(kv.head_dim);
+    widen_fp8(rows[t], kv.head_dim, scale, kv.type, copy);
+    rows[t] = reinterpret_cast<const uint8_t*>(copy);
   }
 }
 
@@ -815,6 +848,7 @@ static void attend(const Attention& job, float* base) {
   };
   const auto turn_keys = [&](int step) {
     point(place(step), kv.keys + static_cast<size_t>(step % job.heads) * kv.head_stride, rows);
+    if (kv.fp8) widen_rows(kv, kv.key_scale, rows, s.values);
     transpose_keys(rows, units, reinterpret_cast<uint32_t*>(s.keys[step & 1]));
   };
   turn_keys(0);
@@ -834,14 +868,16 @@ static void attend(const Attention& job, float* base) {
     }
     point(place(step), kv.values + static_cast<size_t>(head) * kv.head_stride, rows);
     float* output = s.output + first * width;
-    if (width != dim) {
+    if (kv.fp8) {
+      widen_rows(kv, kv.value_scale, rows, s.values);
+    } else if (width != dim) {
       for (int t = 0; t < kPanel; ++t) {
         float* copy = s.values + t * width;
         widen(kv.type, rows[t], dim, copy);
         rows[t] = reinterpret_cast<const uint8_t*>(copy);
       }
-      gather_values<float>(count, s.weights, rows, output, width);
-    } else if (kv.type == Type::kFloat32) {
+    }
+    if (kv.type == Type::kFloat32 || (!kv.fp8 && width != dim)) {
       gather_values<float>(count, s.weights, rows, output, width);
     } else {
       gather_values<uint16_t>(count, s.weights, rows, output, width);

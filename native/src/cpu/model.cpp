@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "pdserve/cpu/fp8.hpp"
 #include "pieces.hpp"
 
 namespace pdserve::cpu {
@@ -201,7 +202,9 @@ bool Model::complete() const {
   return all;
 }
 
-void Model::set_pool(std::uint8_t* pool, int blocks, int block_size) {
+void Model::set_pool(std::uint8_t* pool, int blocks, int block_size,
+                     std::vector<float> fp8_scales) {
+  fp8_scales_ = std::move(fp8_scales);
   pool_ = pool;
   pool_blocks_ = blocks;
   block_size_ = block_size;
@@ -317,7 +320,12 @@ KvView Model::kv_view(int layer) const {
   view.type = config_.type;
   view.block_size = block_size_;
   view.head_dim = config_.head_dim;
-  view.head_stride = product_of(block_size_, config_.head_dim) * item_size(config_.type);
+  if (!fp8_scales_.empty()) {
+    view.fp8 = true;
+    view.key_scale = fp8_scales_[static_cast<std::size_t>(2 * layer)];
+    view.value_scale = fp8_scales_[static_cast<std::size_t>(2 * layer + 1)];
+  }
+  view.head_stride = static_cast<std::size_t>(block_size_) * view.token_bytes();
   const std::size_t half = static_cast<std::size_t>(config_.kv_heads) * view.head_stride;
   view.block_stride = static_cast<std::size_t>(config_.layers) * 2 * half;
   view.keys = pool_ + static_cast<std::size_t>(layer) * 2 * half;
@@ -392,13 +400,22 @@ void Model::product(const Linear& work, int rows, int member) {
   });
 }
 
+void Model::store_head(const float* head, const KvView& kv, float scale, std::uint8_t* out) const {
+  if (!kv.fp8) return kernels_.convert(head, kv.head_dim, kv.type, out);
+  // Rounded to the model's type first, as everywhere else.
+  std::uint8_t rounded[kMaxHeadDim * sizeof(float)];
+  float x[kMaxHeadDim];
+  kernels_.convert(head, kv.head_dim, kv.type, rounded);
+  kernels_.widen(kv.type, rounded, kv.head_dim, x);
+  for (int i = 0; i < kv.head_dim; ++i) out[i] = to_fp8(x[i] / scale);
+}
+
 void Model::turn_and_store(const Batch& batch, int index, const KvView& kv) {
   const Config& c = config_;
   const Layer& layer = weights_->layers[static_cast<std::size_t>(index)];
   const float* rope =
       ropes_[static_cast<std::size_t>(c.each[static_cast<std::size_t>(index)].rope)];
   const int dim = c.head_dim, width = (c.heads + 2 * c.kv_heads) * dim;
-  const std::size_t token_bytes = static_cast<std::size_t>(dim) * item_size(c.type);
   float* qkv = qkv_.data();
   const auto turn = [&](float* head, const std::vector<float>& weight, int position,
                         float factor) {
@@ -419,11 +436,11 @@ void Model::turn_and_store(const Batch& batch, int index, const KvView& kv) {
       turn(head, layer.q_norm, position, scale);
     const std::int32_t* table = batch.tables + batch.table_offsets[chunk];
     std::size_t at = static_cast<std::size_t>(table[position / block_size_]) * kv.block_stride +
-                     static_cast<std::size_t>(position % block_size_) * token_bytes;
+                     static_cast<std::size_t>(position % block_size_) * kv.token_bytes();
     for (int h = 0; h < c.kv_heads; ++h, head += dim, at += kv.head_stride) {
       turn(head, layer.k_norm, position, 1.0f);
-      kernels_.convert(head, dim, c.type, kv.keys + at);
-      kernels_.convert(head + c.kv_heads * dim, dim, c.type, kv.values + at);
+      store_head(head, kv, kv.key_scale, kv.keys + at);
+      store_head(head + c.kv_heads * dim, kv, kv.value_scale, kv.values + at);
     }
   };
   team_.stage(batch.tokens, grain_of(batch.tokens, team_.size()), [&](int begin, int end) {

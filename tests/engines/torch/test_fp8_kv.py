@@ -9,7 +9,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from pdserve import accel
 from pdserve.errors import ConfigError
+from pdserve.messages.request import SamplingParams
 from pdserve_engines.torch.executor import TorchExecutor
 from pdserve_engines.torch.fp8_kv import FP8, round_rows, widen
 from tests.engines.torch.checkpoints import TINY, build, checkpoint, oracle_logprobs
@@ -70,12 +72,16 @@ def rounded_logprobs(
     return logits[0, -1].float().log_softmax(-1)
 
 
+KERNELS = ["torch", *(["native"] if accel.NATIVE else [])]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", ["llama", "mistral_windowed", "gpt_oss", "gemma2"])
-def test_logits_are_those_of_transformers_with_a_rounded_cache(name: str) -> None:
+def test_logits_are_those_of_transformers_with_a_rounded_cache(name: str, kernels: str) -> None:
     """A number between two of FP8 may fall to either side, which moves a logit a little."""
     directory, model = checkpoint(name)
     prompt = prompt_of(40)
-    found = full_logprobs(directory, prompt, options=FP8_OPTION)
+    found = full_logprobs(directory, prompt, options=FP8_OPTION | {"kernels": kernels})
     ones = ((1.0, 1.0),) * model.config.num_hidden_layers
     difference = (found - rounded_logprobs(model, prompt, ones)).abs()
     assert difference.max() < 0.03
@@ -95,9 +101,10 @@ def with_scales(directory: Path, scales: tuple[tuple[float, float], ...]) -> Any
     return model
 
 
-def test_the_checkpoints_scales_are_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_the_checkpoints_scales_are_used(tmp_path: Path, kernels: str) -> None:
     model, prompt = with_scales(tmp_path, SCALES), prompt_of(40)
-    found = full_logprobs(tmp_path, prompt, options=FP8_OPTION)
+    found = full_logprobs(tmp_path, prompt, options=FP8_OPTION | {"kernels": kernels})
     expected = rounded_logprobs(model, prompt, SCALES)
     assert (found - expected).abs().max() < 0.03
     assert (expected - rounded_logprobs(model, prompt, SCALES[::-1])).abs().max() > 0.1
@@ -141,14 +148,35 @@ def test_other_formats_and_scales_never_look_compatible(tmp_path: Path) -> None:
     assert full == 2 * half[1] == 4 * rounded[1]
 
 
-def test_native_kernels_are_refused_by_name_and_torchs_taken() -> None:
+@pytest.mark.skipif(not accel.NATIVE, reason=accel.REASON)
+def test_the_native_kernels_compute_it() -> None:
     directory, said = checkpoint("llama")[0], list[str]()
     executor = TorchExecutor()
-    executor.load(spec(directory, options=FP8_OPTION), lambda stage, fraction: said.append(stage))
+    info = executor.load(
+        spec(directory, options=FP8_OPTION), lambda stage, fraction: said.append(stage)
+    )
     executor.close()
-    assert any("they read no KV in fp8_e4m3" in line for line in said)
-    with pytest.raises(ConfigError, match="kernels=native"):
-        executor.load(spec(directory, options=FP8_OPTION | {"kernels": "native"}), lambda *_: None)
+    assert any("kernels: native" in line for line in said)
+    assert info.slow_kernels == ""
+
+
+@pytest.mark.skipif(not accel.NATIVE, reason=accel.REASON)
+def test_no_bit_depends_on_how_a_prompt_is_cut_or_on_its_company() -> None:
+    executor = loaded(checkpoint("qwen3")[0], num_blocks=60, options=FP8_OPTION)
+    driver, prompt = Driver(executor), prompt_of(45)
+    found = []
+    for chunk in (45, 1, 7, 16):
+        made = driver.add(prompt, SamplingParams(max_tokens=9, temperature=0.0, logprobs=5))
+        company = driver.add(prompt_of(5 + chunk))
+        begin = len(driver.results)
+        while made.num_output < 4:
+            driver.advance([company, made], chunk)
+        records = [r for result in driver.results[begin:] for r in result.logprobs if r]
+        found.append([(record.token, record.top) for record in records])
+        driver.finish([company, made], 9)
+    assert len(found[0]) == 4
+    assert all(each == found[0] for each in found)
+    executor.close()
 
 
 def test_a_sibling_has_the_same_scales(tmp_path: Path) -> None:

@@ -177,7 +177,10 @@ class CpuModel:
 
     def bind(self, pool: KvPool) -> None:
         assert pool.memory is not None, "native kernels compute in host memory"
-        self._native.bind(pool.memory.view(), pool.num_blocks, pool.layout.block_size)
+        scales: list[float] = []
+        if pool.is_fp8:
+            scales = [one for layer in range(self._config.num_layers) for one in pool.scales(layer)]
+        self._native.bind(pool.memory.view(), pool.num_blocks, pool.layout.block_size, scales)
 
     def forward(self, batch: ForwardBatch, after: LayersDoneFn | None = None) -> torch.Tensor:
         hidden = np.empty((len(batch.rows), self._config.hidden_size), np.float32)

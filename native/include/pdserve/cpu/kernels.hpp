@@ -65,13 +65,20 @@ struct Linear {
 // Where one layer's keys and values are: head h of block b begins at
 // `keys + b * block_stride + h * head_stride`, then [token][dim].
 struct KvView {
-  Type type = Type::kFloat32;
+  Type type = Type::kFloat32;  // of what is computed with
+  bool fp8 = false;            // stored as FP8, which times the scale is the number that is meant
+  float key_scale = 1.0f;
+  float value_scale = 1.0f;
   std::uint8_t* keys = nullptr;
   std::uint8_t* values = nullptr;
   std::size_t block_stride = 0;  // in bytes
   std::size_t head_stride = 0;   // in bytes
   int block_size = 0;
   int head_dim = 0;
+
+  std::size_t token_bytes() const {
+    return static_cast<std::size_t>(head_dim) * (fp8 ? 1 : item_size(type));
+  }
 };
 
 // Queries of some KV heads' groups, of consecutive tokens of one sequence.

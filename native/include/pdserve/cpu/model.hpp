@@ -135,8 +135,9 @@ class Model {
   void set_rope(int which, const float* table) {
     ropes_[static_cast<std::size_t>(which)] = table;
   }
-  // [blocks][layers][2][kv_heads][block_size][head_dim]; stays the caller's.
-  void set_pool(std::uint8_t* pool, int blocks, int block_size);
+  // [blocks][layers][2][kv_heads][block_size][head_dim]; stays the caller's. `fp8_scales`: those of
+  // each layer's keys and values, one after the other, if it holds FP8; else empty.
+  void set_pool(std::uint8_t* pool, int blocks, int block_size, std::vector<float> fp8_scales = {});
   int pool_blocks() const { return pool_blocks_; }
   int block_size() const { return block_size_; }
 
@@ -202,6 +203,7 @@ class Model {
   void normalise(int rows, const std::vector<float>& weight);
   void product(const Linear& job, int rows, int member);
   void turn_and_store(const Batch& batch, int index, const KvView& kv);
+  void store_head(const float* head, const KvView& kv, float scale, std::uint8_t* out) const;
   void attend(const Batch& batch, const std::vector<Piece>& pieces, int index, const KvView& kv,
               int member);
   void add_branch(int rows, const std::vector<float>& weight);
@@ -238,6 +240,7 @@ class Model {
   std::uint8_t* pool_ = nullptr;
   int pool_blocks_ = 0;
   int block_size_ = 1;
+  std::vector<float> fp8_scales_;  // [layers][2]; empty: the pool has the model's type
 
   std::vector<Piece> pieces_, last_pieces_;
   std::vector<Block> blocks_;

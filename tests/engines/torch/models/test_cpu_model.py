@@ -19,6 +19,7 @@ from pdserve.engine_core.executor import KvBlockShape, ScheduledChunk
 from pdserve.errors import ConfigError
 from pdserve.messages.request import SamplingParams
 from pdserve_engines.torch.executor import TorchExecutor
+from pdserve_engines.torch.fp8_kv import FP8, round_rows
 from pdserve_engines.torch.kv_pool import KvPool
 from pdserve_engines.torch.model_loader.config import ModelConfig, parse_config
 from pdserve_engines.torch.model_loader.weights import params
@@ -137,7 +138,14 @@ RAW = {
 class Side:
     """One model with its own pool."""
 
-    def __init__(self, model: ForwardModel, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: ForwardModel,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        scales: tuple[tuple[float, float], ...] = (),
+    ) -> None:
+        """`dtype` and `scales` are the pool's."""
         layout = KvBlockShape(
             config.num_layers, config.kv_heads, BLOCK, config.head_dim, dtype.itemsize
         )
@@ -149,7 +157,7 @@ class Side:
                 parts.append(part + 1 if "norm" in name and not config.float_norms else part)
             model.place(param, parts)
         self.model = model
-        self.pool = KvPool(layout, 120, dtype, CPU)
+        self.pool = KvPool(layout, 120, dtype, CPU, scales)
         model.bind(self.pool)
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
@@ -220,6 +228,80 @@ def two_steps(side: Side) -> list[torch.Tensor]:
             for chunks, rows in ((first, [3, 332, 372]), (second, [1, 2, 11]))
         ]
     return [*found, side.pool.tensor[ids[:41]].float()]
+
+
+FP8_SCALES = ((1.0, 0.002), (40.0, 0.3))
+"""Of the keys and values of two layers: most values of the first one are cut, most keys of the
+second one are among the smallest numbers."""
+
+
+def _in_fp8() -> Iterator[Any]:
+    """Kernels, a model and a dtype; most as long tests."""
+    for name in RAW:
+        for kernels in SETS:
+            for dtype in DTYPES:
+                always = name in ("middle", "biased") and kernels == SETS[0]
+                if (name, dtype) != ("sparse", "bfloat16"):
+                    marks = [] if always else [pytest.mark.long]
+                    yield pytest.param(kernels, name, dtype, marks=marks)
+
+
+def fp8_side(
+    kernels: str, name: str, dtype: str, scales: tuple[tuple[float, float], ...] = FP8_SCALES
+) -> Side:
+    """`kernels`: `torch` for the twin."""
+    config, kind = parse_config(RAW[name]), getattr(torch, dtype)
+    settings = TorchSettings(CPU, kind, 2, 600, kernels)
+    model = TorchModel(config, settings) if kernels == "torch" else CpuModel(config, settings)
+    return Side(model, config, FP8, scales)
+
+
+@needs_native
+@pytest.mark.parametrize(("kernels", "name", "dtype"), list(_in_fp8()))
+def test_fp8_is_stored_as_torch_rounds_it(kernels: str, name: str, dtype: str) -> None:
+    """Bit by bit, in the first layer: it does not depend on KV. Ties are frequent in bfloat16."""
+    config, kind = parse_config(RAW[name]), getattr(torch, dtype)
+    plain = Side(CpuModel(config, TorchSettings(CPU, kind, 2, 600, kernels)), config, kind)
+    rounded = fp8_side(kernels, name, dtype)
+    chunks = [chunk_of(300, 0, list(range(38)), 0)]
+    for side in (plain, rounded):
+        side.logits(make_batch(chunks, [299], BLOCK))
+    rows = plain.pool.tensor[:37, 0].transpose(2, 3).reshape(37, 2, BLOCK, -1)
+    rows = rows.transpose(1, 2).reshape(37 * BLOCK, 2 * config.kv_heads, config.head_dim)
+    found = rounded.pool.tensor.view(torch.uint8)[:37, 0].transpose(2, 3)
+    found = found.reshape(37, 2, BLOCK, -1).transpose(1, 2).reshape(rows.shape)
+    expected = round_rows(rows, FP8_SCALES[0])
+    assert torch.equal(found, expected)
+    if name != "olmo":  # its values are small
+        assert len(expected.unique()) > 150
+        assert ((expected & 0x7F) == 0x7E).any(), "nothing was cut"
+    plain.close()
+    rounded.close()
+
+
+@needs_native
+@pytest.mark.parametrize(("kernels", "name", "dtype"), list(_in_fp8()))
+def test_fp8_is_read_as_torch_widens_it(kernels: str, name: str, dtype: str) -> None:
+    """All bytes that are numbers, in blocks that both find; what is not written is no number. In
+    bfloat16 only small ones: large scores would make its rounding decide which key counts."""
+    scales = FP8_SCALES if dtype == "float32" else ((0.5, 0.3), (0.25, 2.0))
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for each in (kernels, "torch"):
+        side = fp8_side(each, name, dtype, scales)
+        content = side.pool.tensor.view(torch.uint8)
+        content.random_(0, 256, generator=generator.manual_seed(3))
+        content[(content & 0x7F) == 0x7F] = 3
+        if dtype == "bfloat16":
+            content &= 0xB7
+        content[25, :, :, :, 201 % BLOCK :] = 0x7F
+        chunks = [chunk_of(201, 200, list(range(26)), 0), chunk_of(75, 70, list(range(40, 50)), 1)]
+        with torch.inference_mode():
+            found.append(side.logits(make_batch(chunks, [0, 3, 5], BLOCK)).float())
+        side.close()
+    size = max(1.0, float(found[1].std()))
+    assert found[0].isfinite().all()
+    assert (found[0] - found[1]).abs().max() < (1e-4 if dtype == "float32" else 0.25) * size
 
 
 @needs_native
