@@ -58,3 +58,5 @@ class ModeReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Why the last change did not happen; empty: it did, or there was none."""
     refused: str = ""
     """Why this order is not obeyed; empty: it is."""
+    newest: Count = 0
+    """Newest term of which an order was obeyed; 0: no planner's was."""

@@ -70,6 +70,8 @@ class DrainState(msgspec.Struct, frozen=True, array_like=True):
     """Why this order is not obeyed; empty: it is."""
     term: Count = 0
     """Term of the planner that ordered the drain; 0: an operator did, or a signal."""
+    newest: Count = 0
+    """Newest term of which an order was obeyed; 0: no planner's was."""
 
 
 class RouterStats(msgspec.Struct, frozen=True, array_like=True):

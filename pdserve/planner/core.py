@@ -105,6 +105,8 @@ class PlannerCore:
         self._number = 0
         self._ended: list[Ended] = []
         """Changes that this tick has found to be over."""
+        self._obeyed = 0
+        """Newest term that a worker has obeyed instead of this planner's."""
         self._renew_at: Seconds | None = None
         """When a new term begins, because a worker has obeyed a later planner; None: none has."""
 
@@ -156,14 +158,17 @@ class PlannerCore:
     def _begin_term(self, now: Seconds, owned: Collection[str], seen: PlannerInput) -> None:
         """Begins a new term with each model that is taken over: its last owner may have begun its
         life later than this planner. So does an owner whose orders are stale all the same, since
-        another one owned the model for a moment; but not before it must have heard of that one."""
+        another one owned the model for a moment; but not before it must have heard of that one. The
+        new term is above the one that is obeyed, also if that came from a clock ahead."""
         if any(model not in owned for model in self._models):
             self._renew_at = None
-        if self._renew_at is None and any(r.kind == "stale" for r in seen.refusals.values()):
+        stale = [one.newest for one in seen.refusals.values() if one.kind == "stale"]
+        self._obeyed = max(self._obeyed, *stale, 0)
+        if self._renew_at is None and stale:
             self._renew_at = now + _HEAR
         renew = self._renew_at is not None and now >= self._renew_at
         if renew or any(model not in self._models for model in owned):
-            self._term = max(self._term + renew, int(seen.wall * 1000))
+            self._term = max(self._term + renew, int(seen.wall * 1000), self._obeyed + 1)
             self._renew_at = None
 
     def _drop(self, owned: Collection[str]) -> None:

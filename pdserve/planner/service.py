@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import contextmanager
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -39,7 +41,7 @@ from pdserve.tracing.sink import NO_SINK
 from pdserve.wire.codec import decoder, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
     from pdserve.ids import NodeId, Seconds
     from pdserve.messages.node import NodeCard
@@ -63,6 +65,8 @@ T = TypeVar("T")
 
 _SETTLE: Final[Seconds] = 3.0
 """Most seconds at the beginning in which cards, reports of routers and other planners arrive."""
+_LONG: Final[Seconds] = 60.0
+"""A decision that takes longer is a defect, or the machine has far too much to do."""
 _PATIENCE: Final[Seconds] = 1.0
 """Longest wait for the reports of workers that change; then the last ones count."""
 
@@ -145,7 +149,7 @@ class PlannerService:
         """Decides no more; other planners take over its models. Changes that are under way go
         on."""
         self._draining = True
-        self._output = None  # its plans hold no more
+        self._core = self._output = None  # others decide: what it has begun is not known to go on
         self.measures.stopped()
         if self._node.card is not None:
             self._node.publish_card(replace(self._node.card, draining=True), {})
@@ -201,7 +205,8 @@ class PlannerService:
         core = self._core_of_this_life()
         while self._enabled:
             core.enable(self._enabled.pop())
-        output = await self._offload(lambda: core.tick(now, seen))
+        with self._told_if_long():
+            output = await self._offload(lambda: core.tick(now, seen))
         self.measures.ticked(self._node.now() - now)
         if self._draining or core is not self._core:
             return  # another planner decides by now
@@ -214,6 +219,16 @@ class PlannerService:
             self._log.add(line)
         self._note(self._all_degraded(output))
         self.measures.note(now, seen, output)
+
+    @contextmanager
+    def _told_if_long(self) -> Iterator[None]:
+        """A thread cannot be ended, but that nothing is decided is told, until the next tick."""
+        words = f"the present decision has taken more than {_LONG:.0f} s: no other one is made"
+        timer = self._node.timers.call_later(_LONG, partial(self._note, {"planner_failed": words}))
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _ordered(self, order: Order, refusal: Refusal | None) -> None:
         self.measures.ordered(order, refusal)

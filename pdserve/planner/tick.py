@@ -36,6 +36,8 @@ class Refusal:
     """In the words of whoever refused."""
     retry_in: Seconds | None = None
     """With `exhausted`: seconds after which it may work; None: nobody knows."""
+    newest: int = 0
+    """With `stale`: the term that is obeyed; 0: it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

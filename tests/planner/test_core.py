@@ -1356,6 +1356,20 @@ def test_an_owner_whose_orders_are_stale_begins_a_term_when_it_must_know_the_oth
     assert terms[5:] == [195_000] * 14
 
 
+def test_a_term_of_a_clock_that_was_ahead_is_exceeded():
+    """A planner whose clock was a year ahead has gone: its successor would be refused as long."""
+    bench = calm(3, 0.5)
+    bench.seen = replace(bench.seen, wall=100.0)
+    bench.until(65)
+    (stop,) = bench.last.orders
+    ahead = stop.term + 365 * 86_400_000
+    bench.tick(refusals={stop.change.id: Refusal("stale", "stale: a later planner", newest=ahead)})
+    bench.until(35)
+    assert bench.last.plans[0].term == ahead + 1
+    bench.until(65)
+    assert {order.term for order in bench.last.orders} <= {ahead + 1}
+
+
 def test_a_planner_that_only_advises_orders_nothing_and_says_the_same():
     bench = Bench(config(mode="advise"))
     bench.see(worker(1))

@@ -190,6 +190,51 @@ async def test_a_worker_that_refuses_is_heard() -> None:
 
 
 @virtually
+async def test_workers_that_have_obeyed_a_planner_with_a_clock_ahead_obey_again() -> None:
+    async with site(rate=0.1, workers=2) as made:
+        for worker in made.workers.values():
+            worker.fence.obeyed(10**16, 5)
+        await made.planner()
+        await made.until(lambda: made.serving() == 1, 900.0)
+
+
+@virtually
+async def test_a_decision_that_takes_too_long_is_told_until_it_ends() -> None:
+    async with site(rate=0.5) as made:
+        planner = await made.planner()
+        await made.until(lambda: bool(planner.report.plans))
+        usual, ends = planner.service._offload, asyncio.Event()
+
+        async def slow(work):
+            await ends.wait()
+            return await usual(work)
+
+        planner.service._offload = slow
+        await asyncio.sleep(70.0)
+        assert (
+            "decision has taken more than 60 s" in planner.degradations.reasons()["planner_failed"]
+        )
+        ends.set()
+        await asyncio.sleep(10.0)
+        assert "planner_failed" not in planner.degradations.reasons()
+
+
+@virtually
+async def test_a_planner_that_has_drained_knows_nothing_of_before() -> None:
+    """Others have decided meanwhile: a start that it had asked for is no longer wanted."""
+    async with site(rate=0.5) as made:
+        planner = await made.planner()
+        await made.until(lambda: bool(planner.report.plans))
+        core, term = planner.service._core, planner.term
+        planner.service.drain()
+        await asyncio.sleep(20.0)
+        planner.service.undo_drain()
+        await made.until(lambda: bool(planner.report.plans), 30.0)
+        assert planner.service._core is not core
+        assert planner.term > term
+
+
+@virtually
 async def test_orders_have_the_term_of_the_planners_life() -> None:
     async with site(rate=0.1, workers=2) as made:
         planner = await made.planner()

@@ -8,6 +8,7 @@ one, so the two together are bounded.
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from time import gmtime, strftime
 from typing import TYPE_CHECKING, Final
@@ -26,6 +27,12 @@ MOST_BYTES: Final[Bytes] = 8 << 20
 """Most bytes of the file before it is replaced: some 40,000 lines, weeks of decisions."""
 _KEPT: Final = 200
 """Lines in memory."""
+
+
+def _opened(name: str, flags: int) -> int:
+    """A pipe that nobody reads is an error; without this flag the planner would wait for a
+    reader."""
+    return os.open(name, flags | os.O_NONBLOCK, 0o666)
 
 
 class DecisionLog:
@@ -59,7 +66,7 @@ class DecisionLog:
         try:
             if path.exists() and path.stat().st_size + len(line) >= self._most:
                 path.replace(path.with_name(f"{path.name}.1"))
-            with path.open("a", encoding="utf-8") as file:
+            with open(path, "a", encoding="utf-8", opener=_opened) as file:
                 file.write(f"{line}\n")
         except OSError as error:
             self._on_trouble(f"{path} cannot be written: {error.strerror}")

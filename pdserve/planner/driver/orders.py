@@ -37,9 +37,11 @@ if TYPE_CHECKING:
     from typing import TypeVar
 
     from pdserve.ids import Seconds
+    from pdserve.messages.mode import ModeReport
+    from pdserve.messages.status import DrainState
     from pdserve.planner.actuators.base import Actuator
     from pdserve.planner.driver.actuator_watch import ActuatorWatch
-    from pdserve.planner.tick import Order, RefusalKind
+    from pdserve.planner.tick import Order
     from pdserve.runtime.node import Node
     from pdserve.wire.codec import Method
 
@@ -166,11 +168,11 @@ class Orders:
     async def _drain(self, order: Order) -> Refusal | None:
         message = DrainOrder(False, order.term, order.number)
         state = await self._ask(order, DRAIN, message, _ANSWER)
-        return _by_worker(state.refused)
+        return _by_worker(state)
 
     async def _undo(self, order: Order) -> Refusal | None:
         state = await self._ask(order, UNDO_DRAIN, UndoDrain(order.term, order.number), _UNDO)
-        return _by_worker(state.refused)
+        return _by_worker(state)
 
     async def _set_mode(self, order: Order) -> Refusal | None:
         message = SetMode(
@@ -181,7 +183,7 @@ class Orders:
             number=order.number,
         )
         report = await self._ask(order, MODE, message, _ANSWER)
-        return _by_worker(report.refused)
+        return _by_worker(report)
 
     async def _ask(self, order: Order, method: Method[Q, R], message: Q, timeout: Seconds) -> R:
         """Asks the life of the worker that is meant. Errors: as `PeerRef.ask`."""
@@ -190,11 +192,13 @@ class Orders:
         return await worker.ask(method, message, timeout=timeout)
 
 
-def _by_worker(refused: str) -> Refusal | None:
+def _by_worker(answer: DrainState | ModeReport) -> Refusal | None:
+    refused = answer.refused
     if not refused:
         return None
-    kind: RefusalKind = "stale" if refused.startswith(_STALE) else "vetoed"
-    return Refusal(kind, refused)
+    if refused.startswith(_STALE):
+        return Refusal("stale", refused, newest=answer.newest)
+    return Refusal("vetoed", refused)
 
 
 def _by_actuator(error: ActuatorError) -> Refusal:

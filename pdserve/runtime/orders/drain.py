@@ -214,7 +214,7 @@ class Drain:
         state = self.state()
         if state is None:
             state = DrainState(left=self.left, serves=not self._ending)
-        return replace(state, refused=refused)
+        return replace(state, refused=refused, newest=self._orders.newest)
 
     def _begin_ordered(self, node: Node, order: DrainOrder, by: NodeId) -> None:
         how = "stays in the cluster" if order.stay else "ends when that is done"

@@ -16,6 +16,11 @@ class OrderFence:
     def __init__(self) -> None:
         self._last = (0, 0)
 
+    @property
+    def newest(self) -> int:
+        """The term of that order; 0: there was none."""
+        return self._last[0]
+
     def refusal(self, term: int, number: int) -> str:
         """Why an order with this term and number is too late; empty: it is not. The same order may
         come twice, because its answer was lost."""

@@ -134,6 +134,7 @@ class ModeSwitch:
             share=self.share,
             failed=self._failed,
             refused=refused,
+            newest=self._orders.newest,
         )
 
     def cancel(self, event: ModeEvent = ModeEvent.DRAINING) -> None:

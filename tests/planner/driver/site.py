@@ -102,7 +102,7 @@ class FakeWorker:
         self.orders.append(order)
         refused = self._objection(order)
         if refused:
-            return DrainState(refused=refused)
+            return DrainState(refused=refused, newest=self.fence.newest)
         if not self.card.draining:
             self.term = order.term
             self.tell(draining=True)
@@ -120,7 +120,7 @@ class FakeWorker:
         refused = self._objection(order)
         if not refused:
             self.tell(draining=False)
-        return DrainState(serves=not refused, refused=refused)
+        return DrainState(serves=not refused, refused=refused, newest=self.fence.newest)
 
     @answers(MODE)
     def _mode(self, order: SetMode, call: IncomingCall) -> ModeReport:
@@ -129,7 +129,9 @@ class FakeWorker:
         if not refused:
             generation = self.card.mode_generation + 1
             self.tell(mode=order.mode, mode_generation=generation)
-        return ModeReport(mode=self.card.mode, state="serving", refused=refused)
+        return ModeReport(
+            mode=self.card.mode, state="serving", refused=refused, newest=self.fence.newest
+        )
 
 
 class FakeRouter:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from pdserve.planner.driver.decision_log import DecisionLog
@@ -38,3 +39,18 @@ def test_a_file_that_cannot_be_written_is_told_and_does_no_harm(tmp_path: Path) 
     log.add("two")
     assert trouble[-1] == ""
     assert len(log.lines) == 2
+
+
+def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path: Path) -> None:
+    trouble: list[str] = []
+    os.mkfifo(tmp_path / "pipe")
+    log = DecisionLog(lambda: 0.0, tmp_path / "pipe", on_trouble=trouble.append)
+    log.add("one")
+    assert "cannot be written: No such device" in trouble[-1]
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        log.add("two")
+        assert trouble[-1] == ""
+        assert os.read(reader, 100) == b"1970-01-01T00:00:00Z two\n"
+    finally:
+        os.close(reader)

@@ -239,7 +239,9 @@ async def test_a_late_order_of_a_planner_is_refused_and_an_operators_is_not() ->
         assert not (await w.order(stay=True, term=7, number=3)).refused
         assert (await w.undo(term=7, number=4)).serves
         assert (await w.order(stay=True, term=7, number=3)).refused.startswith("stale: ")
-        assert (await w.order(stay=True, term=6, number=9)).refused.startswith("stale: ")
+        late = await w.order(stay=True, term=6, number=9)
+        assert late.refused.startswith("stale: ")
+        assert late.newest == 7
         assert not w.drain.begun
         assert not (await w.order(stay=True)).refused
         assert (await w.undo(term=6, number=9)).refused.startswith("stale: ")

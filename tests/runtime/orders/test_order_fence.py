@@ -14,6 +14,7 @@ def test_only_orders_as_late_as_the_last_one_are_obeyed() -> None:
         "stale: a later planner has ordered it (plan 2 of term 5, and this is plan 1 of term 5)"
     )
     assert "plan 9 of term 4" in fence.refusal(4, 9)
+    assert fence.newest == 5
 
 
 def test_an_operators_order_is_never_late_and_makes_no_other_late() -> None:

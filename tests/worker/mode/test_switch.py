@@ -358,8 +358,11 @@ async def test_a_late_order_of_a_planner_is_refused_and_an_operators_is_not() ->
     async with site("p", "q") as made:
         assert (await made.change("p", "decode", term=7, number=3)).mode == "decode"
         for stale in ({"term": 7, "number": 2}, {"term": 6, "number": 9}):
-            refused = (await made.order("p", "prefill", **stale)).refused
-            assert refused.startswith("stale: a later planner has ordered it (plan 3 of term 7")
+            late = await made.order("p", "prefill", **stale)
+            assert late.refused.startswith(
+                "stale: a later planner has ordered it (plan 3 of term 7"
+            )
+            assert late.newest == 7
         assert made.count("p", "refused") == 2
         assert (await made.order("p", "decode", term=7, number=3)).refused == ""  # repeated
         assert (await made.change("p", "prefill")).mode == "prefill"
