@@ -29,6 +29,7 @@ import msgspec
 from pdserve.transfer.copy_plan import PlanError, split_runs
 from pdserve.transfer.copying import chunks, crc32
 from pdserve.transfer.cuda.driver import CudaError, CudaIpcExport
+from pdserve.transfer.cuda.host_staging import StagingRing
 from pdserve.transfer.cuda.nvidia import NvidiaDriver
 from pdserve.transfer.same_host.pull_transport import PATIENCE, PullPath, PullTransport
 from pdserve.transfer.same_host.shared_table import map_table
@@ -54,8 +55,6 @@ CHUNK: Final[Bytes] = 64 << 20
 a few milliseconds over PCIe."""
 UNMAPPING: Final[Seconds] = 5.0
 """How long an ending path waits for the peer to close what it has opened."""
-SUMMED: Final[Bytes] = 4 << 20
-"""Bytes of device memory that are read at a time for a checksum."""
 
 
 def unsupported_reason(regions: Sequence[Region], driver: CudaDriver | None = None) -> str:
@@ -231,6 +230,8 @@ class CudaIpcTransport(PullTransport):
         self.driver: CudaDriver = NvidiaDriver() if driver is None else driver
         self._exported = tuple(self.driver.export(r.address, r.size) for r in regions)
         self._lanes: list[_Lane] = []
+        self._rings: list[StagingRing] = []
+        """Unused buffers for checksums; as many as threads have summed at a time."""
         self._free = threading.Lock()
         super().__init__(node, epoch, regions, ask, verify=verify, patience=patience)
 
@@ -238,13 +239,23 @@ class CudaIpcTransport(PullTransport):
         return [], msgspec.msgpack.encode(_Words(self._exported))
 
     def _sum(self, region: int, from_: array[int], lengths: array[int], start: int) -> int:
-        address = self.regions[region].address
-        for at, length in zip(from_, lengths, strict=True):
-            for begin in range(at, at + length, SUMMED):
-                size = min(SUMMED, at + length - begin)
-                data = memoryview(self.driver.read(address + begin, size))
-                start = crc32(data, start)
+        ring = self._ring()
+        try:
+            for view in ring.load([(region, from_, lengths)]):
+                start = crc32(view, start)
+        except BaseException:
+            ring.close()
+            raise
+        with self._free:
+            self._rings.append(ring)
         return start
+
+    def _ring(self) -> StagingRing:
+        """Unused buffers to bring bytes to the host, in a stream that waits for no kernel."""
+        with self._free:
+            if self._rings:
+                return self._rings.pop()
+        return StagingRing(self.driver, [region.address for region in self.regions])
 
     # ------------------------------------------------------------------ streams, in threads
 
@@ -263,9 +274,12 @@ class CudaIpcTransport(PullTransport):
             self._lanes.append(lane)
 
     async def close(self) -> None:
-        """Close every path, then the streams and the driver's memory."""
+        """Close every path, then the streams, the buffers and the driver's memory."""
         await super().close()
         lanes, self._lanes = self._lanes, []
         for lane in lanes:
             lane.stream.close()
+        rings, self._rings = self._rings, []
+        for ring in rings:
+            ring.close()
         self.driver.release()

@@ -17,7 +17,7 @@ from pdserve.testing.device_memory import DeviceMemory
 from pdserve.testing.kv_oracle import layouts
 from pdserve.testing.transfer_support import RecordingTransferSink, deliver, order, transfer_pair
 from pdserve.transfer.base import KvPart, Region
-from pdserve.transfer.copying import chunks
+from pdserve.transfer.copying import chunks, crc32
 from pdserve.transfer.cuda.driver import CudaError
 from pdserve.transfer.cuda.nvidia import unavailable_reason
 from pdserve.transfer.same_host import cuda_ipc, pull_transport
@@ -134,6 +134,26 @@ async def test_a_changed_byte_is_found_by_its_checksum(monkeypatch) -> None:
         await sink.until(lambda s: bool(s.failed))
         assert "checksum of block 2 differs" in sink.failed[0].message
         await grant.revoke(timeout=5)
+
+
+async def test_checksums_of_many_short_runs_cost_few_calls_and_leave_no_buffer() -> None:
+    """Runs are short where both ends have other head counts."""
+    devices = Devices("all")
+    async with devices.world() as two:
+        assert isinstance(two.source.transport, CudaIpcTransport)
+        runs = range(0, two.source.regions[0].size, 4)
+        offsets, lengths = array("q", runs), array("q", [2] * len(runs))
+        content = two.source.memories[0]._driver.read(two.source.memories[0].address, runs.stop)
+        before = devices.source.calls
+        found = two.source.transport._sum(0, offsets, lengths, 7)
+        assert found == crc32(b"".join(content[at : at + 2] for at in runs), 7)
+        assert len(runs) > 100
+        assert devices.source.calls - before < 12
+        devices.source.fails_at = 2
+        with pytest.raises(CudaError):
+            two.source.transport._sum(0, offsets, lengths, 0)
+        assert devices.source.mapped == 1, "buffers are left"
+        assert two.source.transport._sum(0, offsets, lengths, 7) == found
 
 
 async def test_pieces_are_announced_in_order_whichever_is_summed_first(monkeypatch) -> None:
