@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from pdserve.launch.cluster.admin_client import AdminClient
     from pdserve.messages.planner_orders import PlannerAnswer
     from pdserve.messages.status import ClusterStatus, MemberStatus
+    from pdserve.planner.config import PoolConfig
 
 __all__ = ["mix_of", "run"]
 
@@ -151,9 +152,15 @@ def _check(name: str) -> int:
     from pdserve.launch.config.planner_file import read_planner_file
 
     config, actuators = read_planner_file(Path(name))
-    models = ", ".join(f"{pool.model} ({pool.min} to {pool.max})" for pool in config.pools)
+    models = ", ".join(map(_in_words, config.pools))
     print(printable(f"{name}: fine: {models}; ways to start workers: {len(actuators)}"))
     return exit_codes.OK
+
+
+def _in_words(pool: PoolConfig) -> str:
+    aimless = pool.ttft is None and pool.itl is None
+    load = ", whatever the load: it has no objective" if aimless else ""
+    return f"{pool.model} ({pool.min} to {pool.max}{load})"
 
 
 async def _show(reach: Reach, *, as_records: bool) -> int:

@@ -144,9 +144,13 @@ def test_wrong_words_are_told_before_anyone_is_asked(arguments, says, capsys):
 
 def test_a_file_is_checked(tmp_path, capsys):
     path = tmp_path / "planner.toml"
-    path.write_text('[planner]\n[[planner.pool]]\nmodel = "m"\nmax = 4\n')
+    pool = '[planner]\n[[planner.pool]]\nmodel = "m"\nmax = 4\n'
+    path.write_text(f'{pool}slo-ttft = "1s"\n')
     assert main(["planner", "check", str(path)]) == exit_codes.OK
-    assert "fine: m (1 to 4)" in capsys.readouterr().out
+    assert "fine: m (1 to 4); ways" in capsys.readouterr().out
+    path.write_text(pool)
+    assert main(["planner", "check", str(path)]) == exit_codes.OK
+    assert "m (1 to 4, whatever the load: it has no objective); ways" in capsys.readouterr().out
     path.write_text('[planner]\n[[planner.pool]]\nmodl = "m"\n')
     assert main(["planner", "check", str(path)]) == exit_codes.USAGE
     assert "line 3 (planner.pool 1): 'modl': unknown field" in capsys.readouterr().err
