@@ -37,10 +37,10 @@ def token_promises(
     as in `TorchSettings`; `experts`: each token chooses experts; `matmul_precision` is torch's for
     products in float32, `highest` unless the process was told otherwise.
     """
+    exact = (f"{EXACT_PREFIX}{row_kernels}",) if row_kernels and ranks == 1 else ()
     if dtype != "float32" or kv_cache_dtype != "auto":
         # A difference in the last bit may round to the next number of the narrower format.
-        return ()
-    exact = (f"{EXACT_PREFIX}{row_kernels}",) if row_kernels and ranks == 1 else ()
+        return exact
     if experts or (not exact and matmul_precision != "highest"):
         # Near ties of experts change whole logits. Lower precision is TF32 or bfloat16 inside of
         # products; some containers of NVIDIA's set it.

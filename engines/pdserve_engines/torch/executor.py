@@ -146,6 +146,10 @@ class TorchExecutor:
                 progress("sharing the weights of another worker", None)
         self._loaded, self._model, self._settings = loaded, loaded.model, loaded.settings
         self._pooler.head = loaded.head
+        # The order in which torch sums a row on a GPU depends on how many there are.
+        self._sampler.one_by_one = loaded.settings.device.type == "cuda" and bool(
+            loaded.model.exact
+        )
         self.prepare_thread()
         if loaded.settings.device.type == "cuda":
             self._cudnn_attention.hold()
@@ -562,7 +566,8 @@ class TorchExecutor:
         first = chunk.start + 1
         tokens = chunk.sequence.tokens[first : first + len(hidden)].tolist()
         top = chunk.sequence.sampling.prompt_logprobs or 0
-        step = max(1, _LOGITS_AT_ONCE // self.info.vocab_size)
+        alone = self._sampler.one_by_one
+        step = 1 if alone else max(1, _LOGITS_AT_ONCE // self.info.vocab_size)
         found: list[TokenLogprob] = []
         for begin in range(0, len(tokens), step):
             part = tokens[begin : begin + step]
@@ -648,11 +653,7 @@ def make_model(
         made, why = make_gpu_model(config, settings)
         progress(f"kernels: {made.kernels}{why and f' (none in Triton: {why})'}", None)
         return made, _slow_kernels(settings, why)
-    reason = unsupported_reason(config, settings.device)
-    if settings.kernels == "torch":
-        reason = "they were not asked for"
-    elif settings.kernels == "triton":
-        reason = f"the device is {settings.device}"
+    reason = _cpu_obstacle(config, settings)
     if settings.kernels not in ("auto", "torch") and reason is not None:
         raise ConfigError(f"engine option kernels={settings.kernels}: not possible, {reason}")
     if reason is None:
@@ -663,6 +664,19 @@ def make_model(
     progress(f"kernels: {model.kernels} (no native kernels: {reason})", None)
     # Without the extension the whole process is slow, and says so.
     return model, _slow_kernels(settings, reason) if accel.NATIVE else ""
+
+
+def _cpu_obstacle(config: ModelConfig, settings: TorchSettings) -> str | None:
+    """Why pdserve's own kernels for CPUs cannot compute the model, or shall not; None: they do."""
+    if settings.kernels == "torch":
+        return "they were not asked for"
+    if settings.kernels == "triton":
+        return f"the device is {settings.device}"
+    if settings.kernels == "invariant" and (
+        settings.dtype != torch.float32 or settings.kv_cache_dtype != "auto"
+    ):
+        return f"on {settings.device} it is promised in float32 alone, KV included"
+    return unsupported_reason(config, settings.device)
 
 
 def _slow_kernels(settings: TorchSettings, reason: str) -> str:

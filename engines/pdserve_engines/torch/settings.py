@@ -48,7 +48,8 @@ class TorchSettings:
     threads: int
     max_model_len: int
     kernels: str = "auto"
-    """`auto`, `torch`, `triton`, `native`, or one of the native instruction sets."""
+    """`auto`, `torch`, `triton`, `invariant`, `native`, or one of the native instruction sets.
+    `invariant`: a row's result does not depend on the rest of the batch, or there is no start."""
     classifier_from_token: tuple[str, ...] = ()
     """Tokens of which the output layer's rows make a classification head; empty: none."""
     kv_cache_dtype: str = "auto"
@@ -211,7 +212,7 @@ def kernels_option(options: dict[str, str]) -> str:
     other names than `OPTIONS`."""
     check_options("torch", options, OPTIONS)
     value = options.get("kernels", "auto")
-    possible = ["auto", "torch", "triton"]
+    possible = ["auto", "torch", "triton", "invariant"]
     if accel.NATIVE:
         possible += ["native", *accel.native.cpu_kernel_sets()]
     if value not in possible:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_greedy_output_is_that_of_transformers_on_the_cpu(name: str) -> None:
     executor.close()
 
 
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("kernels", ["torch", "triton", "invariant"])
 def test_steps_that_are_begun_ahead_bring_the_same_tokens(kernels: str) -> None:
     """Greedy, drawn, penalised and stopped rows together, which end at different steps."""
     prompts = [random.Random(length).choices(range(VOCAB), k=length) for length in (1, 9, 40, 12)]
@@ -71,6 +71,41 @@ def test_steps_that_are_begun_ahead_bring_the_same_tokens(kernels: str) -> None:
         found.append(outputs_of(core))
         assert core.close() == 0
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gemma3"])
+def test_invariant_kernels_choose_the_same_tokens_in_any_company(name: str, dtype: str) -> None:
+    """Alone, together, in chunks of odd sizes, and continued by another engine after a few tokens,
+    as after a migration: tokens and logprobs to the bit."""
+
+    def computed(prompts: list[list[int]], way: SamplingParams, chunk: int, count: int) -> Any:
+        options = {"kernels": "invariant"}
+        executor = loaded(checkpoint(name)[0], device="cuda", dtype=dtype, options=options)
+        assert executor.info is not None
+        assert any(one.startswith("exact:invariant sm_") for one in executor.info.features)
+        driver = Driver(executor)
+        sequences = [driver.add(prompt, way) for prompt in prompts]
+        driver.finish(sequences, count, chunk=chunk)
+        found: list[list[Any]] = [[] for _ in sequences]
+        for result in driver.results:
+            for row, record in enumerate(result.logprobs if len(sequences) == 1 else ()):
+                found[row].append(record)
+        executor.close()
+        return [sequence.output for sequence in sequences], found
+
+    prompts = [random.Random(length).choices(range(VOCAB), k=length) for length in (1, 9, 40, 70)]
+    drawn = SamplingParams(max_tokens=30, temperature=0.8, seed=3, top_p=0.9, logprobs=3)
+    greedy = SamplingParams(max_tokens=30, temperature=0.0)
+    for way in (drawn, greedy):
+        together, _ = computed(prompts, way, 100, 24)
+        assert computed(prompts, way, 7, 24)[0] == together
+        for prompt, expected in zip(prompts, together, strict=True):
+            alone, logprobs = computed([prompt], way, 100, 24)
+            assert alone == [expected]
+            assert computed([prompt], way, 7, 24)[1] == logprobs
+    cut = [[*prompt, *output[:9]] for prompt, output in zip(prompts, together, strict=True)]
+    assert computed(cut, greedy, 11, 15)[0] == [output[9:] for output in together]
 
 
 def outputs_of(core: Core) -> dict[int, list[int]]:

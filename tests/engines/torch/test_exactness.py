@@ -34,6 +34,7 @@ PLAIN: dict[str, Any] = {
     "matmul_precision": "highest",
 }
 NATIVE: dict[str, Any] = {"row_kernels": "native avx2"}
+INVARIANT: dict[str, Any] = {"row_kernels": "invariant sm_90 triton 3.6.0 bfloat16"}
 
 
 @pytest.mark.parametrize(
@@ -47,8 +48,12 @@ NATIVE: dict[str, Any] = {"row_kernels": "native avx2"}
         ({"experts": True}, []),
         (NATIVE, ["exact:native avx2", "close:float32"]),
         (NATIVE | {"ranks": 2}, ["close:float32"]),
-        (NATIVE | {"dtype": "bfloat16"}, []),
-        (NATIVE | {"kv_cache_dtype": "fp8_e4m3"}, []),
+        (INVARIANT | {"dtype": "bfloat16"}, ["exact:invariant sm_90 triton 3.6.0 bfloat16"]),
+        (
+            INVARIANT | {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"},
+            ["exact:invariant sm_90 triton 3.6.0 bfloat16"],
+        ),
+        (INVARIANT | {"dtype": "bfloat16", "ranks": 2}, []),
         (NATIVE | {"matmul_precision": "high"}, ["exact:native avx2", "close:float32"]),
         (NATIVE | {"experts": True}, ["exact:native avx2"]),
     ],

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch.nn import functional
-
 from pdserve_engines.torch.cuda.add_norm import add_norm
 from pdserve_engines.torch.cuda.gated_activation import gated_activation
 from pdserve_engines.torch.cuda.graphs.static_inputs import Capacity, StaticInputs
 from pdserve_engines.torch.cuda.rotate_store import HeadNorms, rotate_store
 from pdserve_engines.torch.cuda.step_attention import StepAttention
-from pdserve_engines.torch.models.experts import MOST_FEW, feed_few
+from pdserve_engines.torch.models.experts import MOST_FEW, feed_experts, feed_few
 from pdserve_engines.torch.models.torch_model import TorchModel, query_scales
 
 if TYPE_CHECKING:
     import torch
 
     from pdserve_engines.torch.cuda.graphs.static_inputs import StaticStep
+    from pdserve_engines.torch.cuda.step_attention import StepInputs
     from pdserve_engines.torch.models.base import LayersDoneFn
     from pdserve_engines.torch.models.forward_batch import ForwardBatch
 
@@ -58,7 +57,7 @@ class KernelModel(TorchModel):
 
     def _compute(
         self,
-        step: StepAttention | StaticStep,
+        step: StepInputs,
         tokens: torch.Tensor,
         after: LayersDoneFn | None = None,
     ) -> torch.Tensor:
@@ -94,13 +93,13 @@ class KernelModel(TorchModel):
         index: int,
         layer: dict[str, torch.Tensor],
         normed: torch.Tensor,
-        step: StepAttention | StaticStep,
+        step: StepInputs,
         scales: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of one layer, before the output product."""
         assert self._pool is not None
         config = self._config
-        qkv = functional.linear(normed, layer["qkv"], layer.get("qkv_bias"))
+        qkv = self._linear(normed, layer["qkv"], layer.get("qkv_bias"))
         rope = config.rope_of(index)
         norms = None
         if config.qk_norm:
@@ -120,13 +119,15 @@ class KernelModel(TorchModel):
 
     def _feed_forward(self, layer: dict[str, torch.Tensor], normed: torch.Tensor) -> torch.Tensor:
         if "router" in layer:
-            experts = self._config.experts
-            if experts is not None and len(normed) <= MOST_FEW:
-                return feed_few(experts, layer, normed)
-            return super()._feed_forward(layer, normed)
-        gate_up = functional.linear(normed, layer["gate_up"], layer.get("gate_up_bias"))
+            return self._experts(layer, normed)
+        gate_up = self._linear(normed, layer["gate_up"], layer.get("gate_up_bias"))
         active = gated_activation(gate_up, gelu=self._config.gelu)
         return self._project(layer, "down", active)
+
+    def _experts(self, layer: dict[str, torch.Tensor], normed: torch.Tensor) -> torch.Tensor:
+        assert self._config.experts is not None
+        feed = feed_few if len(normed) <= MOST_FEW else feed_experts
+        return feed(self._config.experts, layer, normed)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return add_norm(x, None, weight, self._config.rms_eps)

@@ -20,22 +20,38 @@ def make_gpu_model(config: ModelConfig, settings: TorchSettings) -> tuple[TorchM
 
     Raises `ConfigError` if the requested kernels are not possible.
     """
-    if settings.kernels not in ("auto", "torch", "triton"):
+    wanted = settings.kernels
+    if wanted not in ("auto", "torch", "triton", "invariant"):
         raise ConfigError(
-            f"engine option kernels={settings.kernels}: not possible, the device is "
-            f"{settings.device}; auto, torch and triton are"
+            f"engine option kernels={wanted}: not possible, the device is {settings.device}; "
+            "auto, torch, triton and invariant are"
         )
-    if settings.kernels == "torch":
+    if wanted == "torch":
         return TorchModel(config, settings), "they were not asked for"
     reason = unsupported_reason(config)
     if reason is None:
-        # Triton takes a second to import, and only here it is there for certain.
-        from pdserve_engines.torch.cuda.kernel_check import failing_kernel
+        made = _checked_model(config, settings)
+        if not isinstance(made, str):
+            return made, ""
+        reason = made
+    if wanted != "auto":
+        raise ConfigError(f"engine option kernels={wanted}: not possible, {reason}")
+    return TorchModel(config, settings), reason
+
+
+def _checked_model(config: ModelConfig, settings: TorchSettings) -> TorchModel | str:
+    """The model of the kernels, or which of them fails on this device."""
+    # Triton takes a second to import, and only here it is there for certain.
+    from pdserve_engines.torch.cuda.kernel_check import failing_kernel
+
+    failing = failing_kernel(config, settings)
+    if failing is not None:
+        return failing
+    if settings.kernels != "invariant":
         from pdserve_engines.torch.cuda.kernel_model import KernelModel
 
-        reason = failing_kernel(config, settings)
-        if reason is None:
-            return KernelModel(config, settings), ""
-    if settings.kernels == "triton":
-        raise ConfigError(f"engine option kernels=triton: not possible, {reason}")
-    return TorchModel(config, settings), reason
+        return KernelModel(config, settings)
+    from pdserve_engines.torch.cuda.invariant.invariance_check import varying_kernel
+    from pdserve_engines.torch.cuda.invariant.invariant_model import InvariantModel
+
+    return varying_kernel(config, settings) or InvariantModel(config, settings)

@@ -7,7 +7,7 @@ layer uses it.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -26,7 +26,35 @@ if TYPE_CHECKING:
     from pdserve_engines.torch.model_loader.config import ModelConfig
     from pdserve_engines.torch.models.forward_batch import ForwardBatch, Int32s
 
-__all__ = ["DecodeAttention", "StepAttention"]
+__all__ = ["DecodeAttention", "LayerAttention", "StepAttention", "StepInputs"]
+
+
+class LayerAttention(Protocol):
+    """Attention of a step's sequences, one layer after the other."""
+
+    def attend(self, index: int, qkv: torch.Tensor) -> torch.Tensor:
+        """The attention of layer `index`: `[T, (heads + 2 * kv_heads) * head_dim]` to `[T, heads *
+        head_dim]`. Keys and values of the step are in the pool already."""
+        ...
+
+
+class StepInputs(LayerAttention, Protocol):
+    """What a forward pass with kernels reads of a step, in int32 on the pool's device."""
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """`[T]`."""
+        ...
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """`[T]` the block of each token; -1: padding, which stores nothing."""
+        ...
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """`[R]` rows whose hidden state is wanted."""
+        ...
 
 
 class DecodeAttention:

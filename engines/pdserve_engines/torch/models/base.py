@@ -30,9 +30,10 @@ class ForwardModel(Protocol):
 
     @property
     def exact(self) -> str:
-        """The kernels' name if their result for a row does not depend on the other rows: then a
-        token is the same however its sequence was scheduled. Empty if it may. `exactness` says what
-        a worker promises by it."""
+        """The kernels' name if their result for a row, in the model's dtypes, does not depend on
+        the other rows: then a token is the same however its sequence was scheduled. Empty if it
+        may. Workers whose kernels have the same name compute the same bits. `exactness` says what a
+        worker promises by it."""
         ...
 
     @property

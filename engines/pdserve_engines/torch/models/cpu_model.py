@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _MAX_HEAD_DIM = 512
 
+_BEST_SET: Final = ("auto", "native", "invariant")
+"""Values of the option `kernels` that leave the instruction set to the extension."""
 _KNOWN: Final = frozenset(
     {
         "full_layers",
@@ -119,6 +121,8 @@ class CpuModel:
         """Use the weights of `owner`, or start with none placed."""
         self._config = config
         self._dtype = settings.dtype
+        self._plain = settings.dtype == torch.float32 and settings.kv_cache_dtype == "auto"
+        """Whether all numbers are float32, those of KV too."""
         self._threads = settings.threads
         self._native: accel.native.CpuModel
         if owner is not None:
@@ -136,7 +140,7 @@ class CpuModel:
                 epsilon=config.rms_eps,
                 tied=config.tied,
                 threads=settings.threads,
-                kernels="" if settings.kernels in ("auto", "native") else settings.kernels,
+                kernels="" if settings.kernels in _BEST_SET else settings.kernels,
                 **_layer_settings(config, settings.max_model_len),
                 **_scales(config.for_context(settings.max_model_len), settings.dtype),
             )
@@ -149,7 +153,8 @@ class CpuModel:
 
     @property
     def exact(self) -> str:
-        return f"native {self._native.kernels}"
+        # Narrower numbers are not promised to other workers.
+        return f"native {self._native.kernels}" if self._plain else ""
 
     @property
     def torch_threads(self) -> int:

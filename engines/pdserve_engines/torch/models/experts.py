@@ -42,7 +42,7 @@ def feed_experts(
     for expert in sorted(set(chosen.flatten().tolist())):
         rows, places = torch.where(chosen == expert)
         product = functional.linear(x[rows], gates_and_ups[expert], gate_up_biases[expert])
-        active = _activate(config.swiglu, *product.chunk(2, dim=-1))
+        active = activate(config.swiglu, *product.chunk(2, dim=-1))
         fed = functional.linear(active, downs[expert], down_biases[expert])
         out.index_add_(0, rows, (fed * shares[rows, places, None]).to(x.dtype))
     return out
@@ -79,7 +79,7 @@ def _feed_gathered(
     product = product.squeeze(2)
     if config.bias:
         product = product + layer["experts_gate_up_bias"].view(count, -1)[experts]
-    active = _activate(config.swiglu, *product.chunk(2, dim=-1)).unsqueeze(2)
+    active = activate(config.swiglu, *product.chunk(2, dim=-1)).unsqueeze(2)
     fed = torch.bmm(layer["experts_down"].view(count, hidden, -1)[experts], active).squeeze(2)
     if config.bias:
         fed = fed + layer["experts_down_bias"].view(count, -1)[experts]
@@ -99,7 +99,7 @@ def _feed_all(
     all_shares = torch.zeros((len(x), count), dtype=shares.dtype, device=x.device)
     all_shares = all_shares.scatter(1, chosen, shares)
     product = functional.linear(x, layer["experts_gate_up"], layer.get("experts_gate_up_bias"))
-    active = _activate(config.swiglu, *product.view(len(x), count, -1).chunk(2, dim=-1))
+    active = activate(config.swiglu, *product.view(len(x), count, -1).chunk(2, dim=-1))
     # One that overflows without being chosen would make 0 * inf of its share.
     active = active.masked_fill(all_shares.unsqueeze(2) == 0, 0)
     downs = layer["experts_down"].view(count, hidden, -1)
@@ -116,7 +116,9 @@ def _by_expert(
     return [None] * config.count if biases is None else biases.chunk(config.count)
 
 
-def _activate(swiglu: SwigluConfig | None, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def activate(swiglu: SwigluConfig | None, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The product of both halves, of which the first goes through the activation; it may overwrite
+    them."""
     if swiglu is None:
         return functional.silu(gate).mul_(up)
     gate, up = gate.clamp(max=swiglu.limit), up.clamp(-swiglu.limit, swiglu.limit)

@@ -47,6 +47,7 @@ class TorchModel:
         self._config = config
         self._threads = settings.threads
         self._dtype, self._device = settings.dtype, settings.device
+        self._kv_dtype = settings.kv_dtype
         self._weights: _Weights | None = weights or _Weights(config.num_layers)
         """None once closed; siblings have references of their own."""
         self._ropes = {
@@ -173,7 +174,7 @@ class TorchModel:
         scales: torch.Tensor | None,
     ) -> torch.Tensor:
         config = self._config
-        qkv = functional.linear(normed, layer["qkv"], layer.get("qkv_bias"))
+        qkv = self._linear(normed, layer["qkv"], layer.get("qkv_bias"))
         heads = qkv.view(len(normed), -1, config.head_dim)
         split = config.num_heads + config.kv_heads
         turned = place = heads[:, :split]
@@ -217,19 +218,23 @@ class TorchModel:
         config = self._config
         if config.experts is not None and "router" in layer:
             return feed_experts(config.experts, layer, normed)
-        gate, up = functional.linear(normed, layer["gate_up"], layer.get("gate_up_bias")).chunk(
-            2, dim=-1
-        )
+        product = self._linear(normed, layer["gate_up"], layer.get("gate_up_bias"))
+        gate, up = product.chunk(2, dim=-1)
         active = functional.gelu(gate, approximate="tanh") if config.gelu else functional.silu(gate)
         return self._project(layer, "down", active.mul_(up))
 
     def _project(self, layer: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
         """A product that ends attention or feed-forward."""
-        return functional.linear(x, layer[name], layer.get(f"{name}_bias"))
+        return self._linear(x, layer[name], layer.get(f"{name}_bias"))
+
+    def _linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return functional.linear(x, weight, bias)
 
     def _output_product(self, hidden: torch.Tensor) -> torch.Tensor:
         head = self._held.params["embed" if self._config.tied else "head"]
-        return functional.linear(hidden, head)
+        return self._linear(hidden, head)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         eps = self._config.rms_eps

@@ -228,6 +228,8 @@ class RowParamsCache:
     def __init__(self) -> None:
         self._rows: dict[SequenceKey, _Row] = {}
         self._last: RowParams | None = None
+        self._parts: tuple[RowParams, list[RowParams]] | None = None
+        """A batch, and its rows as batches."""
 
     def of(self, sequences: list[Sequence]) -> RowParams:
         """The columns of this batch."""
@@ -237,10 +239,17 @@ class RowParamsCache:
             last = self._last = RowParams(sequences, rows)
         return last
 
+    def each(self, batch: RowParams) -> list[RowParams]:
+        """The columns of every row as a batch of its own."""
+        if self._parts is None or self._parts[0] is not batch:
+            parts = [RowParams([one], [self._row(one)]) for one in batch.sequences]
+            self._parts = (batch, parts)
+        return self._parts[1]
+
     def forget(self, key: SequenceKey) -> None:
         """Drop the row of a sequence; an unknown one is ignored."""
         if self._rows.pop(key, None) is not None:
-            self._last = None
+            self._last = self._parts = None
 
     def _row(self, sequence: Sequence) -> _Row:
         row = self._rows.get(sequence.key)

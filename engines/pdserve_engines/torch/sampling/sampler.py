@@ -76,6 +76,9 @@ class Sampler:
         """Masks of grammars and of the reasoning's end."""
         self.bans = TokenBans()
         """Tokens that requests exclude themselves."""
+        self.one_by_one = False
+        """Draw each row by itself, so that it does not depend on the others to the last bit: on a
+        GPU, torch sums a row in an order that depends on their number."""
         self._params = RowParamsCache()
         self._penalties = Penalties()
 
@@ -94,10 +97,30 @@ class Sampler:
         batch = self._params.of(sequences)
         raw: torch.Tensor | None = None
         if batch.logprobs:
-            raw = logits[upload(np.array(batch.logprobs), logits.device)].log_softmax(-1)
+            raw = self._logprobs(logits, batch.logprobs)
         num_outputs = batch.num_outputs()
         self._adjust(logits, batch, num_outputs)
-        return SampledTokens(_choose(logits, batch, num_outputs), raw, batch)
+        choose = self._choose_each if self.one_by_one else _choose
+        return SampledTokens(choose(logits, batch, num_outputs), raw, batch)
+
+    def _logprobs(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        if self.one_by_one:
+            return torch.cat([logits[row : row + 1].clone().log_softmax(-1) for row in rows])
+        return logits[upload(np.array(rows), logits.device)].log_softmax(-1)
+
+    def _choose_each(
+        self, logits: torch.Tensor, batch: RowParams, num_outputs: Ints
+    ) -> torch.Tensor:
+        """`_choose`, as if each drawn row were a batch of its own."""
+        if not len(batch.drawing) or len(logits) == 1:
+            return _choose(logits, batch, num_outputs)
+        # A row's place in memory decides, too, how it is summed.
+        return torch.cat(
+            [
+                _choose(logits[row : row + 1].clone(), each, num_outputs[row : row + 1])
+                for row, each in enumerate(self._params.each(batch))
+            ]
+        )
 
     def is_plain(self, sequences: list[Sequence]) -> bool:
         """Return whether each next token is the likeliest one and nothing else is requested."""

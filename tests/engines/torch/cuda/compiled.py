@@ -81,7 +81,7 @@ def compile_launch(launch: Launch, capability: int) -> Code:
         signature[name] = kind = _type(launch.kernel.params[index], given[name])
         if kind == "constexpr":
             constants[(index,)] = given[name]
-        elif _aligned(given[name]):
+        elif _aligned(given[name]) and not launch.kernel.params[index].do_not_specialize:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, constants, attributes)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -89,7 +89,8 @@ def compile_launch(launch: Launch, capability: int) -> Code:
 
 
 def _type(parameter: Any, value: Any) -> str:
-    if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+    one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+    if parameter.is_constexpr or one:
         return "constexpr"
     if isinstance(value, torch.Tensor):
         return "*" + TYPES[value.dtype]

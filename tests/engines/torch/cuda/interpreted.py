@@ -33,8 +33,8 @@ from triton.runtime.jit import JITFunction
 from pdserve_engines.torch.cuda import add_norm
 
 MODULES: list[ModuleType] = [
-    importlib.import_module(f"{package.__name__}.{each.name}")
-    for each in pkgutil.iter_modules(package.__path__)
+    importlib.import_module(each.name)
+    for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
 ]
 _PATCHED: tuple[Any, ...] = (
     *(tl, tl.core, tl.math, tl.standard),

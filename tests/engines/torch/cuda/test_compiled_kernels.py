@@ -15,6 +15,7 @@ import torch
 
 from pdserve_engines.torch.cuda import add_norm, decode_attention, gated_activation, rotate_store
 from pdserve_engines.torch.cuda.decode_plan import list_items
+from pdserve_engines.torch.cuda.invariant import experts, linear, tile_attention
 from tests.engines.torch.cuda.compiled import SHARED_MEMORY, Launch, compile_launch, record
 from tests.engines.torch.cuda.pools import Shape
 
@@ -32,6 +33,15 @@ MODELS = {
     "gemma-27b": (Shape(32, 16, 128), 5376),
 }
 """Heads, and the size of the hidden state, of common models."""
+MODULES = (
+    *(add_norm, gated_activation, rotate_store, decode_attention),
+    *(linear, experts, tile_attention),
+)
+WITH_PRODUCTS = (
+    decode_attention._segment_kernel,
+    linear._linear_kernel,
+    tile_attention._tile_kernel,
+)
 DTYPES = [torch.bfloat16, torch.float16]
 FP8 = torch.float8_e4m3fn
 
@@ -90,18 +100,63 @@ def launch_attention(shape: Shape, hidden: int, dtype: torch.dtype, kv: torch.dt
         decode_attention.attend_decodes(heads_of(shape, dtype), out, pool, inputs, rules)
 
 
+def launch_linear(shape: Shape, hidden: int, dtype: torch.dtype, kv: torch.dtype) -> None:
+    """The second inner size is no multiple of a tile."""
+    for inner in (hidden, hidden + 8):
+        x, weight = torch.empty(2, inner, dtype=dtype), torch.empty(64, inner, dtype=dtype)
+        linear.linear(x, weight)
+        linear.linear(x, weight, weight[:, 0].contiguous())
+
+
+def launch_experts(shape: Shape, hidden: int, dtype: torch.dtype, kv: torch.dtype) -> None:
+    x, shares = torch.empty(2, hidden, dtype=dtype), torch.empty(2, 4)
+    experts.choose_experts(torch.empty(2, 60, dtype=dtype), 4, normalized=True)
+    routed = linear.ExpertRows(torch.empty(64, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
+    weight = torch.empty(2, 32, hidden, dtype=dtype)
+    linear.linear_by_expert(x, weight, weight[:, :, 0].contiguous(), routed, 4)
+    experts.add_experts(torch.empty(2, 4, hidden, dtype=dtype), shares)
+
+
+def launch_tiles(shape: Shape, hidden: int, dtype: torch.dtype, kv: torch.dtype) -> None:
+    places = torch.empty(4, dtype=torch.int32)
+    inputs = tile_attention.TileInputs(places, places, places, places, places)
+    out = torch.empty(2, shape.heads * shape.head_dim, dtype=dtype)
+    scales = (0.5, 0.25) if kv == FP8 else (1.0, 1.0)
+    for cap in (None, 50.0):
+        rules = decode_attention.ScoreRules(0.1, 100, cap, scales)
+        pool = pool_of(shape, kv)
+        tile_attention.attend_tiles(heads_of(shape, dtype), out, pool, inputs, rules)
+
+
+KERNELS = {
+    launch_norm: "plain",
+    launch_activation: "plain",
+    launch_rotation: "kv",
+    launch_attention: "kv",
+    launch_linear: "float32",
+    launch_experts: "float32",
+    launch_tiles: "kv float32",
+}
+"""What each is compiled for beside both half precisions: KV in FP8, and float32."""
+ALWAYS = {
+    (launch_attention, "llama-8b", torch.bfloat16, 90),
+    (launch_rotation, "llama-8b", torch.bfloat16, 80),
+    (launch_linear, "llama-8b", torch.bfloat16, 90),
+}
+
+
 def _combinations() -> Iterator[Any]:
-    """Kernels, models, dtypes and GPUs: attention of the commonest model in every run."""
-    launchers = (launch_norm, launch_activation, launch_rotation, launch_attention)
-    kinds = [(dtype, dtype) for dtype in DTYPES] + [(torch.bfloat16, FP8)]
-    for launcher, model, kind, gpu in itertools.product(launchers, MODELS, kinds, SHARED_MEMORY):
-        if FP8 in kind and (gpu < 89 or launcher in (launch_norm, launch_activation)):
+    """Kernels, models, dtypes and GPUs: some of the commonest model in every run."""
+    kinds = [(dtype, dtype) for dtype in (*DTYPES, torch.float32)] + [(torch.bfloat16, FP8)]
+    for launcher, model, kind, gpu in itertools.product(KERNELS, MODELS, kinds, SHARED_MEMORY):
+        if FP8 in kind and (gpu < 89 or "kv" not in KERNELS[launcher]):
             continue  # these have no such instructions
-        always = (launcher, model, kind[1], gpu) in {
-            (launch_attention, "llama-8b", torch.bfloat16, 90),
-            (launch_rotation, "llama-8b", torch.bfloat16, 80),
-        }
-        marks = [] if always else [pytest.mark.long(one_in=40)]
+        if torch.float32 in kind and "float32" not in KERNELS[launcher]:
+            continue
+        if launcher in (launch_linear, launch_experts) and model not in ("llama-8b", "qwen-32b"):
+            continue  # heads are nothing to them
+        always = (launcher, model, kind[1], gpu) in ALWAYS
+        marks = [] if always else [pytest.mark.long(one_in=60)]
         names = (launcher.__name__, model, *(str(each).removeprefix("torch.") for each in kind))
         yield pytest.param(
             launcher, model, *kind, gpu, marks=marks, id="-".join((*names, str(gpu)))
@@ -117,14 +172,23 @@ def test_a_kernel_compiles_within_a_gpu_s_limits(
     gpu: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    modules = (add_norm, gated_activation, rotate_store, decode_attention)
-    launches: list[Launch] = record(monkeypatch, *modules)
+    launches: list[Launch] = record(monkeypatch, *MODULES)
     launcher(*MODELS[model], dtype, kv)
     assert launches
     for launch in launches:
         code = compile_launch(launch, gpu)
         assert code.spilled == 0
         assert code.shared <= SHARED_MEMORY[gpu]
+        if launch.kernel in WITH_PRODUCTS and dtype != torch.float32:
+            assert "mma.sync" in code.ptx or "wgmma" in code.ptx  # tensor cores
         if launch.kernel is decode_attention._segment_kernel:
-            assert "mma.sync" in code.ptx  # tensor cores
             assert "cp.async" in code.ptx  # tiles are loaded ahead
+
+
+def test_the_number_of_rows_changes_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton would know it as a constant if it is 1, and otherwise whether 16 divides it."""
+    launches: list[Launch] = record(monkeypatch, linear)
+    for rows in (1, 3, 64):
+        linear.linear(torch.empty(rows, 64, dtype=torch.bfloat16), torch.empty(64, 64).bfloat16())
+    codes = [compile_launch(launch, 80).ptx for launch in launches]
+    assert codes[0] == codes[1] == codes[2]

@@ -625,7 +625,9 @@ def test_without_the_extension_torch_serves_and_says_why(monkeypatch: pytest.Mon
     monkeypatch.setattr(accel, "REASON", "PDSERVE_PURE is set")
     line = "kernels: torch on cpu, 1 threads (no native kernels: PDSERVE_PURE is set)"
     assert stages() == [line]
-    with pytest.raises(ConfigError, match="native' is not possible here; auto, torch, triton are"):
+    with pytest.raises(
+        ConfigError, match="native' is not possible here; auto, torch, triton, invariant are"
+    ):
         stages(options={"kernels": "native"})
 
 

@@ -34,14 +34,16 @@ def sequence(handle: int, sampling: SamplingParams) -> Sequence:
     return Sequence(handle, 0, request, token_ids([1, 2, 3]), 3, arrival=0.0)
 
 
+@pytest.mark.parametrize("one_by_one", [False, True])
 def test_a_sampler_that_has_followed_its_sequences_says_what_a_new_one_says(
-    seed: int, long: bool
+    one_by_one: bool, seed: int, long: bool
 ) -> None:
     """Whatever it keeps from the step before belongs to the batch of the step before."""
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed % 2**63)
     batch: list[Sequence] = []
     old, born = Sampler(), 0
+    old.one_by_one = one_by_one
     for _ in range(600 if long else 60):
         if not batch or draw.random() < 0.3:
             born += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from pdserve.engine_core.scheduler.sequence import Sequence
 from pdserve.messages.request import GenerateRequest, SamplingParams, TokenLogprob
 from pdserve.token_ids import token_ids
+from pdserve_engines.torch.sampling import sampler
 from pdserve_engines.torch.sampling.noise import uniforms
 from pdserve_engines.torch.sampling.row_params import RowFilters
 from pdserve_engines.torch.sampling.sampler import Sampler, filter_
@@ -214,6 +216,30 @@ def test_a_row_does_not_depend_on_its_batch(batch: Batch) -> None:
         token, record = Sampler().sample(logits[index : index + 1].clone(), [row])
         assert token == together[index : index + 1]
         assert record == logprobs[index : index + 1]
+
+
+def test_rows_are_drawn_one_by_one_where_their_number_changes_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stand-in for a GPU: probabilities depend on the number of rows."""
+    whole = sampler.draw
+
+    def draw(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return (whole(logits, *rest) + len(logits) - 1) % logits.shape[-1]
+
+    monkeypatch.setattr(sampler, "draw", draw)
+    params = SamplingParams(max_tokens=9, temperature=1.0, seed=3)
+    batch = [sequence(params, handle=handle, prompt_index=handle) for handle in range(4)]
+    batch.append(sequence(SamplingParams(max_tokens=9, temperature=0.0), handle=9))
+    logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1))
+    alone = [
+        Sampler().sample(row[None].clone(), [one])[0][0]
+        for row, one in zip(logits, batch, strict=True)
+    ]
+    together = Sampler()
+    assert together.sample(logits.clone(), batch)[0] != alone
+    together.one_by_one = True
+    assert together.sample(logits.clone(), batch)[0] == alone
 
 
 @pytest.mark.parametrize("vocab", [200, 2000])

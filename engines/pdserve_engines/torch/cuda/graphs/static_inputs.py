@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from pdserve_engines.torch.cuda.decode_plan import WorkItems
+    from pdserve_engines.torch.cuda.step_attention import LayerAttention
     from pdserve_engines.torch.kv_pool import KvPool
     from pdserve_engines.torch.model_loader.config import ModelConfig
     from pdserve_engines.torch.models.forward_batch import ForwardBatch, Int32s
@@ -87,7 +88,7 @@ class StaticInputs:
         common = [self._view(place, rows) for place in range(5)]
         tokens, positions, blocks, lengths, offsets = common
         tables = self._whole[self._starts[-1] :]
-        inputs = {}
+        inputs: dict[int | None, DecodeInputs] = {}
         for number, window in enumerate(self._windows):
             first = 5 + 3 * number
             inputs[window] = DecodeInputs(
@@ -102,7 +103,7 @@ class StaticInputs:
                 programs=self._programs,
             )
         attention = DecodeAttention(self._pool, self._config, inputs)
-        return StaticStep(tokens, positions, blocks, self._rows[:rows], attention)
+        return StaticStep(tokens, positions, blocks, self._rows[:rows], attention, inputs)
 
     def fill(self, batch: ForwardBatch) -> bool:
         """Copy the numbers of `batch` to the device; it has one token for each sequence. False:
@@ -157,7 +158,9 @@ class StaticStep:
     blocks: torch.Tensor
     rows: torch.Tensor
     """All of them: `[R]`, like the others."""
-    attention: DecodeAttention
+    attention: LayerAttention
+    inputs: Mapping[int | None, DecodeInputs]
+    """Those of the attention, by window. Rows of padding have no keys."""
 
     def attend(self, index: int, qkv: torch.Tensor) -> torch.Tensor:
         """As `StepAttention.attend`. Rows of padding hold anything."""

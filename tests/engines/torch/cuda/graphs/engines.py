@@ -15,6 +15,7 @@ from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.token_ids import token_ids
 from pdserve_engines.torch import executor
 from pdserve_engines.torch.cuda.graphs import graph_choice
+from pdserve_engines.torch.cuda.invariant.invariant_model import InvariantModel
 from pdserve_engines.torch.cuda.kernel_model import KernelModel
 from tests.engines.torch.checkpoints import CONFIGURATIONS, VOCAB, checkpoint
 from tests.engines.torch.cuda.graphs.recorded import RecordingDevice
@@ -54,7 +55,8 @@ class KernelEngines:
         patch.setattr(KernelModel, "static_inputs", static_inputs)
 
     def _model(self, config: Any, settings: Any, progress: Any) -> tuple[ForwardModel, str]:
-        self._last = KernelModel(config, settings)
+        kind = InvariantModel if settings.kernels == "invariant" else KernelModel
+        self._last = kind(config, settings)
         return self._last, ""
 
     def _device(self, device: torch.device) -> RecordingDevice:
@@ -71,7 +73,14 @@ class KernelEngines:
         yield from self._inputs
 
     def core(
-        self, name: str, num_blocks: int, *, graphs: str, ahead: str, **fields: Any
+        self,
+        name: str,
+        num_blocks: int,
+        *,
+        graphs: str,
+        ahead: str,
+        kernels: str = "auto",
+        **fields: Any,
     ) -> EngineCore:
         """A loaded core."""
         core = load_core("torch", ManualClock())
@@ -79,7 +88,7 @@ class KernelEngines:
         config = CONFIGURATIONS[name].config().get_text_config()
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         block_bytes = 8 * config.num_hidden_layers * config.num_key_value_heads * dim * BLOCK
-        options = {"async_scheduling": ahead, "cuda_graphs": graphs}
+        options = {"async_scheduling": ahead, "cuda_graphs": graphs, "kernels": kernels}
         wanted = spec(
             checkpoint(name)[0],
             block_size=BLOCK,

@@ -39,21 +39,39 @@ def told(
     ahead: str = "off",
     name: str = "llama",
     requests: int = 12,
+    kernels: str = "auto",
 ) -> Story:
     core = KernelEngines(patch).core(
-        name, 40, graphs=graphs, ahead=ahead, max_sequences=12, max_batch_tokens=40
+        name,
+        40,
+        graphs=graphs,
+        ahead=ahead,
+        kernels=kernels,
+        max_sequences=12,
+        max_batch_tokens=40,
     )
     return tell(core, seed, requests)
 
 
-@pytest.mark.parametrize("ahead", ["off", "on"])
+@pytest.mark.parametrize(
+    ("ahead", "kernels"), [("off", "auto"), ("on", "auto"), ("on", "invariant")]
+)
 def test_random_lives_with_graphs_are_those_without(
-    monkeypatch: pytest.MonkeyPatch, ahead: str, seed: int, long: bool
+    monkeypatch: pytest.MonkeyPatch, ahead: str, kernels: str, seed: int, long: bool
 ) -> None:
+    requests = 12 if kernels == "auto" or long else 8
     for number in range(30 if long else 1):
         name = FAMILIES[(seed + number) % len(FAMILIES)]
         stories = [
-            told(monkeypatch, seed + number, graphs=graphs, ahead=ahead, name=name)
+            told(
+                monkeypatch,
+                seed + number,
+                graphs=graphs,
+                ahead=ahead,
+                name=name,
+                requests=requests,
+                kernels=kernels,
+            )
             for graphs in ("off", "on")
         ]
         assert stories[0].tokens == stories[1].tokens

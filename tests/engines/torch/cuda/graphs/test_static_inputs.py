@@ -59,14 +59,14 @@ def test_each_row_reads_its_own_numbers(pool: KvPool, seed: int) -> None:
         assert step.blocks.tolist() == blocks + [-1] * padding
         assert step.rows.tolist() == list(range(rows))
         for window in WINDOWS:
-            found = step.attention._inputs[window]
+            found = step.inputs[window]
             listed = list_items(np.array(lengths, np.int32), window)
             count = int(found.count)
             assert found.programs == 3  # 6 for the device, which has two KV heads
             assert found.items[:count].tolist() == listed.items.tolist()
             ends = listed.first_items.tolist()
             assert found.first_items.tolist() == ends + [count] * padding
-            assert found.lengths[: len(lengths)].tolist() == lengths
+            assert found.lengths[:rows].tolist() == lengths + [0] * padding
             for row, offset in enumerate(found.table_offsets[: len(lengths)].tolist()):
                 own = batch.tables[batch.table_offsets[row] : batch.table_offsets[row + 1]]
                 assert found.tables[offset : offset + len(own)].tolist() == own.tolist()

@@ -14,6 +14,8 @@ import torch
 from torch.nn import functional
 
 from pdserve_engines.torch.cuda import decode_plan, kernel_model, step_attention
+from pdserve_engines.torch.cuda.invariant import invariant_model
+from pdserve_engines.torch.models.experts import feed_few
 from tests.engines.torch.cuda.graphs.recorded import RecordedGraph
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     import pytest
 
     from pdserve_engines.torch.cuda.decode_attention import DecodeInputs, ScoreRules
+    from pdserve_engines.torch.cuda.invariant.tile_attention import TileInputs
     from pdserve_engines.torch.cuda.rotate_store import HeadNorms
 
 __all__ = ["use_torch_kernels"]
@@ -33,6 +36,9 @@ def use_torch_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kernel_model, "gated_activation", launched(gated_activation))
     patch.setattr(kernel_model, "rotate_store", launched(rotate_store))
     patch.setattr(step_attention, "attend_decodes", launched(attend_decodes))
+    patch.setattr(invariant_model, "linear", launched(functional.linear))
+    patch.setattr(invariant_model, "attend_tiles", launched(attend_tiles))
+    patch.setattr(invariant_model, "feed_routed", feed_few)
 
 
 def launched(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,3 +130,37 @@ def attend_decodes(
         if rules.cap is not None:
             scores = rules.cap * torch.tanh(scores / rules.cap)
         out[row] = (scores.softmax(-1) @ values).flatten()
+
+
+def attend_tiles(
+    qkv: torch.Tensor,
+    out: torch.Tensor,
+    pool: torch.Tensor,
+    inputs: TileInputs,
+    rules: ScoreRules,
+) -> None:
+    _, _, kv_heads, block_size, dim = pool.shape
+    heads = out.shape[1] // dim
+    for tile, (row, end, count) in enumerate(
+        zip(inputs.rows.tolist(), inputs.ends.tolist(), inputs.counts.tolist(), strict=True)
+    ):
+        if not end:
+            continue
+        token = torch.arange(end)
+        table = inputs.tables[int(inputs.table_offsets[tile]) :]
+        blocks, places = table[token // block_size].long(), token % block_size
+        keys, values = (
+            pool[blocks, which, :, places].transpose(0, 1).repeat_interleave(heads // kv_heads, 0)
+            for which in (0, 1)
+        )
+        query = qkv[row : row + count].view(count, -1, dim)[:, :heads].transpose(0, 1)
+        last = torch.arange(end - count, end)[:, None]
+        seen = token <= last
+        if rules.window is not None:
+            seen &= token > last - rules.window
+        values = values.masked_fill(~seen.any(0)[None, :, None], 0)
+        scores = query @ keys.transpose(1, 2) * rules.scale
+        if rules.cap is not None:
+            scores = rules.cap * torch.tanh(scores / rules.cap)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        out[row : row + count] = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
