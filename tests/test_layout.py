@@ -313,6 +313,7 @@ SCENARIOS = {
     "engines/torch/test_kv_tiers.py": "prefixes from every tier and from another engine",
     "engines/torch/test_loading.py": "memory and pauses of loading, in a process of its own",
     "engines/torch/test_migration.py": "a request moves between torch engines",
+    "engines/torch/tensor_parallel/test_gpus.py": "ranks on GPUs, where there are some",
     "engines/torch/tensor_parallel/test_transfers.py": "KV between engines of unequal sizes",
     "engines/torch/test_weight_sharing.py": "several executors of one checkpoint",
     "engines/vllm/test_planted_bugs.py": "bugs that the other tests must see",

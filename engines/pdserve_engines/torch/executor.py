@@ -153,7 +153,9 @@ class TorchExecutor:
         self.prepare_thread()
         if loaded.settings.device.type == "cuda":
             self._cudnn_attention.hold()
-        if loaded.trial is None and (meter := step_meter(loaded.settings.device)) is not None:
+        # A trial step over a small pool would need pools on all ranks: with --tp it is estimated.
+        known = loaded.trial is not None or loaded.shard is not None
+        if not known and (meter := step_meter(loaded.settings.device)) is not None:
             progress("measuring the memory of a step", None)
             self._loaded = loaded = self._try_step(loaded, spec, meter)
         self.info = model_info(
@@ -193,6 +195,8 @@ class TorchExecutor:
                 model, slow = make_model(config, settings, progress)
                 _load_weights(opened, model, progress)
             room = measure_memory(settings.device)
+            if isinstance(model, LeaderModel):
+                room = model.room(room)
             identity = opened.identity()
             return _Loaded(config, settings, identity, model, room, opened.head, shard, slow)
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pdserve_engines.torch.model_loader.config import ModelConfig
 
 __all__ = [
+    "CUDA_CONTEXT",
     "AvailableMemory",
     "KvBudget",
     "StepMemory",
@@ -39,7 +40,7 @@ _HOST_SHARE = 0.25
 _HOST_MOST = 0.9
 """Most of a host's free memory that --kv-memory may take; the rest is for steps and the rest of the
 process."""
-_CUDA_CONTEXT: Bytes = 512 << 20
+CUDA_CONTEXT: Bytes = 512 << 20
 """Bytes that a process takes of a GPU beside its tensors: the context, and modules loaded late."""
 _CAPPED_SCORE: Bytes = 4 * 4
 """Bytes of one score in `capped_attention.py`: float32 before and after softmax, and `dtype`s."""
@@ -103,7 +104,7 @@ def measure_memory(device: torch.device) -> AvailableMemory:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    own = torch.cuda.memory_reserved(device) + _CUDA_CONTEXT
+    own = torch.cuda.memory_reserved(device) + CUDA_CONTEXT
     return AvailableMemory(free, str(device), total, own)
 
 

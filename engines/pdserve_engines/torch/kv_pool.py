@@ -29,14 +29,18 @@ class KvPool:
         dtype: torch.dtype,
         device: torch.device,
         scales: KvScales = (),
+        memory: torch.Tensor | None = None,
     ) -> None:
-        """`scales`: what an FP8 pool's keys and values are multiplied by."""
+        """`scales`: what an FP8 pool's keys and values are multiplied by. `memory`: zeroed bytes on
+        the device, of which the pool is made; the caller frees them after `close`."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.memory: BlockMemory | None = None
         """Host memory that peers may map; None on devices other than the CPU."""
         block = (layout.num_layers, 2, layout.kv_heads, layout.block_size, layout.head_dim)
-        if device.type == "cpu":
+        if memory is not None:
+            self.tensor = memory.view(dtype).view(num_blocks, *block)
+        elif device.type == "cpu":
             self.memory = BlockMemory(num_blocks, block, layout.itemsize)
             self.tensor = torch.frombuffer(self.memory.view(), dtype=dtype).view(-1, *block)
         else:

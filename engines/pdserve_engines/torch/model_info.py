@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from pdserve_engines.torch.kv_budget import KvBudget, plan_kv, step_memory
 if TYPE_CHECKING:
     from pdserve.ids import Bytes
     from pdserve.messages.engine import EngineRank, EngineSpec
-    from pdserve_engines.torch.kv_budget import AvailableMemory
+    from pdserve_engines.torch.kv_budget import AvailableMemory, StepMemory
     from pdserve_engines.torch.model_loader.config import ModelConfig
     from pdserve_engines.torch.settings import TorchSettings
 
@@ -105,12 +105,32 @@ def plan_kv_budget(
     needs = step_memory(spec, config, settings.dtype.itemsize, settings.kv_dtype.itemsize)
     needs = needs.measured(trial)
     layout = kv_block_shape(spec, config, settings)
+    if room.total and spec.tensor_parallel > 1:
+        return _budget_of_ranks(spec, layout, settings.max_model_len, needs, room)
     budget = plan_kv(room, spec, layout, settings.max_model_len, needs)
     copies = max(1, spec.tensor_parallel // config.kv_heads)
     if copies == 1:
         return budget
     reason = f"{budget.reason}, for {copies} copies of each KV head on the ranks"
     return KvBudget(budget.proposed // copies, budget.most // copies, reason)
+
+
+def _budget_of_ranks(
+    spec: EngineSpec,
+    layout: KvBlockShape,
+    max_model_len: int,
+    needs: StepMemory,
+    room: AvailableMemory,
+) -> KvBudget:
+    """The budget of ranks that each have `room` on a GPU: as many blocks of the whole model as one
+    rank has room for with its own heads."""
+    ranks = spec.tensor_parallel
+    held = max(1, layout.kv_heads // ranks)
+    one = plan_kv(room, spec, replace(layout, kv_heads=held), max_model_len, needs)
+    times = layout.kv_heads // held
+    return KvBudget(
+        one.proposed * times, one.most * times, f"{one.reason}, on each of {ranks} ranks"
+    )
 
 
 def kv_format(settings: TorchSettings) -> bytes:

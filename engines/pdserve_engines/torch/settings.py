@@ -5,6 +5,7 @@ It only decides; nothing is loaded or allocated here.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,14 @@ from pdserve.engine_core.kit import check_options
 from pdserve.errors import ConfigError
 from pdserve_engines.torch.cpus import available_cpus
 from pdserve_engines.torch.fp8_kv import FP8
+from pdserve_engines.torch.tensor_parallel.placement import place_ranks
 
 if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.messages.engine import EngineSpec
     from pdserve_engines.torch.model_loader.config import ModelConfig
     from pdserve_engines.torch.model_loader.kv_scales import KvScales
+    from pdserve_engines.torch.tensor_parallel.placement import RankPlacement
 
 
 _THREADS_BESIDE_GPU = 2
@@ -78,16 +81,16 @@ def resolve_settings(spec: EngineSpec, config: ModelConfig) -> TorchSettings:
             f"--max-model-len of {max_model_len} is over the checkpoint's limit of "
             f"{config.max_positions} tokens"
         )
-    device = choose_device(spec.device)
+    device = rank_placement(spec).devices[0]
     kernels = kernels_option(spec.options)
     kv_cache_dtype = kv_cache_option(spec.options)
     if spec.tensor_parallel > 1:
-        _check_ranks(spec, device, kernels, kv_cache_dtype)
+        _check_ranks(spec, kernels, kv_cache_dtype)
     threads = choose_threads(spec.threads or available_cpus(), device)
     return TorchSettings(
         device=device,
         dtype=choose_dtype(spec.dtype, config.dtype, device),
-        threads=max(1, threads // spec.tensor_parallel),
+        threads=max(1, threads // spec.tensor_parallel) if device.type == "cpu" else threads,
         max_model_len=max_model_len,
         kernels=kernels,
         kv_cache_dtype=kv_cache_dtype,
@@ -98,15 +101,26 @@ def resolve_settings(spec: EngineSpec, config: ModelConfig) -> TorchSettings:
     )
 
 
-def _check_ranks(spec: EngineSpec, device: torch.device, kernels: str, kv_cache_dtype: str) -> None:
+def rank_placement(spec: EngineSpec) -> RankPlacement:
+    """Where the ranks compute; without `--tp` there is one. Raises `ConfigError`."""
+    device = choose_device(spec.device)
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return place_ranks(device, spec.tensor_parallel, gpus, visible)
+
+
+def _check_ranks(spec: EngineSpec, kernels: str, kv_cache_dtype: str) -> None:
     """Raise `ConfigError` for what does not work with several ranks."""
     flag = f"--tp {spec.tensor_parallel}"
-    if device.type != "cpu":
-        raise ConfigError(f"{flag}: ranks of engine torch compute on CPUs only; give --device cpu")
     if kernels not in ("auto", "torch"):
         raise ConfigError(
             f"{flag}: ranks compute with torch's kernels; leave out the engine option "
             f"kernels={kernels}"
+        )
+    if graphs_option(spec.options) == "on":
+        raise ConfigError(
+            f"{flag}: CUDA graphs do not hold what ranks add up; leave out the engine option "
+            "cuda_graphs=on"
         )
     if kv_cache_dtype != "auto":
         raise ConfigError(

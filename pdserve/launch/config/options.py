@@ -483,7 +483,7 @@ OPTIONS: tuple[Option, ...] = (
         "tp",
         "worker.tensor_parallel",
         "engine",
-        "Processes that compute the model together on this host's CPUs, each with a part of its "
+        "Processes that compute the model together on this host, each with a part of its "
         "weights and KV heads; engine torch. sim: pools among which KV heads are divided. vllm: "
         "--engine-option tensor_parallel_size=N.",
         most=MOST_RANKS,

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec import structs
 
 from pdserve import accel
 from pdserve.engine_core.executor import KvBlockShape
 from pdserve.messages.card import CLOSE_PREFIX, EXACT_PREFIX
 from pdserve_engines.torch.executor import TorchExecutor
-from pdserve_engines.torch.model_info import compat_hash
+from pdserve_engines.torch.kv_budget import AvailableMemory
+from pdserve_engines.torch.model_info import compat_hash, plan_kv_budget
 from pdserve_engines.torch.model_loader.config import ModelConfig, parse_config
+from pdserve_engines.torch.settings import resolve_settings
 from tests.engines.torch.checkpoints import checkpoint
 from tests.engines.torch.driver import loaded, spec
 from tests.engines.torch.model_loader.test_config import GEMMA3, LLAMA, MISTRAL, MIXTRAL, QWEN2
@@ -120,3 +124,17 @@ def test_only_kernels_that_compute_a_row_by_itself_promise_the_same_tokens(
     executor.close()
     assert bool(found) == exact
     assert all(one.startswith("exact:native ") for one in found)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_on_gpus_hold_their_own_heads_only(ranks: int) -> None:
+    """Of the same GPU's memory, a rank has room for as many more blocks as it holds fewer heads."""
+    room = AvailableMemory(70 << 30, "cuda:0", 80 << 30, 8 << 30)
+    config = parse_config(LLAMA | {"num_key_value_heads": 4, "num_attention_heads": 16})
+    one = spec(Path("m"), max_sequences=100_000)
+    settings = resolve_settings(one, config)
+    alone = plan_kv_budget(one, config, settings, room)
+    wanted = structs.replace(one, tensor_parallel=ranks)
+    found = plan_kv_budget(wanted, config, settings, room)
+    assert found.most / alone.most == pytest.approx(min(ranks, 4), rel=0.3)
+    assert f"on each of {ranks} ranks" in found.reason

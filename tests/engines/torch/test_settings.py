@@ -122,3 +122,19 @@ def test_other_kinds_of_kv_are_refused_by_name() -> None:
     ranks = spec(Path("m"), options={"kv_cache_dtype": "fp8"}, tensor_parallel=2)
     with pytest.raises(ConfigError, match="--tp 2: KV in FP8 works with one rank only"):
         resolve_settings(ranks, config)
+
+
+def test_ranks_have_no_cuda_graphs() -> None:
+    wanted = spec(Path("m"), options={"cuda_graphs": "on"}, tensor_parallel=2)
+    with pytest.raises(ConfigError, match="--tp 2: CUDA graphs do not hold what ranks add up"):
+        resolve_settings(wanted, parse_config(LLAMA))
+
+
+def test_ranks_on_gpus_begin_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    config = parse_config(LLAMA)
+    settings = resolve_settings(spec(Path("m"), device="cuda", tensor_parallel=2), config)
+    assert (settings.device, settings.async_scheduling) == (torch.device("cuda:0"), False)
+    with pytest.raises(ConfigError, match=r"2 are visible .CUDA_VISIBLE_DEVICES=3,5"):
+        resolve_settings(spec(Path("m"), device="cuda", tensor_parallel=4), config)

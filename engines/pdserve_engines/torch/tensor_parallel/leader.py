@@ -21,7 +21,11 @@ from pdserve.engine_core.kv_transfer.kv_region import (
 from pdserve.errors import ConfigError, EngineDied
 from pdserve.messages.engine import EngineRank
 from pdserve.transfer.base import Region
+from pdserve_engines.torch.kv_budget import CUDA_CONTEXT, AvailableMemory
 from pdserve_engines.torch.sampling.sampler import argmax
+from pdserve_engines.torch.settings import rank_placement
+from pdserve_engines.torch.tensor_parallel.device_pools import RankDevicePool, cuda_driver
+from pdserve_engines.torch.tensor_parallel.placement import smallest_room
 from pdserve_engines.torch.tensor_parallel.rank_model import RankModel
 from pdserve_engines.torch.tensor_parallel.rank_plan import RankPlan, RankTask, most_bytes
 from pdserve_engines.torch.tensor_parallel.rank_processes import RankPool, RankProcesses
@@ -31,14 +35,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from pdserve.engine_core.executor import KvBlockShape
-    from pdserve.ids import Bytes
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.transfer import RankKvLayout
+    from pdserve.transfer.cuda.driver import CudaDriver
     from pdserve_engines.torch.kv_pool import KvPool
     from pdserve_engines.torch.model_loader.weights import Param
     from pdserve_engines.torch.models.base import LayersDoneFn
     from pdserve_engines.torch.models.forward_batch import ForwardBatch
     from pdserve_engines.torch.settings import TorchSettings
+    from pdserve_engines.torch.tensor_parallel.placement import RankPlacement
+    from pdserve_engines.torch.tensor_parallel.rank_link import RankLoaded
     from pdserve_engines.torch.tensor_parallel.shard import Shard
 
 __all__ = ["LeaderModel", "start_leader"]
@@ -48,17 +54,26 @@ def start_leader(spec: EngineSpec, settings: TorchSettings, shard: Shard) -> Lea
     """Start the other ranks, which load while this process loads `shard`, that of rank 0. Raises
     `ConfigError` if the model cannot be divided so, and `EngineDied`."""
     check_division(shard.whole, shard.ranks)
+    placement = rank_placement(spec)
+    driver = cuda_driver() if settings.device.type == "cuda" else None
     plan_bytes = most_bytes(spec, settings.max_model_len)
     ranks = RankProcesses(spec, plan_bytes, settings.rank_timeout)
-    return LeaderModel(RankModel(shard, settings), shard, ranks)
+    return LeaderModel(RankModel(shard, settings), shard, ranks, placement, driver)
 
 
 class LeaderModel:
     """Implements `base.ForwardModel` over all ranks. Any error in a step ends the ranks, and raises
     `EngineDied`: they no longer agree on what comes next."""
 
-    def __init__(self, model: RankModel, shard: Shard, ranks: RankProcesses) -> None:
-        """`model` computes `shard`, that of rank 0."""
+    def __init__(
+        self,
+        model: RankModel,
+        shard: Shard,
+        ranks: RankProcesses,
+        placement: RankPlacement,
+        driver: CudaDriver | None = None,
+    ) -> None:
+        """`model` computes `shard`, that of rank 0. `driver` shares pools on GPUs."""
         self.ranks = ranks
         """The other ranks, which end with this model."""
         self._model = model
@@ -66,8 +81,12 @@ class LeaderModel:
         self._pool: KvPool | None = None
         self._pools: list[RankPool | None] = []
         """The other ranks' pools, in order."""
-        self._others: Bytes = 0
-        """Bytes of the other ranks' weights."""
+        self._placement = placement
+        self._driver = driver
+        self._device_pools: list[RankDevicePool] = []
+        """The same on GPUs."""
+        self._loaded: list[RankLoaded] = []
+        """What the other ranks said when they had loaded."""
 
     @property
     def kernels(self) -> str:
@@ -83,21 +102,35 @@ class LeaderModel:
 
     @property
     def weight_bytes(self) -> int:
-        return self._model.weight_bytes + self._others
+        return self._model.weight_bytes + sum(one.weight_bytes for one in self._loaded)
 
     @property
     def processes(self) -> tuple[EngineRank, ...]:
         """The processes of all ranks, in order."""
         pids = (os.getpid(), *self.ranks.pids)
-        return tuple(EngineRank(pid=pid, device="cpu") for pid in pids)
+        devices = map(str, self._placement.devices)
+        return tuple(
+            EngineRank(pid=pid, device=device) for pid, device in zip(pids, devices, strict=True)
+        )
+
+    def room(self, own: AvailableMemory) -> AvailableMemory:
+        """The memory for steps and KV that every rank has, given rank 0's."""
+        if not own.total:
+            return own
+        others = [
+            AvailableMemory(one.free - CUDA_CONTEXT, str(device), one.total, one.own)
+            for one, device in zip(self._loaded, self._placement.devices[1:], strict=True)
+        ]
+        room, sharers = smallest_room([own, *others]), self._placement.sharers
+        return replace(room, free=room.free // sharers, total=room.total // sharers)
 
     def place(self, param: Param, parts: Iterable[torch.Tensor]) -> None:
         self._model.place(param, parts)
 
     def connect(self) -> None:
         """Wait until the other ranks have loaded, and join them. Raises `EngineDied`."""
-        self._others = self.ranks.wait_loaded()
-        self._model.join(self.ranks.join())
+        self._loaded = self.ranks.wait_loaded()
+        self._model.join(self.ranks.join(self._placement))
 
     def sibling(self, settings: TorchSettings) -> None:
         """None: a sibling would need ranks of its own."""
@@ -106,8 +139,13 @@ class LeaderModel:
     def allocate(self, layout: KvBlockShape, num_blocks: int) -> KvBlockShape:
         """Let the other ranks allocate their pools. Returns the shape of rank 0's blocks, given
         that of the whole model's."""
-        self._pools = self.ranks.allocate(num_blocks)
-        return replace(layout, kv_heads=len(self._shard.kv_heads))
+        own = replace(layout, kv_heads=len(self._shard.kv_heads))
+        if self._driver is not None:
+            size = num_blocks * own.block_bytes
+            for device in self._placement.devices[1:]:
+                self._device_pools.append(RankDevicePool(size, device, self._driver))
+        self._pools = self.ranks.allocate(num_blocks, [pool.export for pool in self._device_pools])
+        return own
 
     def region(self, layout: RankKvLayout) -> Region:
         """The pools of all ranks, as one region of the model's `layout`. Peers may write to them
@@ -116,6 +154,13 @@ class LeaderModel:
         assert self._pool is not None, "bind comes before region"
         blocks, own = self._pool.num_blocks, self._pool.memory
         layouts = layouts_of_ranks(layout, self._shard.ranks)
+        if self._device_pools:
+            addresses = [self._pool.tensor.data_ptr(), *(one.address for one in self._device_pools)]
+            pools = [
+                Region(one, blocks, address=address)
+                for one, address in zip(layouts, addresses, strict=True)
+            ]
+            return region_of_ranks(layout, pools)
         if own is None or None in self._pools:
             raise ConfigError(
                 "--tp: the KV of several ranks cannot be transferred on this system, which has no "
@@ -166,6 +211,9 @@ class LeaderModel:
             if pool is not None:
                 pool.close()
         self._pools = []
+        for memory in self._device_pools:
+            memory.close()
+        self._device_pools = []
 
     @contextmanager
     def _together(self, plan: RankPlan) -> Iterator[None]:

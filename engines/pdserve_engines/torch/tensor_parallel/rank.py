@@ -11,17 +11,21 @@ import os
 import socket
 import sys
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from pdserve.engine_core.parent_death import die_with_parent
 from pdserve.observe.heartbeat import HeartbeatPage
+from pdserve_engines.torch.kv_budget import measure_memory
 from pdserve_engines.torch.kv_pool import KvPool
 from pdserve_engines.torch.model_info import kv_block_shape
 from pdserve_engines.torch.model_loader import weights
 from pdserve_engines.torch.opened_model import open_model
-from pdserve_engines.torch.tensor_parallel.collectives import GlooGroup
+from pdserve_engines.torch.settings import rank_placement
+from pdserve_engines.torch.tensor_parallel.collectives import join_group
+from pdserve_engines.torch.tensor_parallel.device_pools import OpenedPool
 from pdserve_engines.torch.tensor_parallel.plan_ring import PlanReader
 from pdserve_engines.torch.tensor_parallel.rank_link import (
     AllocatePool,
@@ -42,7 +46,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.engine_core.executor import KvBlockShape
-    from pdserve.ids import Seconds
+    from pdserve.ids import Bytes, Seconds
+    from pdserve_engines.torch.kv_budget import AvailableMemory
     from pdserve_engines.torch.settings import TorchSettings
     from pdserve_engines.torch.tensor_parallel.rank_plan import RankPlan
 
@@ -74,10 +79,17 @@ class Rank:
         self._page = page
         self._beat = beat_interval(settings.rank_timeout)
         self._pool: KvPool | None = None
+        self._opened: OpenedPool | None = None
 
-    def allocate(self, num_blocks: int) -> int | None:
-        """Allocate the KV pool; returns the descriptor of its memory, which the pool keeps."""
-        self._pool = KvPool(self._layout, num_blocks, self._settings.dtype, self._settings.device)
+    def allocate(self, order: AllocatePool) -> int | None:
+        """Allocate the KV pool, or map that which rank 0 has allocated; returns the descriptor of
+        its host memory, which the pool keeps."""
+        settings, blocks, mapped = self._settings, order.num_blocks, None
+        if order.memory is not None:
+            size = blocks * self._layout.block_bytes
+            self._opened = OpenedPool(order.memory, size, settings.device)
+            mapped = self._opened.memory
+        self._pool = KvPool(self._layout, blocks, settings.dtype, settings.device, memory=mapped)
         self._model.bind(self._pool)
         memory = self._pool.memory
         return memory.export().fd if memory is not None and memory.backing == "memfd" else None
@@ -100,6 +112,8 @@ class Rank:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
+        if self._opened is not None:
+            self._opened.close()
 
     @torch.inference_mode()
     def compute(self, plan: RankPlan) -> None:
@@ -110,7 +124,10 @@ class Rank:
             self._pool.copy(list(plan.copies))
             model.group.barrier()
         elif plan.task is RankTask.LOGITS:
-            hidden = torch.empty(plan.rows, model.hidden_size, dtype=self._settings.dtype)
+            settings = self._settings
+            hidden = torch.empty(
+                plan.rows, model.hidden_size, dtype=settings.dtype, device=settings.device
+            )
             model.group.broadcast(hidden)
             model.logits(hidden)
         else:
@@ -131,7 +148,11 @@ def _load(link: RankLink, owned: ExitStack) -> Rank:
     os.close(ring)
     owned.callback(os.close, store)
     with open_model(spec) as opened, torch.inference_mode():
-        settings = opened.settings
+        placement = rank_placement(spec)
+        device = placement.devices[order.rank]
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        settings = replace(opened.settings, device=device)
         torch.set_num_threads(settings.threads)
         shard = Shard(opened.config, order.rank, spec.tensor_parallel)
         model = RankModel(shard, settings)
@@ -140,12 +161,19 @@ def _load(link: RankLink, owned: ExitStack) -> Rank:
             opened.config, opened.checkpoint, model.place, lambda *_: heartbeat.tick(), shard
         )
         layout = kv_block_shape(spec, shard.config, settings)
-    link.send(RankLoaded(model.weight_bytes))
+    link.send(loaded_message(model.weight_bytes, measure_memory(device)))
     _expect(link, JoinRanks)
-    model.join(GlooGroup(store, order.rank, spec.tensor_parallel, order.patience))
+    model.join(join_group(placement, store, order.rank, order.patience))
     rank = Rank(model, layout, settings, reader, heartbeat)
     owned.callback(rank.close)
     return rank
+
+
+def loaded_message(weight_bytes: Bytes, room: AvailableMemory) -> RankLoaded:
+    """What a rank says when it has loaded. Host memory is measured by rank 0 for all."""
+    if not room.total:
+        return RankLoaded(weight_bytes)
+    return RankLoaded(weight_bytes, room.free, room.total, room.own)
 
 
 def _expect(link: RankLink, kind: type[M]) -> tuple[M, list[int]]:
@@ -164,7 +192,7 @@ def run(link: RankLink) -> int:
         try:
             rank = _load(link, owned)
             order, _ = _expect(link, AllocatePool)
-            fd = rank.allocate(order.num_blocks)
+            fd = rank.allocate(order)
             link.send(PoolAllocated(), () if fd is None else (fd,))
             rank.serve(link)
         except RankLinkClosed:

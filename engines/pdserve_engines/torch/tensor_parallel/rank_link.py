@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from pdserve.messages.engine import EngineSpec
+from pdserve.transfer.cuda.driver import CudaIpcExport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +52,11 @@ class RankLoaded(msgspec.Struct, frozen=True, tag=2):
     """The shard is loaded."""
 
     weight_bytes: int
+    free: int = 0
+    """Bytes that are free on the rank's GPU; the three are 0 on a CPU."""
+    total: int = 0
+    own: int = 0
+    """Bytes of the GPU that the rank has taken."""
 
 
 class JoinRanks(msgspec.Struct, frozen=True, tag=3):
@@ -61,6 +67,8 @@ class AllocatePool(msgspec.Struct, frozen=True, tag=4):
     """Asks a rank for a KV pool."""
 
     num_blocks: int
+    memory: CudaIpcExport | None = None
+    """Memory of the pool on the rank's GPU; None: the rank allocates host memory."""
 
 
 class PoolAllocated(msgspec.Struct, frozen=True, tag=5):

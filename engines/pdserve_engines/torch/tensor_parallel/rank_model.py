@@ -16,7 +16,7 @@ from pdserve_engines.torch.models.torch_model import TorchModel
 
 if TYPE_CHECKING:
     from pdserve_engines.torch.settings import TorchSettings
-    from pdserve_engines.torch.tensor_parallel.collectives import GlooGroup
+    from pdserve_engines.torch.tensor_parallel.collectives import RankGroup
     from pdserve_engines.torch.tensor_parallel.shard import Shard
 
 __all__ = ["RankModel"]
@@ -28,10 +28,10 @@ class RankModel(TorchModel):
     def __init__(self, shard: Shard, settings: TorchSettings) -> None:
         super().__init__(shard.config, settings)
         self._shard = shard
-        self._group: GlooGroup | None = None
+        self._group: RankGroup | None = None
 
     @property
-    def group(self) -> GlooGroup:
+    def group(self) -> RankGroup:
         """The collective operations of this model's ranks."""
         assert self._group is not None, "join comes before forward"
         return self._group
@@ -41,7 +41,7 @@ class RankModel(TorchModel):
         """Length of a hidden state."""
         return self._config.hidden_size
 
-    def join(self, group: GlooGroup) -> None:
+    def join(self, group: RankGroup) -> None:
         """Compute with the ranks of `group` from now on."""
         self._group = group
 

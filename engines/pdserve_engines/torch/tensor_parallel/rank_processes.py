@@ -13,11 +13,12 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from pdserve.errors import EngineDied
 from pdserve.observe.heartbeat import HeartbeatPage
-from pdserve_engines.torch.tensor_parallel.collectives import GlooGroup
+from pdserve_engines.torch.tensor_parallel.collectives import join_group
 from pdserve_engines.torch.tensor_parallel.plan_ring import PlanRing
 from pdserve_engines.torch.tensor_parallel.rank_link import (
     AllocatePool,
@@ -33,10 +34,13 @@ from pdserve_engines.torch.tensor_parallel.rank_plan import encode_plan
 from pdserve_engines.torch.tensor_parallel.rank_watch import RankWatch, look_interval
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pdserve.ids import Bytes, Seconds
     from pdserve.messages.engine import EngineSpec
+    from pdserve.transfer.cuda.driver import CudaIpcExport
+    from pdserve_engines.torch.tensor_parallel.collectives import RankGroup
+    from pdserve_engines.torch.tensor_parallel.placement import RankPlacement
     from pdserve_engines.torch.tensor_parallel.rank_plan import RankPlan
 
 __all__ = ["RankPool", "RankProcesses"]
@@ -145,26 +149,29 @@ class RankProcesses:
         """Process ids of the ranks, in order."""
         return tuple(rank.process.pid for rank in self._ranks)
 
-    def wait_loaded(self) -> Bytes:
-        """Wait until all ranks have loaded; returns the bytes of their weights. Raises
-        `EngineDied`, with the reason of a rank that cannot load."""
-        return sum(found.weight_bytes for found, _ in self._answers(RankLoaded, _LOAD))
+    def wait_loaded(self) -> list[RankLoaded]:
+        """Wait until all ranks have loaded; returns what they say of it. Raises `EngineDied`, with
+        the reason of a rank that cannot load."""
+        return [found for found, _ in self._answers(RankLoaded, _LOAD)]
 
-    def join(self) -> GlooGroup:
+    def join(self, placement: RankPlacement) -> RankGroup:
         """Connect all ranks; returns rank 0's end. Raises `EngineDied`."""
         try:
             for rank in self._ranks:
                 rank.link.send(JoinRanks())
-            return GlooGroup(self._store, 0, self._count, self._patience)
+            return join_group(placement, self._store, 0, self._patience)
         except (RankLinkClosed, RuntimeError) as error:
             raise self.lost(error) from error
 
-    def allocate(self, num_blocks: int) -> list[RankPool | None]:
-        """Let each rank allocate its pool. Returns the pools, which the caller closes; None for
-        memory that cannot be shared. Raises `EngineDied`."""
+    def allocate(
+        self, num_blocks: int, memories: Sequence[CudaIpcExport] = ()
+    ) -> list[RankPool | None]:
+        """Let each rank allocate its pool, or map its one of `memories`. Returns the pools in host
+        memory, which the caller closes; None for memory that cannot be shared. Raises
+        `EngineDied`."""
         try:
-            for rank in self._ranks:
-                rank.link.send(AllocatePool(num_blocks))
+            for rank, memory in zip_longest(self._ranks, memories):
+                rank.link.send(AllocatePool(num_blocks, memory))
         except RankLinkClosed as error:
             raise self.lost(error) from error
         return [

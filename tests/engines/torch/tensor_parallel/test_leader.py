@@ -4,8 +4,10 @@ Most tests run the ranks as threads; those of processes are in test_rank_process
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -14,15 +16,25 @@ import torch
 
 from pdserve.clock import ManualClock
 from pdserve.engine_core.engine_loader import load_core
-from pdserve.engine_core.executor import ScheduledChunk, StepPlan
+from pdserve.engine_core.executor import KvBlockShape, ScheduledChunk, StepPlan
 from pdserve.errors import ConfigError, EngineDied
 from pdserve.messages.engine import CoreFailed, Submit
 from pdserve.messages.engine_errors import error_of
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.messages.tiers import TierSpec
+from pdserve.messages.transfer import RankKvLayout
 from pdserve.token_ids import token_ids
+from pdserve.transfer.cuda.driver import CudaIpcExport
+from pdserve_engines.torch.kv_budget import CUDA_CONTEXT, AvailableMemory
 from pdserve_engines.torch.kv_pool import KvPool
+from pdserve_engines.torch.model_loader.config import read_config
+from pdserve_engines.torch.settings import resolve_settings
+from pdserve_engines.torch.tensor_parallel import leader
+from pdserve_engines.torch.tensor_parallel import rank as rank_module
+from pdserve_engines.torch.tensor_parallel.leader import LeaderModel
+from pdserve_engines.torch.tensor_parallel.placement import RankPlacement
 from pdserve_engines.torch.tensor_parallel.rank import Rank
+from pdserve_engines.torch.tensor_parallel.rank_link import RankLoaded
 from pdserve_engines.torch.tensor_parallel.rank_model import RankModel
 from pdserve_engines.torch.tensor_parallel.shard import Shard
 from tests.engines.torch.checkpoints import TINY, VOCAB, checkpoint
@@ -195,6 +207,129 @@ def test_a_rank_that_cannot_load_says_why() -> None:
         pytest.raises((EngineDied, ConfigError), match=r"too large|no room"),
     ):
         loaded(checkpoint("llama")[0], tensor_parallel=2)
+
+
+# ------------------------------------------------------------------ on GPUs, without one
+
+
+class PlayedRanks:
+    """Of a leader on two GPUs: what it uses of `RankProcesses`."""
+
+    pids = (7,)
+
+    def __init__(self) -> None:
+        self.memories: list[Any] = []
+
+    def wait_loaded(self) -> list[RankLoaded]:
+        return [RankLoaded(weight_bytes=30, free=50 << 30, total=80 << 30, own=9 << 30)]
+
+    def join(self, placement: RankPlacement) -> mock.Mock:
+        return mock.Mock()
+
+    def allocate(self, num_blocks: int, memories: list[Any]) -> list[None]:
+        self.memories += memories
+        return [None]
+
+    def close(self) -> None:
+        self.memories.clear()
+
+
+def leader_on(placement: RankPlacement) -> tuple[LeaderModel, PlayedRanks]:
+    config = read_config(checkpoint("llama")[0])
+    ranks: Any = PlayedRanks()
+    shard = Shard(config, 0, 2)
+    settings = resolve_settings(spec(checkpoint("llama")[0], tensor_parallel=2), config)
+    driver = mock.Mock()
+    driver.export.side_effect = lambda address, size: (address, size)
+    model = LeaderModel(RankModel(shard, settings), shard, ranks, placement, driver)
+    model.connect()
+    return model, ranks
+
+
+def test_rank_0_allocates_the_pools_of_all_gpus_and_moves_them() -> None:
+    """Each rank's pool has half of the heads; the regions are in the order of ranks."""
+    on_cpu = RankPlacement((torch.device("cpu"),) * 2, "gloo")
+    model, ranks = leader_on(on_cpu)
+    whole = KvBlockShape(num_layers=2, kv_heads=2, block_size=BLOCK, head_dim=16, itemsize=4)
+    own = model.allocate(whole, 5)
+    assert own == replace(whole, kv_heads=1)
+    assert [size for _, size in ranks.memories] == [5 * own.block_bytes]
+    pool = KvPool(own, 5, torch.float32, torch.device("cpu"))
+    model.bind(pool)
+    layout = RankKvLayout(content="c", layers=2, heads=2, tokens=BLOCK, dim=16, itemsize=4)
+    region = model.region(layout)
+    assert [(one.layout.tp, one.layout.rank) for one in region.pools] == [(2, 0), (2, 1)]
+    addresses = [pool.tensor.data_ptr(), ranks.memories[0][0]]
+    assert [one.address for one in region.pools] == addresses
+    assert region.block_bytes == whole.block_bytes
+    model.close()
+    pool.close()
+
+
+class PlayedDriver:
+    """Exports host memory; ranks are threads and find it at its address."""
+
+    def export(self, address: int, size: int) -> CudaIpcExport:
+        return CudaIpcExport(b"", b"", b"", 0, address)
+
+
+class LeaderOnDevices(LeaderModel):
+    """Allocates the pools of all ranks, as on GPUs."""
+
+    def __init__(
+        self, model: Any, shard: Any, ranks: Any, placement: Any, _driver: Any = None
+    ) -> None:
+        driver: Any = PlayedDriver()
+        super().__init__(model, shard, ranks, placement, driver)
+
+
+class PlayedPool:
+    """An `OpenedPool`."""
+
+    def __init__(self, exported: CudaIpcExport, size: int, device: torch.device) -> None:
+        held = (ctypes.c_uint8 * size).from_address(exported.address)
+        self.memory = torch.frombuffer(held, dtype=torch.uint8)
+
+    def close(self) -> None:
+        del self.memory
+
+
+def test_ranks_compute_in_the_memory_that_rank_0_moves() -> None:
+    """What rank 1 has written is in the region, and the tokens are those of one rank."""
+    directory = checkpoint("llama")[0]
+    alone = Driver(loaded(directory, block_size=BLOCK, options={"kernels": "torch"}))
+    with (
+        mock.patch.object(leader, "LeaderModel", LeaderOnDevices),
+        mock.patch.object(rank_module, "OpenedPool", PlayedPool),
+    ):
+        divided = Driver(loaded(directory, block_size=BLOCK, tensor_parallel=2))
+        outputs = []
+        for driver in (alone, divided):
+            driver.finish([wanted := driver.add(prompt_of(21))], OUTPUTS, chunk=6)
+            outputs.append(wanted.output)
+        model = divided.executor._model
+        assert isinstance(model, LeaderModel)
+        (pool,) = model._device_pools
+        assert [one.address for one in divided.executor.region().pools][1] == pool.address
+        assert pool._memory.any()
+        divided.executor.close()
+        alone.executor.close()
+    assert outputs[0] == outputs[1]
+
+
+def test_ranks_have_the_memory_of_the_fullest_gpu() -> None:
+    own = AvailableMemory(60 << 30, "cuda:0", 80 << 30, 9 << 30)
+    cuda = [torch.device("cuda", rank) for rank in range(2)]
+    apart, _ = leader_on(RankPlacement((cuda[0], cuda[1]), "nccl"))
+    room = apart.room(own)
+    # Rank 0 has a context there, too, to move the KV.
+    assert (room.limit, room.free, room.total) == ("cuda:1", (50 << 30) - CUDA_CONTEXT, 80 << 30)
+    assert [one.device for one in apart.processes] == ["cuda:0", "cuda:1"]
+    together, _ = leader_on(RankPlacement((cuda[0], cuda[0]), "gloo"))
+    room = together.room(own)
+    assert (room.free, room.total) == (((50 << 30) - CUDA_CONTEXT) // 2, 40 << 30)
+    host = AvailableMemory(1 << 30, "host")
+    assert apart.room(host) is host
 
 
 # ------------------------------------------------------------------ planted bugs

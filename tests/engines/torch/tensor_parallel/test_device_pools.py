@@ -1,0 +1,52 @@
+"""Pools that one process allocates and another computes with. The device is played by the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.errors import ConfigError
+from pdserve.transfer.cuda import nvidia
+from pdserve.transfer.cuda.driver import CudaError, CudaIpcExport
+from pdserve_engines.torch.tensor_parallel.device_pools import RankDevicePool, cuda_driver
+
+CPU = torch.device("cpu")
+EXPORT = CudaIpcExport(b"p", b"d", b"h", 0, 1)
+
+
+class PlayedDriver:
+    """What `RankDevicePool` uses of a driver."""
+
+    def __init__(self, error: str = "") -> None:
+        self.asked: list[tuple[int, int]] = []
+        self._error = error
+
+    def export(self, address: int, size: int) -> CudaIpcExport:
+        if self._error:
+            raise CudaError(self._error)
+        self.asked.append((address, size))
+        return EXPORT
+
+
+def test_a_rank_gets_the_memory_of_its_own_pool() -> None:
+    driver: Any = PlayedDriver()
+    pool = RankDevicePool(4096, CPU, driver)
+    assert driver.asked == [(pool.address, 4096)]
+    assert pool.export == EXPORT
+    assert not pool._memory.any()
+    pool.close()
+    pool.close()
+
+
+def test_memory_that_cannot_be_exported_is_refused_with_the_reason() -> None:
+    driver: Any = PlayedDriver("no such allocator")
+    with pytest.raises(ConfigError, match=r"cpu has no room .*no such allocator.*--kv-memory"):
+        RankDevicePool(4096, CPU, driver)
+
+
+def test_what_is_missing_for_ranks_on_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvidia, "unavailable_reason", lambda: "no NVIDIA driver here")
+    with pytest.raises(ConfigError, match=r"--tp on GPUs .* CUDA IPC: no NVIDIA driver here"):
+        cuda_driver()
