@@ -6,7 +6,7 @@
 The executor runs plans as the scheduler makes them, with random weights of real sizes in bfloat16.
 A decode step reads every weight and the KV of every sequence once: these bytes per second are
 compared with those of a copy. Each is measured in up to four ways: with CUDA graphs and without,
-and begun before the step before has ended or after. A prefill's products and attention per second
+and begun before the step before has ended or after. Invariant kernels are measured at few sizes. A prefill's products and attention per second
 are compared with the best product. Both limits are measured in the same call. Times are medians;
 nothing is a pass or fail. What the time does not suffice for is named.
 """
@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +34,7 @@ from bench.gpu import limits, shapes
 from bench.machine import facts
 from pdserve.engine_core.executor import ScheduledChunk, StepPlan
 from pdserve.engine_core.scheduler.sequence import Sequence
+from pdserve.errors import ConfigError
 from pdserve.messages.engine import EngineSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.token_ids import token_ids
@@ -66,13 +67,15 @@ class Plan:
     batches: tuple[int, ...] = (1, 8, 64)
     contexts: tuple[int, ...] = (512, 2048)
     """Numbers of tokens that each decoding sequence has."""
-    mixed: tuple[int, int, int] = (64, 256, 2048)
+    mixed: tuple[int, int, int] | None = (64, 256, 2048)
     """A batch whose sequences differ in length, and the shortest and the longest of them."""
     prompts: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
     steps: int = 30
     """Number of decode steps, each timed on its own."""
 
 
+FEW = Plan(batches=(1, 64), contexts=(2048,), mixed=None, prompts=(2048,))
+"""What is measured of invariant kernels, which are there for reproducible tokens."""
 DRY = Plan(("tiny",), (1, 3), (40,), (3, 10, 40), (24, 64), 4)
 
 
@@ -164,12 +167,26 @@ def _write(report: Report, folder: Path | None, name: str, *, dry: bool) -> None
 def _measure_model(
     name: str, plan: Plan, device: torch.device, budget: Budget, report: Report
 ) -> None:
+    _measure_kernels(name, "", plan, device, budget, report)
+    if device.type == "cuda":
+        few = replace(FEW, steps=plan.steps)
+        _measure_kernels(name, "invariant", few, device, budget, report)
+
+
+def _measure_kernels(
+    name: str, kernels: str, plan: Plan, device: torch.device, budget: Budget, report: Report
+) -> None:
+    shape = shapes.SHAPES[name]
+    name = f"{name}, invariant" if kernels == "invariant" else name
     if report.rows and not budget.allows(name, LOADING):
         return
-    shape = shapes.SHAPES[name]
     with tempfile.TemporaryDirectory() as folder:
+        path = shapes.write(shape, Path(folder))
         try:
-            engine = Engine(shapes.write(shape, Path(folder)), shape, device, _tokens(plan))
+            engine = Engine(path, shape, device, _tokens(plan), kernels)
+        except ConfigError as error:
+            budget.left_out.append(f"{name}: {_first_line(error)}")
+            return
         except (torch.OutOfMemoryError, MemoryError) as error:
             budget.left_out.append(f"{name}: {_first_line(error)}")
             return
@@ -199,15 +216,19 @@ def _first_line(error: BaseException) -> str:
 
 def _tokens(plan: Plan) -> int:
     """Returns the number of tokens that the KV pool needs room for."""
-    batch, longest = max(plan.batches), max(*plan.contexts, plan.mixed[2])
-    widest = max(batch, plan.mixed[0]) * (longest + plan.steps + 2 * BLOCK)
+    mixed, _, most = plan.mixed or (0, 0, 0)
+    batch, longest = max(plan.batches), max(*plan.contexts, most)
+    widest = max(batch, mixed) * (longest + plan.steps + 2 * BLOCK)
     return max(widest, max(plan.prompts) + BLOCK)
 
 
 class Engine:
     """An executor with random weights and a KV pool."""
 
-    def __init__(self, folder: Path, shape: Shape, device: torch.device, tokens: int) -> None:
+    def __init__(
+        self, folder: Path, shape: Shape, device: torch.device, tokens: int, kernels: str = ""
+    ) -> None:
+        """`kernels`: the engine's option; empty: the default on a GPU, torch's elsewhere."""
         self.shape = shape
         self.device = device
         self.executor = TorchExecutor()
@@ -218,7 +239,7 @@ class Engine:
             dtype="bfloat16",
             block_size=BLOCK,
             threads=torch.get_num_threads(),
-            options={"kernels": "auto" if device.type == "cuda" else "torch"},
+            options={"kernels": kernels or ("auto" if device.type == "cuda" else "torch")},
         )
         self.executor.load(spec, lambda stage, fraction: None)
         model = self.executor._model
@@ -329,9 +350,10 @@ def _quantities(
         f"{batch} × {context}": [context] * batch
         for context, batch in itertools.product(plan.contexts, plan.batches)
     }
-    batch, shortest, longest = plan.mixed
-    lengths = torch.linspace(shortest, longest, batch).long().tolist()
-    batches[f"{batch} × {shortest} to {longest}"] = lengths
+    if plan.mixed is not None:
+        batch, shortest, longest = plan.mixed
+        lengths = torch.linspace(shortest, longest, batch).long().tolist()
+        batches[f"{batch} × {shortest} to {longest}"] = lengths
     for (size, contexts), way in itertools.product(batches.items(), engine.ways):
         what = f"decode {size}{way}"
         yield what, partial(_decode, name, what, engine, found, contexts, plan.steps, way)

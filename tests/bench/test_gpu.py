@@ -12,7 +12,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -131,6 +131,32 @@ def test_what_there_is_no_time_for_is_named() -> None:
     assert report.left_out == ["tiny: no time was left"]
     assert "- tiny: no time was left" in engine.markdown(report)
     assert "| m | w | 1000.00 | 1 | 50.0% | 0 |" in engine.markdown(report)
+
+
+def test_invariant_kernels_are_measured_beside_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[tuple[str, engine.Plan]] = []
+    monkeypatch.setattr(
+        engine, "_measure_kernels", lambda name, kernels, plan, *_: taken.append((kernels, plan))
+    )
+    plan, report = engine.Plan(steps=7), engine.Report({}, limits.Limits(1.0, 1.0, {}, {}))
+    engine._measure_model("tiny", plan, torch.device("cuda"), limits.Budget(9.0), report)
+    (_, whole), (kernels, few) = taken
+    assert (whole, kernels) == (plan, "invariant")
+    named = [
+        what
+        for what, _ in engine._quantities("m", few, cast("engine.Engine", _Ways), report.limits)
+    ]
+    assert named == [
+        *(f"decode {batch} × 2048{way}" for batch in (1, 64) for way in engine.WAYS),
+        "prefill 2048",
+    ]
+    assert engine._tokens(few) > 64 * 2048
+
+
+class _Ways:
+    ways = engine.WAYS
 
 
 def test_sequences_of_different_lengths_share_no_block(tmp_path: Path) -> None:
