@@ -6,9 +6,10 @@
 The executor runs plans as the scheduler makes them, with random weights of real sizes in bfloat16.
 A decode step reads every weight and the KV of every sequence once: these bytes per second are
 compared with those of a copy. Each is measured in up to four ways: with CUDA graphs and without,
-and begun before the step before has ended or after. Invariant kernels are measured at few sizes. A prefill's products and attention per second
-are compared with the best product. Both limits are measured in the same call. Times are medians;
-nothing is a pass or fail. What the time does not suffice for is named.
+and begun before the step before has ended or after. Invariant kernels are measured at few sizes. A
+prefill's products and attention per second are compared with the best product. Both limits are
+measured in the same call. Times are medians; nothing is a pass or fail. What the time does not
+suffice for is named.
 """
 
 from __future__ import annotations
