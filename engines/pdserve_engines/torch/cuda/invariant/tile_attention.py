@@ -100,7 +100,7 @@ def _sizes(group: int, head_dim: int, itemsize: int) -> Mapping[str, int]:
         "ROWS": _rows(group, itemsize),
         "DIMS": dims,
         "TILE": max(_LEAST, min(64, (8 << 10) // (dims * itemsize))),
-        "num_warps": 4 if dims <= 128 else 8,
+        "num_warps": 4 if dims * itemsize < 512 else 8,
         "num_stages": 2,
     }
 
