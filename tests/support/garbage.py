@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 @contextmanager
 def uncollected() -> Iterator[Counter[str]]:
     """At the end of the block its value has our classes of which it left unreachable objects, and
-    how many. What was unreachable before does not count."""
+    how many. What was there before does not count."""
     found: Counter[str] = Counter()
     gc.collect()
     gc.disable()
+    gc.freeze()  # so that the collection below looks at new objects only, not at a million
     try:
         yield found
         gc.set_debug(gc.DEBUG_SAVEALL)
@@ -30,6 +31,7 @@ def uncollected() -> Iterator[Counter[str]]:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
+        gc.unfreeze()
         gc.enable()
 
 
