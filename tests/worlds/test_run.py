@@ -98,6 +98,7 @@ def test_blocks_are_taken_up_where_they_ended(tmp_path: Path, seed: int) -> None
 # ---------------------------------------------------------------------- on purpose
 
 
+@pytest.mark.long(one_in=3)
 @pytest.mark.timeout(240)
 def test_every_fault_is_felt_where_it_is_made_on_purpose(seed: int) -> None:
     cells: Cells = Counter()
@@ -152,6 +153,7 @@ def test_handoffs_take_every_usual_turn(seed: int) -> None:
         assert cells[cell], cell
 
 
+@pytest.mark.long(one_in=3)
 @pytest.mark.timeout(240)
 def test_tiers_and_fetches_are_used_whatever_goes_wrong(seed: int) -> None:
     cells: Cells = Counter()

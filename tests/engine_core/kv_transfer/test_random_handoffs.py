@@ -467,22 +467,22 @@ CORNERS |= {
     "Overloaded",
 }
 CORNERS |= {"closed with quarantine", "closed while sending"}
-RARE = {"both"}
-"""Corners that a few hundred lives may miss; `test_handoff` visits them on purpose."""
+FREQUENT = {"copied", "preempted", "PrefillSent", "PathLost", "Overloaded"}
+"""Corners that 150 lives visit; the others are met by thousands, and on purpose by `test_handoff`."""
 
 
 @pytest.mark.timeout(900)  # minutes in long mode
 def test_random_lives_keep_every_rule_and_visit_every_corner():
     PairMachine.visited = Counter()
-    lives = settings(max_examples=1500 if is_long() else 80, stateful_step_count=30)
+    lives = settings(max_examples=1500 if is_long() else 150, stateful_step_count=30)
     run_state_machine_as_test(PairMachine, settings=lives)
     for more in (400, 800):  # corners that this seed's lives have missed are rare, not absent
-        if missed():
+        if is_long() and missed():
             settled = settings(lives, derandomize=True, max_examples=more)
             run_state_machine_as_test(PairMachine, settings=settled)
     assert not missed()
 
 
 def missed() -> set[str]:
-    wanted = CORNERS if is_long() else CORNERS - RARE
+    wanted = CORNERS if is_long() else FREQUENT
     return {corner for corner in wanted if not PairMachine.visited[corner]}
