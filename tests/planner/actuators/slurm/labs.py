@@ -27,7 +27,7 @@ class JobsLab:
 
     kind = "cpu"
     up = "booting"
-    deadline = 4.0
+    deadline = 8.0
     patience = 60.0
     pause = 0.1
     cannot: Mapping[str, str] = {}
