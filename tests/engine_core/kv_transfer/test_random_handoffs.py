@@ -468,7 +468,7 @@ CORNERS |= {
 }
 CORNERS |= {"closed with quarantine", "closed while sending"}
 FREQUENT = {"copied", "preempted", "PrefillSent", "PathLost", "Overloaded"}
-"""Corners that 150 lives visit; the others are met by thousands, and on purpose by `test_handoff`."""
+"""Corners that 150 lives visit; thousands meet the others, and `test_handoff` on purpose."""
 
 
 @pytest.mark.timeout(900)  # minutes in long mode
