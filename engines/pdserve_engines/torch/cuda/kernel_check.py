@@ -16,6 +16,7 @@ from pdserve_engines.torch.cuda.add_norm import add_norm
 from pdserve_engines.torch.cuda.decode_attention import DecodeInputs, ScoreRules, attend_decodes
 from pdserve_engines.torch.cuda.decode_plan import SEGMENT, list_items
 from pdserve_engines.torch.cuda.gated_activation import gated_activation
+from pdserve_engines.torch.cuda.kernel_comparison import KernelComparison, first_problem
 from pdserve_engines.torch.cuda.rotate_store import rotate_store
 from pdserve_engines.torch.models.upload import upload_packed
 
@@ -37,25 +38,16 @@ _ROUNDED: Final = 3e-2
 def failing_kernel(config: ModelConfig, settings: TorchSettings) -> str | None:
     """Which kernel fails on this device, and how; None if none does."""
     check = _Check(config, settings)
-    for compare in (check.norm, check.activation, check.attention):
-        try:
-            with torch.inference_mode():
-                difference = compare()
-        # Triton, its compiler and the driver have exceptions of many kinds.
-        except Exception as error:
-            return f"the kernel for {compare.__name__} fails: {type(error).__name__}: {error}"
-        if not difference < _NEAR.get(settings.dtype, _ROUNDED):
-            return f"the kernel for {compare.__name__} differs from torch by {difference:.1g}"
-    return None
+    allowed = _NEAR.get(settings.dtype, _ROUNDED)
+
+    def problem(difference: float) -> str:
+        return "" if difference < allowed else f"differs from torch by {difference:.1g}"
+
+    return first_problem((check.norm, check.activation, check.attention), problem)
 
 
-class _Check:
+class _Check(KernelComparison):
     """Each method computes something in both ways and returns the largest difference."""
-
-    def __init__(self, config: ModelConfig, settings: TorchSettings) -> None:
-        self._config, self._device, self._dtype = config, settings.device, settings.dtype
-        self._kv_dtype = settings.kv_dtype
-        self._generator = torch.Generator().manual_seed(0)
 
     def norm(self) -> float:
         size = self._config.hidden_size
@@ -122,10 +114,6 @@ class _Check:
             query = turned[end - 1, : config.num_heads].unsqueeze(1)
             found.append(functional.scaled_dot_product_attention(query, keys, values).flatten())
         return torch.stack(found)
-
-    def _draw(self, *size: int) -> torch.Tensor:
-        drawn = torch.randn(size, generator=self._generator)
-        return drawn.to(device=self._device, dtype=self._dtype)
 
 
 def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:

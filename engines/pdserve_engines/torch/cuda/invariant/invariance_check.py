@@ -16,6 +16,7 @@ from pdserve_engines.torch.cuda.decode_attention import ScoreRules
 from pdserve_engines.torch.cuda.invariant.experts import feed_routed
 from pdserve_engines.torch.cuda.invariant.linear import ROWS, linear
 from pdserve_engines.torch.cuda.invariant.tile_attention import TileInputs, attend_tiles, queries_of
+from pdserve_engines.torch.cuda.kernel_comparison import KernelComparison, first_problem
 from pdserve_engines.torch.models.upload import upload_packed
 
 if TYPE_CHECKING:
@@ -34,25 +35,16 @@ _EXPERTS: Final = 8
 def varying_kernel(config: ModelConfig, settings: TorchSettings) -> str | None:
     """Which kernel's result for a row depends on other rows on this device; None if none does."""
     check = _Check(config, settings)
-    for compare in (check.products, check.experts, check.attention):
-        try:
-            with torch.inference_mode():
-                together, alone = compare()
-        # Triton, its compiler and the driver have exceptions of many kinds.
-        except Exception as error:
-            return f"the kernel for {compare.__name__} fails: {type(error).__name__}: {error}"
-        if not torch.equal(together, alone):
-            return f"the kernel for {compare.__name__} computes a row otherwise beside other rows"
-    return None
+    return first_problem((check.products, check.experts, check.attention), _difference)
 
 
-class _Check:
+def _difference(found: tuple[torch.Tensor, torch.Tensor]) -> str:
+    together, alone = found
+    return "" if torch.equal(together, alone) else "computes a row otherwise beside other rows"
+
+
+class _Check(KernelComparison):
     """Each method computes rows in company and alone."""
-
-    def __init__(self, config: ModelConfig, settings: TorchSettings) -> None:
-        self._config, self._device, self._dtype = config, settings.device, settings.dtype
-        self._kv_dtype = settings.kv_dtype
-        self._generator = torch.Generator().manual_seed(0)
 
     def products(self) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self._config.hidden_size
@@ -92,7 +84,3 @@ class _Check:
             attend_tiles(qkv, out, pool, TileInputs(*inputs), ScoreRules(dim**-0.5))
             found.append(out)
         return found[0], found[1]
-
-    def _draw(self, *size: int) -> torch.Tensor:
-        drawn = torch.randn(size, generator=self._generator)
-        return drawn.to(device=self._device, dtype=self._dtype)
