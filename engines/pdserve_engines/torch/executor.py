@@ -126,7 +126,7 @@ class TorchExecutor:
         self._graphs: DecodeGraphs | None = None
         """None: every step is launched kernel by kernel."""
         self.graphs_missing = ""
-        """Why CUDA graphs could not be captured; empty if they were, or nobody tried to."""
+        """Why capturing CUDA graphs failed. Empty: it succeeded, or it was not asked for."""
         self._moved = False
         """Whether peers may write to blocks that are in no plan. Then no part of a step may run on
         the device after `execute` returns. Steps that sample have ended by then, since their tokens

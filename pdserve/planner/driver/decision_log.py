@@ -30,8 +30,8 @@ _KEPT: Final = 200
 
 
 def _opened(name: str, flags: int) -> int:
-    """A pipe that nobody reads is an error; without this flag the planner would wait for a
-    reader."""
+    """Open without blocking: a pipe without a reader raises `OSError`, where a plain `open` would
+    block the planner until a reader comes."""
     return os.open(name, flags | os.O_NONBLOCK, 0o666)
 
 

@@ -100,7 +100,8 @@ class StagingRing:
         self.waits = 0
         """Waits for the device that have ended."""
         self.waiting = False
-        """Whether a thread waits for the device. The two may be read without the lock."""
+        """True while a thread waits for the device. Like `waits` it may be read without the
+        lock."""
 
     # ------------------------------------------------------------------ copies
 
