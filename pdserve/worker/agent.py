@@ -187,8 +187,9 @@ class WorkerAgent:
 
     def left_for(self, mode: LiveMode) -> int:
         """Number of tasks that could not stay in `mode`. Requests may stay where requests are
-        taken, once their prompts are here."""
-        claims = 0 if self.prefill is None else len(self.prefill)
+        taken, once their prompts are here; so may prompts of other workers, once computed: their
+        KV is sent in any mode."""
+        claims = 0 if self.prefill is None else self.prefill.waiting
         if "requests" in jobs_of(mode):
             return claims + (0 if self.decode is None else self.decode.queued)
         return claims + max(self._channels.requests, int(not self._channels.idle))

@@ -122,8 +122,11 @@ class PrefillHandler:
                 metrics.handoffs.labels(state.value).read_from(partial(self._in, state))
 
     def use_claims(self, make_claims: MakeClaims | None, share: float = 1.0) -> None:
-        """Leaves all queues and serves them anew, or none, with a new mode. `share`: the part of
-        each step that claimed prompts may take."""
+        """Leaves all queues and serves them anew, or none, with a new mode. Prompts that are
+        computed are still sent. `share`: the part of each step that claimed prompts may take."""
+        for prefilling in self._claims.values():
+            if not prefilling.waiting:  # so that no router gives it to another worker
+                prefilling.claim.end("done")
         if self._queue is not None:
             self._queue.close()
         self._queue = None if make_claims is None else make_claims(self._take, self._stop)
@@ -133,6 +136,11 @@ class PrefillHandler:
     def __len__(self) -> int:
         """Number of claims that have not ended."""
         return len(self._claims)
+
+    @property
+    def waiting(self) -> int:
+        """Number of claims whose prompt is not computed yet."""
+        return sum(one.waiting for one in self._claims.values())
 
     async def drain(self, timeout: Seconds) -> bool:
         """Offers no more credits and waits until every claim has ended, because computed KV must
@@ -198,8 +206,7 @@ class PrefillHandler:
             return 0
         if capabilities is None or not capabilities.transfers:
             return 0
-        waiting = sum(one.waiting for one in self._claims.values())
-        return self._credits.left(waiting, self.uncomputed, capabilities, self._share)
+        return self._credits.left(self.waiting, self.uncomputed, capabilities, self._share)
 
     # ------------------------------------------------------------------ for the claims
 

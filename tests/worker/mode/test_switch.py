@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from pdserve.errors import Draining, NotReady
+from pdserve.ids import NodeLife
 from pdserve.messages.handoff import ItemClaimed, OpenAttempt, PrefillItem
 from pdserve.messages.mode import ModeReport, SetMode
 from pdserve.messages.request import SamplingParams
@@ -164,6 +165,41 @@ async def test_a_change_waits_for_prompts_on_their_way() -> None:
         await made.nodes.until(lambda: all(s.finished for s in sinks))
         assert all(right(s, one) for s, one in zip(sinks, wanted, strict=True))
         assert sinks[-1].where == ["local; node=d; reason=mode_change"]
+
+
+@pytest.mark.parametrize("mode", ["decode", "aggregated", "both"])
+@virtually
+async def test_computed_prompts_are_sent_in_the_new_mode(mode: str) -> None:
+    """A slow network does not hold a prefill worker back, and nobody computes its prompts again."""
+    async with site("p", "q") as made:
+        p, q = made.workers["p"], made.workers["q"]
+        claims, others = p.agent.prefill, q.agent.prefill
+        assert claims is not None
+        assert others is not None
+        others.paused = True  # so that all go to p
+        others.changed()
+        await made.answers("d", asked("before", prompt(9)))  # its path is made
+        life = NodeLife(p.node.id, p.node.epoch)
+        made.fabric.hold(life)
+        wanted = [asked(f"r{i}", prompt(i, 60)) for i in range(2)]
+        sinks = [made.at("d", one) for one in wanted]
+        await made.nodes.until(lambda: len(claims) == 2 and not claims.waiting, 30.0)
+        others.paused = False
+        others.changed()
+        before = made.nodes.loop.time()
+        report = await made.change("p", mode, **({"share": 0.5} if mode == "both" else {}))
+        assert (report.mode, report.failed, len(claims)) == (mode, "", 2)
+        assert made.nodes.loop.time() - before < 5.0
+        await asyncio.sleep(5.0)
+        assert not any(sink.started for sink in sinks)
+        made.fabric.release(life)
+        await made.nodes.until(lambda: all(s.finished for s in sinks), 30.0)
+        assert all(right(s, one) for s, one in zip(sinks, wanted, strict=True))
+        assert [s.where for s in sinks] == [["remote; node=p; reason=rule"]] * 2
+        assert q.stats().computed_tokens == 0
+        assert others.numbers().ended == {}
+        await made.nodes.until(lambda: not len(claims), 30.0)
+        assert claims.numbers().ended == {"done": 3}
 
 
 @virtually
