@@ -52,6 +52,7 @@ class ModelledRequest:
         "left",
         "output",
         "owed",
+        "patience",
         "placed",
         "price",
         "promised",
@@ -84,6 +85,8 @@ class ModelledRequest:
         """Tokens to compute."""
         self.price: Seconds = 0.0
         """Predicted seconds of its prefill where it is."""
+        self.patience: Seconds = 0.0
+        """For how long it waits for KV to be reserved, and then for a prefill worker."""
         self.owed = output
         """Tokens that its stream has to bring after the present ones."""
         self.home: EngineModel | None = None
@@ -159,6 +162,16 @@ class EngineModel:
         passed, most = now - head.begun, 0.9 * head.price
         wait = self.work - (passed if passed < most else most)
         return wait if wait > 0.0 else 0.0
+
+    def waits_until(self, now: Seconds, least: Seconds) -> Seconds:
+        """When `wait` will be at most `least` because time passes; infinite: not before a prompt
+        is done."""
+        wait = self.wait(now) - least
+        if wait <= 0.0:
+            return now
+        head = self.head
+        passes = 0.0 if head is None else 0.9 * head.price - (now - head.begun)
+        return now + wait if wait <= passes else inf
 
     def fits(self, tokens: float) -> bool:
         """True if so many more tokens of KV fit."""

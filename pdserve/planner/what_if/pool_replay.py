@@ -46,6 +46,8 @@ _AHEAD, _AT_LEAST = 2, 2
 _PATIENCE: Final[Seconds] = 1.0
 _ALWAYS_PATIENCE: Final[Seconds] = 30.0
 """`worker.disagg.policy`: how long a prompt waits for a prefill worker at least."""
+_LEAST_GAIN: Final[Seconds] = 1e-9
+"""What a remote prefill gains where a rule asks for it, whatever is predicted."""
 _UNFILLED: Final = 0.3
 """`TransferSpec.unfilled`: the part of a pool that may be reserved for prompts on their way."""
 _ENDLESS: Final = 3600.0
@@ -74,7 +76,7 @@ class _Decoder:
         self.unfilled = 0.0
         """Tokens reserved for prompts that are computed elsewhere."""
         self.coming = 0.0
-        """Tokens that are to come over the link."""
+        """Tokens that are to come over the link, of those without a reservation too."""
         self.waiting: deque[ModelledRequest] = deque()
         """Prompts without a reservation."""
 
@@ -200,18 +202,23 @@ class PoolReplay:
         decoder = self._decoders.get(engine)
         if decoder is not None and decoder.waiting:
             self._reserve(decoder)
-        if self._held:
-            self._look()
+        if self._held and engine in self._serving:
+            if self._is_open(engine):
+                self._look()
+            else:
+                self._look_at(engine)
 
     # ------------------------------------------------------------------ router
 
     def _arrive(self, request: ModelledRequest) -> None:
-        if self._held or not self._has_open():
-            cost = self._model.prefill(request.prompt, request.cached)
-            heappush(self._held, (cost + _AGEING * request.arrived, next(self._ids), request))
-            self._look()
-        else:
+        if not self._held and self._has_open():
             self._place(request)
+            return
+        first = not self._held
+        cost = self._model.prefill(request.prompt, request.cached)
+        heappush(self._held, (cost + _AGEING * request.arrived, next(self._ids), request))
+        if first:  # else the next look is known, and until then no worker opens
+            self._look_later()
 
     def _has_open(self) -> bool:
         return any(map(self._is_open, self._serving))
@@ -237,13 +244,17 @@ class PoolReplay:
 
     def _look_later(self) -> None:
         """A worker opens shortly before its prompts are done."""
-        now = self.now
-        waits = [engine.wait(now) for engine in self._serving if engine.work]
-        if waits:
-            time = now + max(min(waits) - _OPEN, 0.0) + 0.001
-            if time < self._next_look or self._next_look <= now:
-                self._next_look = time
-                self._at(time, self._look)
+        for engine in self._serving:
+            self._look_at(engine)
+
+    def _look_at(self, engine: EngineModel) -> None:
+        """As `_look_later`, for one worker. One that has all its sequences opens when one ends."""
+        if not engine.work or engine.sequences >= engine.worker.max_sequences:
+            return
+        time = engine.waits_until(self.now, _OPEN) + 0.001
+        if time < self._next_look or (self._next_look <= self.now and time < inf):
+            self._next_look = time
+            self._at(time, self._look)
 
     def _place(self, request: ModelledRequest) -> None:
         engine = self._choose(request)
@@ -322,30 +333,37 @@ class PoolReplay:
     # ------------------------------------------------------------------ where to prefill
 
     def _dispose(self, request: ModelledRequest, decoder: _Decoder) -> None:
-        if self._goes_away(request, decoder):
-            decoder.waiting.append(request)
-            self._reserve(decoder)
-        else:
+        gain = self._gain(request, decoder)
+        if gain <= 0:
             self._stay(request, decoder)
+            return
+        request.patience = _ALWAYS_PATIENCE if gain == inf else max(_PATIENCE, 2 * gain)
+        decoder.waiting.append(request)
+        decoder.coming += request.prompt - request.cached
+        self._reserve(decoder)
+        if request.home is None:
+            self._at(self.now + request.patience, self._tire_of_waiting, request, decoder)
 
     def _stay(self, request: ModelledRequest, decoder: _Decoder) -> None:
         request.asked = self.now
         decoder.engine.offer(request, self.now)
         self._after(decoder.engine)
 
-    def _goes_away(self, request: ModelledRequest, decoder: _Decoder) -> bool:
+    def _gain(self, request: ModelledRequest, decoder: _Decoder) -> Seconds:
+        """Seconds to the first token that a remote prefill saves; infinite where it is not asked
+        for, 0 or less: the prompt is computed where it is decoded."""
         handoffs = self._handoffs
         if handoffs.disagg == "never" or not self._takers:
-            return False
+            return 0.0
         if handoffs.disagg == "always":
-            return True
+            return inf
+        here, there = self._predicted(request, decoder)
         if handoffs.disagg == "rule":
             uncached = request.prompt - request.cached
-            if handoffs.min_tokens and uncached <= handoffs.min_tokens:
-                return False
-            return self._queued <= handoffs.max_queue
-        here, there = self._predicted(request, decoder)
-        return there < here
+            short = handoffs.min_tokens and uncached <= handoffs.min_tokens
+            away = not short and self._queued <= handoffs.max_queue
+            return max(_LEAST_GAIN, here - there) if away else 0.0
+        return here - there
 
     def _predicted(self, request: ModelledRequest, decoder: _Decoder) -> tuple[Seconds, Seconds]:
         """Seconds to the first token here, with the harm to streams, and elsewhere."""
@@ -373,7 +391,6 @@ class PoolReplay:
             request.asked = self.now
             engine.held += need
             decoder.unfilled += need
-            decoder.coming += request.left
             self._enqueue(request)
 
     # ------------------------------------------------------------------ prefill queue
@@ -386,8 +403,7 @@ class PoolReplay:
         heappush(self._queue, (key, next(self._ids), request))
         self._match()
         if not request.claimed:
-            always = self._handoffs.disagg == "always"
-            self._at(self.now + (_ALWAYS_PATIENCE if always else _PATIENCE), self._tire, request)
+            self._at(self.now + request.patience, self._tire, request)
 
     def _credits(self, engine: EngineModel) -> int:
         """Prompts that a prefill worker would claim now."""
@@ -420,6 +436,15 @@ class PoolReplay:
         request.claimed = True
         engine.offer(request, self.now)
         self._after(engine)
+
+    def _tire_of_waiting(self, request: ModelledRequest, decoder: _Decoder) -> None:
+        """A prompt for which no KV can be reserved is computed where it will be decoded."""
+        if request.home is not None or request.asked >= 0:
+            return
+        decoder.waiting.remove(request)
+        decoder.coming -= request.prompt - request.cached
+        self._stay(request, decoder)
+        self._reserve(decoder)
 
     def _tire(self, request: ModelledRequest) -> None:
         """A prompt that no prefill worker has taken is computed where it will be decoded."""

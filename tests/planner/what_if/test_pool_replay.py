@@ -115,6 +115,23 @@ def test_a_prompt_waits_for_kv_where_it_will_be_decoded():
     assert requests[1].asked - requests[1].placed > requests[1].begun - requests[1].asked
 
 
+def test_prompts_without_a_reservation_are_on_their_way_too():
+    """The KV of each prompt takes 2 s to move, and is kept for two of them at once. Streams make
+    the decode worker send prompts away; but as real ones do it counts all that are to come."""
+    requests = [ModelledRequest(0.001 * n, 10_000, 0, 2) for n in range(60)]
+    busy = worker("decode", kv_tokens=80_000, streams=40, stream_tokens=4000)
+    replayed([worker("prefill"), busy], requests, Handoffs("predict", token=2e-4))
+    assert any(one.claimed for one in requests)
+    assert all(0 < one.first - one.arrived < 60 for one in requests)
+
+
+def test_a_prompt_does_not_wait_for_ever_for_kv_to_be_kept():
+    requests = [ModelledRequest(0.0, 900, 0, 300), ModelledRequest(0.1, 900, 0, 2)]
+    replayed([worker("prefill"), worker("decode", kv_tokens=1500)], requests, Handoffs("rule"))
+    assert [one.claimed for one in requests] == [True, False]
+    assert requests[1].end > 0
+
+
 def test_both_serves_and_computes_for_others():
     requests = [ModelledRequest(0.02 * n, 2000, 0, 20) for n in range(40)]
     workers = [worker("both", share=0.5), worker("decode"), worker("decode")]
