@@ -5,7 +5,9 @@
     start    the fewest new workers that are enough: minutes, and money
 
 The first costs nothing, so it stays in force while later ones are tried. Each lever is judged by
-what it would make of the load.
+what it would make of the load that is to be borne: more than what is expected. Where none is enough
+for that, switches are judged by the load that is expected: what is best beyond a pool's limits need
+not be best within them.
 """
 
 from __future__ import annotations
@@ -79,8 +81,10 @@ _BETTER_KNOWN: Final = 20
 """Misses that must have been seen before their causes count more than predicted ones."""
 
 
-def raise_capacity(scene: Scene, load: Load, stay: PoolOutcome, horizon: float) -> Raised:
-    """The first levers that are enough; if none are, those that help most."""
+def raise_capacity(
+    scene: Scene, load: Load, expected: Load, stay: PoolOutcome, horizon: float
+) -> Raised:
+    """The first levers that are enough for `load`; if none are, those that help most."""
     now = _undone(scene, load, _Try((), PoolCandidate(scene.base(horizon)), stay))
     if _fits(scene, now.outcome):
         return Raised(now.steps, now.outcome, enough=True)
@@ -88,9 +92,18 @@ def raise_capacity(scene: Scene, load: Load, stay: PoolOutcome, horizon: float) 
     if switched is not None and _fits(scene, switched.outcome):
         return Raised(switched.steps, switched.outcome, enough=True)
     started = _started(scene, load, now, horizon)
-    if switched is not None and switched.outcome.miss < started.after.miss:
-        return Raised(switched.steps, switched.outcome, enough=False, wanted=started.wanted)
-    return started
+    helps = switched is not None and switched.outcome.miss < started.after.miss
+    if started.enough or (started.wanted and not helps):
+        return started
+    switched = _switched(scene, expected, _expected(scene, expected, now))
+    if switched is None:
+        return started
+    return Raised(switched.steps, switched.outcome, enough=False, wanted=started.wanted)
+
+
+def _expected(scene: Scene, expected: Load, now: _Try) -> _Try:
+    """The same pool under the load that is expected."""
+    return replace(now, outcome=scene.predict(expected, [now.candidate])[0])
 
 
 def _fits(scene: Scene, outcome: PoolOutcome) -> bool:

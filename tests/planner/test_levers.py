@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.planner.levers import helpful_modes
 from pdserve.planner.rules.scene import mix_of
-from tests.planner.support import Bench, actions, config, pool, worker
+from tests.planner.support import Bench, LastValue, actions, config, pool, worker
 
 ALL = ("aggregated", "decode", "prefill")
 
@@ -127,6 +127,37 @@ def test_a_switch_is_done_if_only_further_ones_will_help(enough):
     assert first == "begin mode w2>prefill"
     assert {line.split()[1] for line in others} == {"mode"}
     assert switched(enough, max=12) == [first, *others]
+
+
+class Crossing:
+    """Up to 4 of work per second, all prompts' workers are best, and beyond it none is."""
+
+    def judge(self, traffic, objectives, load, candidates):
+        from pdserve.planner.outlook import PoolOutcome
+
+        found = []
+        for one in candidates:
+            prefill = mix_of(one.slots)["prefill"] / len(one.slots)
+            miss = 0.5 - 0.4 * prefill if load.work <= 4.0 else 0.5 + 0.4 * prefill
+            found.append(PoolOutcome(miss=miss, causes={"queue": miss}))
+        return found
+
+
+def test_beyond_what_a_pool_can_bear_the_expected_load_decides():
+    """Each mix misses too many. By what may come at worst a prefill worker fewer were better, by
+    what is expected one more."""
+    bench = Bench(
+        config(pool(modes=("prefill", "decode"), max=6)),
+        judge=Crossing(),  # type: ignore[arg-type]
+        forecast=LastValue(spread=2.0),
+    )
+    bench.see(*(worker(n, "prefill" if n < 4 else "decode") for n in range(1, 7)))
+    bench.load(0.0)
+    bench.until(90)
+    bench.load(3.0)
+    lines = [line for output in bench.until(20) for line in actions(output)]
+    assert lines
+    assert all(line.endswith(">prefill") for line in lines), lines
 
 
 def test_without_an_end_of_the_row_nothing_is_switched():

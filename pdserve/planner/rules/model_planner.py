@@ -219,11 +219,13 @@ class ModelPlanner:
         ):
             return Decision(tuple(step for step, _ in undone), self._panic_binding(scene.now))
         horizon = scene.start_p90 + _SETTLE
-        load = Load(forecast.p90, demand.held_work + demand.queued_work)
+        waits = demand.held_work + demand.queued_work
+        load, expected = Load(forecast.p90, waits), Load(forecast.p50, waits)
         stay = scene.predict(load, [PoolCandidate(scene.base(horizon))])[0]
-        decision = self._up(scene, demand, load, stay)
+        decision = self._up(scene, demand, load, expected, stay)
         if self._slow_due(scene.now) and (decision is None or not decision.steps):
-            slow = self._slower(scene, sight, demand, load, shrinks=decision is None)
+            borne = load if decision is None else expected
+            slow = self._slower(scene, sight, demand, borne, shrinks=decision is None)
             decision = slow or decision
         if decision is None:
             decision = Decision((), self._calm(scene, stay))
@@ -239,7 +241,7 @@ class ModelPlanner:
         return self._slow or Binding("enough", {"value": stay.miss, "limit": limit})
 
     def _up(
-        self, scene: Scene, demand: DemandView, load: Load, stay: PoolOutcome
+        self, scene: Scene, demand: DemandView, load: Load, expected: Load, stay: PoolOutcome
     ) -> Decision | None:
         """More capacity; None: it is enough."""
         over = stay.miss > scene.most_misses
@@ -250,7 +252,7 @@ class ModelPlanner:
         if not (agreed or self._sure(scene, demand, stay)):
             return Decision((), Binding("waiting", {"value": stay.miss}))
         self._votes.clear()  # what is ordered now must have been taken in before more is
-        raised = raise_capacity(scene, load, stay, scene.start_p90 + _SETTLE)
+        raised = raise_capacity(scene, load, expected, stay, scene.start_p90 + _SETTLE)
         if raised.enough:
             figures = {"value": raised.after.miss, "limit": scene.most_misses}
             return Decision(raised.steps, Binding("enough", figures), after=raised.after)
