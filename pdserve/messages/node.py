@@ -119,6 +119,9 @@ class NodeCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     0: it takes none."""
     change: str = ""
     """Id of the planner's change that started the process; empty: someone else did."""
+    disagg: str = ""
+    """How a worker decides where the prompts that it decodes are computed; empty: not said. See
+    `messages.handoff.Disagg`."""
 
     @property
     def going(self) -> bool:

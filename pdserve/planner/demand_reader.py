@@ -305,6 +305,7 @@ class DemandReader:
             {node: speed for demand in newest for node, speed in demand.speeds.items()},
             sum(demand.first_tokens for demand in newest),
             best.prediction_poor,
+            transfer=(best.times.transfer_latency, best.times.transfer_token),
         )
 
     def _present(self) -> list[tuple[NodeId, _Router]]:
@@ -514,6 +515,5 @@ def _bucket(
 
 
 def _latency_model(times: ModelTimes) -> LatencyModel:
-    if times == ModelTimes():
-        return LatencyModel()
-    return LatencyModel(*astuple(times))
+    *learnt, _, _ = astuple(times)
+    return LatencyModel(*learnt) if any(learnt) else LatencyModel()

@@ -106,6 +106,10 @@ class Slot(NamedTuple):
     """KV tokens of these."""
     waiting_tokens: int = 0
     """Prompt tokens that it has to compute now."""
+    disagg: str = ""
+    """How it decides where the prompts that it decodes are computed; empty: not said."""
+    transfer_token: Seconds = 0.0
+    """Seconds to move a token's KV, as long as none has been learnt; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

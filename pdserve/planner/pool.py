@@ -64,6 +64,10 @@ class Worker:
     """With mode `both`: the share of a step for other workers' prompts."""
     speed: float = 1.0
     """Factor by which it is slower than the learnt times."""
+    disagg: str = ""
+    """How it decides where the prompts that it decodes are computed; empty: not said."""
+    transfer_token: Seconds = 0.0
+    """Seconds to move a token's KV that its kind of path takes; 0: unknown."""
     kv_tokens: int = 0
     """KV that it can hold; 0: unknown."""
     max_sequences: int = 0

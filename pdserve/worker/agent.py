@@ -428,6 +428,7 @@ class WorkerAgent:
         facts = (
             *(reason, service.draining, capabilities, service.cards(), self._topics.names),
             *(service.mode, self.mode.generation, self.mode.share, bool(service.changing)),
+            self._disagg,
         )
         if facts == self._told_of:
             return
@@ -453,6 +454,7 @@ class WorkerAgent:
             leaving=bool(service.changing),
             mode_generation=self.mode.generation,
             prompt_share=self.mode.share,
+            disagg=self._disagg,
         )
         if card == self._told:
             return
@@ -465,6 +467,11 @@ class WorkerAgent:
                 error.message,
             )
             self._node.publish_card(replace(card, models=(), reason=_TOO_LARGE), {})
+
+    @property
+    def _disagg(self) -> str:
+        """How it decides where its prompts are computed; empty: it takes no part in transfers."""
+        return "" if self.decode is None else self.decode.chooser.mode
 
     def _offered(self) -> list[tuple[ModelSummary, dict[bytes, bytes]]]:
         """The model summaries for the card, each model once."""

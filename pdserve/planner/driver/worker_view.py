@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pdserve.ids import NodeLife
 from pdserve.planner.changes.ids import model_tag, read_change_id
@@ -13,7 +13,7 @@ from pdserve.planner.pool import Worker
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from pdserve.ids import NodeId
+    from pdserve.ids import NodeId, Seconds
     from pdserve.messages.node import NodeCard
     from pdserve.messages.planner import Instance
     from pdserve.messages.routing import WorkerLoad
@@ -59,6 +59,8 @@ def worker_view(seen: Sighting, model: str, speeds: Mapping[NodeId, float]) -> W
         kind="" if instance is None else instance.kind,
         can_switch=bool(card.transfers and card.mode_generation),
         share=card.prompt_share,
+        disagg=card.disagg,
+        transfer_token=_transfer_token(card, block),
         speed=believed_speed(speeds.get(member.node, 1.0)),
         kv_tokens=0 if load is None else load.blocks_total * block,
         max_sequences=card.max_sequences,
@@ -69,6 +71,21 @@ def worker_view(seen: Sighting, model: str, speeds: Mapping[NodeId, float]) -> W
         ordered=drain is not None and drain.term > 0,
         failed="" if mode is None else mode.failed,
     )
+
+
+_RATES: Final = {"cuda_ipc": 100e9, "rdma": 12.5e9, "shm": 5e9, "tcp": 1.25e9}
+"""Bytes per second that a path of each kind has at least on usual machines: NVLink, 100 Gb/s, a
+memory copy, 10 Gb/s. They count until routers have seen transfers."""
+
+
+def _transfer_token(card: NodeCard, block: int) -> Seconds:
+    """Seconds to move a token's KV by the fastest path between hosts that the worker has, or else
+    by what it has; 0: unknown."""
+    known = [one for one in card.transfers if one in _RATES]
+    between = [one for one in known if one in ("rdma", "tcp")] or known
+    if not (between and block and card.kv_block_bytes):
+        return 0.0
+    return card.kv_block_bytes / block / max(_RATES[one] for one in between)
 
 
 def fixed_workers(

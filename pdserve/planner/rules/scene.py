@@ -211,6 +211,8 @@ def slot_of(worker: Worker) -> Slot:
         streams=worker.running,
         stream_tokens=worker.live_tokens,
         waiting_tokens=worker.waiting_tokens,
+        disagg=worker.disagg,
+        transfer_token=worker.transfer_token,
     )
 
 

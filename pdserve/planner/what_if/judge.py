@@ -7,8 +7,12 @@ decides nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections import Counter
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING, Final, cast, get_args
 
+from pdserve.messages.handoff import Disagg
 from pdserve.planner.demand_series import DemandSeries
 from pdserve.planner.outlook import PoolOutcome
 from pdserve.planner.what_if.evaluate import WhatIf
@@ -52,9 +56,10 @@ class WhatIfJudge:
         max_batch_tokens: int = 2048,
         seeds: int = 3,
     ) -> None:
-        """`handoffs`: how decode workers decide, and how fast KV moves. `idle_factor`: see
-        `LatencyObjective`. `max_batch_tokens`: tokens of a step of every worker."""
-        self._handoffs = handoffs or Handoffs()
+        """`handoffs`: how decode workers decide, and how fast KV moves; None: as workers say, and
+        routers have learnt. `idle_factor`: see `LatencyObjective`. `max_batch_tokens`: tokens of a
+        step of every worker."""
+        self._handoffs = handoffs
         self._idle_factor = idle_factor
         self._max_batch_tokens = max_batch_tokens
         self._seeds = seeds
@@ -86,7 +91,7 @@ class WhatIfJudge:
             arrivals,
             [(one.prompt_tokens, one.output_tokens) for one in traffic.lengths],
             factor=factor,
-            handoffs=self._handoffs,
+            handoffs=self._handoffs or _handoffs(traffic, candidates),
             seeds=self._seeds,
         )
         found = []
@@ -113,6 +118,19 @@ class WhatIfJudge:
             stream_tokens=slot.stream_tokens,
             backlog=slot.waiting_tokens,
         )
+
+
+def _handoffs(traffic: DemandSeries, candidates: Sequence[PoolCandidate]) -> Handoffs:
+    """How decode workers decide, and how fast KV moves. Most workers' word counts."""
+    slots = [slot for one in candidates for slot in one.slots]
+    said = Counter(slot.disagg for slot in slots if slot.disagg in get_args(Disagg))
+    known = Handoffs()
+    disagg = cast("Disagg", said.most_common(1)[0][0]) if said else known.disagg
+    latency, token = traffic.transfer
+    if not token:
+        tokens = [slot.transfer_token for slot in slots if slot.transfer_token > 0]
+        latency, token = known.latency, median(tokens) if tokens else known.token
+    return replace(known, disagg=disagg, latency=latency, token=token)
 
 
 def _scaled(arrivals: Sequence[RecentArrival], load: Load) -> tuple[float, Seconds]:

@@ -127,6 +127,30 @@ def test_the_rule_of_handoffs_is_the_clusters():
     assert never.utilisation["prefill"] == 0
 
 
+PAIR = (Slot("prefill"), Slot("decode"))
+
+
+def test_workers_say_how_they_decide():
+    said = PoolCandidate(tuple(slot._replace(disagg="never") for slot in PAIR))
+    (never,) = judged(Load(1.0), said)
+    assert never.utilisation["prefill"] == 0
+    (odd,) = judged(Load(1.0), PoolCandidate(tuple(s._replace(disagg="odd") for s in PAIR)))
+    assert odd.utilisation["prefill"] > 0
+
+
+def test_transfers_take_what_was_learnt_or_else_what_such_paths_take():
+    pool = PoolCandidate(PAIR)
+    fast = WhatIfJudge().judge(series(), LIMITS, Load(0.5), [pool])[0]
+    learnt = WhatIfJudge().judge(series(transfer=(0.1, 1e-3)), LIMITS, Load(0.5), [pool])[0]
+    assert fast.causes.get("handoff", 0.0) < 0.01
+    assert learnt.causes["handoff"] > 0.5
+    told = PoolCandidate(tuple(slot._replace(transfer_token=1e-3) for slot in PAIR))
+    guessed = WhatIfJudge().judge(series(), LIMITS, Load(0.5), [told])[0]
+    assert guessed.causes["handoff"] > 0.5
+    known = WhatIfJudge().judge(series(transfer=(0.001, 1e-7)), LIMITS, Load(0.5), [told])[0]
+    assert known.causes.get("handoff", 0.0) < 0.01
+
+
 @pytest.mark.parametrize(
     ("load", "slot", "other"),
     [

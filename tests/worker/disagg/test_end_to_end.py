@@ -244,6 +244,7 @@ async def test_an_operator_changes_the_choice() -> None:
         await whole.begin("p")
         link = await whole.router.node.link(whole.d.node.id, timeout=1.0)
         before = await link.request(DISAGG, SetDisagg("never"), timeout=1.0)
+        await nodes.until(lambda: getattr(whole.d.node.card, "disagg", "") == "never")
         assert before.before == "rule"
         sink = await whole.ask(asked("r", [4] * 40))
         assert sink.where == ["local; node=d; reason=never"]
