@@ -53,6 +53,8 @@ def test_after_the_start_the_collector_leaves_alone_what_the_start_made():
     finally:
         gc.set_threshold(*before)
         gc.unfreeze()
+        if frozen:
+            gc.freeze()  # as `conftest` did: each full collection would look at a million objects
 
 
 @pytest.fixture

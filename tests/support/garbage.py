@@ -21,17 +21,15 @@ def uncollected() -> Iterator[Counter[str]]:
     how many. What was there before does not count."""
     found: Counter[str] = Counter()
     gc.collect()
-    gc.disable()
-    gc.freeze()  # so that the collection below looks at new objects only, not at a million
+    gc.disable()  # so that what is new stays in the youngest generation
     try:
         yield found
         gc.set_debug(gc.DEBUG_SAVEALL)
-        gc.collect()
+        gc.collect(1)  # what is new only: all else may be a million objects
         found.update(_name(each) for each in gc.garbage if _is_ours(each))
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
-        gc.unfreeze()
         gc.enable()
 
 
