@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 from collections import Counter
 from dataclasses import dataclass
@@ -143,7 +144,7 @@ def _collecting_rarely() -> Iterator[None]:
     them again and again. At the end it scans what the replay has made; what the process had before
     is frozen until then, and a large process would pay for it in each replay. What a caller has
     frozen stays so."""
-    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    before, frozen = gc.get_threshold(), _has_frozen()
     if not frozen:
         gc.freeze()
     gc.set_threshold(100_000, 50, 100)
@@ -154,6 +155,13 @@ def _collecting_rarely() -> Iterator[None]:
         gc.collect()
         if not frozen:
             gc.unfreeze()
+
+
+@functools.cache
+def _has_frozen() -> bool:
+    """True if the process had frozen objects at its first replay. It is asked once: the count goes
+    through all of them, which takes longer than a short replay."""
+    return gc.get_freeze_count() > 0
 
 
 def _close(loop: ReplayLoop) -> None:
