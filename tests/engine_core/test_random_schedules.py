@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 import pytest
-from hypothesis import seed, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -20,7 +20,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from pdserve.blocks.hashing import block_hashes, hash_secret_id, prompt_root
@@ -33,6 +32,7 @@ from pdserve.testing.inline_engine import InlineEngine
 from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens, reference_vector
 from pdserve.token_ids import TokenIds, token_ids
 from tests.support.pools import hash_of
+from tests.support.random_lives import run_lives
 from tests.support.seeds import is_long
 
 if TYPE_CHECKING:
@@ -405,12 +405,7 @@ RARE = {"cached vector", "preempted vector"}
 def test_random_lives_keep_every_rule_and_visit_every_corner():
     CoreMachine.visited = Counter()
     lives = settings(max_examples=1500 if is_long() else 100, stateful_step_count=30)
-    run_state_machine_as_test(CoreMachine, settings=lives)
-    for number in range(4):
-        if missed():  # a hundred lives miss a corner now and then, and the next hundred find it
-            more = seed(number)(type("More", (CoreMachine,), {}))
-            run_state_machine_as_test(more, settings=lives)
-    assert not missed()
+    run_lives(CoreMachine, lives, missed)
 
 
 def missed() -> set[str]:

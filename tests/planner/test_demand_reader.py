@@ -533,5 +533,6 @@ class TestAnyOrder:
         series = reader.series(now, M)
         assert _sums(series) == (done + sum(told), 0.125 * (done + sum(told)))
         assert not series.health.refused
-        in_buckets = sum(bucket.arrivals for bucket in series.buckets)
-        assert in_buckets <= done + sum(told)
+        # A router that is silent at the end has an estimate in them, too.
+        counted = sum(bucket.arrivals * (1 - bucket.estimated) for bucket in series.buckets)
+        assert counted <= done + sum(told) + 1e-6

@@ -217,7 +217,9 @@ def test_no_other_point_is_sooner(number: int, seed: int):
 def test_it_is_what_the_workers_own_planner_predicts(seed: int):
     """That one may also end a prefix inside a run; those plans are left out here."""
     random, planned = Random(seed), dict.fromkeys((0, 1, 2, 4), 0)
-    for _ in range(400):
+    for number in range(4000):
+        if number >= 400 and min(planned.values()) > 5:
+            break  # plans that do not pay, and some numbers of groups, are rare
         size, layers = random.choice((50_000, 600_000, 4 * MB)), random.choice((0, 32, 32))
         lanes: dict[LaneName, LaneEstimate] = {
             name: LaneEstimate(size * 10 ** random.uniform(1.5, 5), random.random() / 100, 0)

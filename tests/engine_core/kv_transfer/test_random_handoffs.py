@@ -22,7 +22,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from pdserve.errors import DeadlineExceeded, EngineError, InvalidRequest, Overloaded
@@ -45,6 +44,7 @@ from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens
 from pdserve.token_ids import token_ids
 from tests.support.disagg_pair import DisaggPair, make_pair
+from tests.support.random_lives import run_lives
 from tests.support.seeds import is_long
 
 if TYPE_CHECKING:
@@ -468,19 +468,14 @@ CORNERS |= {
 }
 CORNERS |= {"closed with quarantine", "closed while sending"}
 FREQUENT = {"copied", "preempted", "PrefillSent", "PathLost", "Overloaded"}
-"""Corners that 150 lives visit; thousands meet the others, and `test_handoff` on purpose."""
+"""Corners that 60 lives visit; thousands meet the others, and `test_handoff` on purpose."""
 
 
 @pytest.mark.timeout(900)  # minutes in long mode
 def test_random_lives_keep_every_rule_and_visit_every_corner():
     PairMachine.visited = Counter()
-    lives = settings(max_examples=1500 if is_long() else 150, stateful_step_count=30)
-    run_state_machine_as_test(PairMachine, settings=lives)
-    for more in (400, 800):  # corners that this seed's lives have missed are rare, not absent
-        if is_long() and missed():
-            settled = settings(lives, derandomize=True, max_examples=more)
-            run_state_machine_as_test(PairMachine, settings=settled)
-    assert not missed()
+    lives = settings(max_examples=1500 if is_long() else 60, stateful_step_count=30)
+    run_lives(PairMachine, lives, missed)
 
 
 def missed() -> set[str]:

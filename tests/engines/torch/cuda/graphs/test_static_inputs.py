@@ -45,7 +45,8 @@ def batch_of(lengths: list[int], chance: random.Random) -> ForwardBatch:
 
 def test_each_row_reads_its_own_numbers(pool: KvPool, seed: int) -> None:
     chance = random.Random(seed)
-    inputs = StaticInputs(Capacity.of(9, 80, BLOCK, 600), WINDOWS, pool, CONFIG, 6)
+    # Room for nine of the longest.
+    inputs = StaticInputs(Capacity.of(9, 160, BLOCK, 600), WINDOWS, pool, CONFIG, 6)
     for _ in range(20):
         lengths = [chance.choice((1, 16, 17, SEGMENT, 500)) for _ in range(chance.randint(1, 9))]
         batch = batch_of(lengths, chance)
