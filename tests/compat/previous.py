@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,12 +51,26 @@ def revision() -> str:
 
 
 @cache
+def release_sources() -> dict[str, str]:
+    """The text of each Python file of the release, by its path. Skips as `revision`."""
+    command = ["git", "archive", "--format=tar", revision(), "pdserve", "engines", "tests"]
+    packed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
+    found = {}
+    with tarfile.open(fileobj=io.BytesIO(packed)) as files:
+        for one in files:
+            if _is_python(one.name) and (content := files.extractfile(one)) is not None:
+                found[one.name] = content.read().decode()
+    return found
+
+
+@cache
 def module_names(module: str) -> set[str] | None:
     """What a module of the release defines; None: it has no such module. Skips as `revision`."""
-    sources = (git("show", f"{revision()}:{path}") for path in paths_of(module))
+    sources = (release_sources().get(path) for path in paths_of(module))
     return next((defined(source) for source in sources if source is not None), None)
 
 
+@cache
 def module_names_today(module: str) -> set[str] | None:
     """The same of this tree."""
     files = (ROOT / path for path in paths_of(module))
@@ -63,10 +79,10 @@ def module_names_today(module: str) -> set[str] | None:
 
 def release_names() -> list[str]:
     """`module.Name` of each public class and function of the release. Skips as `revision`."""
-    listed = git("ls-tree", "-r", "--name-only", revision(), "pdserve", "engines") or ""
     return [
         f"{module}.{name}"
-        for module in map(module_at, filter(_is_python, listed.splitlines()))
+        for module in map(module_at, release_sources())
+        if not module.startswith("tests.")
         for name in sorted(module_names(module) or ())
         if not name.startswith("_") and not name.isupper()
     ]
