@@ -33,14 +33,17 @@ def test_work_follows_weights_while_requests_wait_in_the_router(cost) -> None:
     assert heavy_share(cost) == pytest.approx(0.75, abs=0.06)
 
 
+@pytest.mark.long(one_in=3)
 def test_weights_do_not_depend_on_the_order_within_a_tenant(cost) -> None:
     assert heavy_share(cost, queue_order="fifo") == pytest.approx(0.75, abs=0.06)
 
 
+@pytest.mark.long(one_in=3)
 def test_nothing_is_shared_out_where_nothing_is_held(cost) -> None:
     assert heavy_share(cost, hold_work="0") < 0.62
 
 
+@pytest.mark.long(one_in=3)
 def test_who_asks_for_little_does_not_wait_behind_who_asks_for_much(cost) -> None:
     tenants = (Tenant("modest", 1, 0.15), Tenant("greedy", 1, 1.5))
     found = outcomes(Case("", tenants), cost)
@@ -49,6 +52,7 @@ def test_who_asks_for_little_does_not_wait_behind_who_asks_for_much(cost) -> Non
     assert quantile(modest.firsts, 0.9) < quantile(greedy.firsts, 0.5) / 2
 
 
+@pytest.mark.long(one_in=3)
 def test_a_higher_priority_goes_first_whatever_the_weights(cost) -> None:
     tenants = (Tenant("urgent", 1, 0.4, priority=1), Tenant("usual", 100, 1.1))
     found = outcomes(Case("", tenants), cost)

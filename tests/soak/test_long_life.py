@@ -71,6 +71,7 @@ def live(name: str, cluster: Cluster, folder: Path, seed: int, *, long: bool) ->
     assert not found, "\n".join([*found, watch.table(scenes.UNITS[name])])
 
 
+@pytest.mark.long(one_in=2)
 def test_short_requests_leave_nothing_behind(cluster, tmp_path, seed, long):
     live("requests", cluster, tmp_path, seed, long=long)
 

@@ -194,8 +194,8 @@ SLOWEST = {
 
 
 def parameters() -> list[ParameterSet]:
-    """Parameters of every bug that shows without handoffs; each commit takes a third of them."""
-    often, rarely = pytest.mark.long(one_in=3), pytest.mark.long
+    """Parameters of every bug that shows without handoffs; each commit takes a sixth of them."""
+    often, rarely = pytest.mark.long(one_in=6), pytest.mark.long
     names = sorted(BUGS.keys() - HANDOFF_BUGS.keys() - MIGRATION_BUGS.keys())
     return [pytest.param(n, marks=rarely if n in SLOWEST else often) for n in names]
 
@@ -216,6 +216,7 @@ def some_of_handoffs(seed: int, part: int, *, long: bool) -> list[str]:
     return mine if long else [mine[seed % len(mine)]]
 
 
+@pytest.mark.long(one_in=2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_planted_bugs_of_handoffs_are_caught(seed: int, part: int, long: bool) -> None:
@@ -223,6 +224,7 @@ def test_planted_bugs_of_handoffs_are_caught(seed: int, part: int, long: bool) -
         assert worlds_until_caught(name) <= SEEDS
 
 
+@pytest.mark.long(one_in=3)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_worlds_of_handoffs_without_a_bug_pass(seed: int, part: int, long: bool) -> None:
@@ -236,6 +238,7 @@ def some_of_migrations(seed: int, part: int, *, long: bool) -> list[str]:
     return mine if long else [mine[seed % len(mine)]]
 
 
+@pytest.mark.long(one_in=2)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_planted_bugs_of_migrations_are_caught(seed: int, part: int, long: bool) -> None:
@@ -243,6 +246,7 @@ def test_planted_bugs_of_migrations_are_caught(seed: int, part: int, long: bool)
         assert worlds_until_caught(name) <= SEEDS
 
 
+@pytest.mark.long(one_in=3)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_worlds_of_migrations_without_a_bug_pass(seed: int, part: int, long: bool) -> None:
@@ -252,9 +256,9 @@ def test_worlds_of_migrations_without_a_bug_pass(seed: int, part: int, long: boo
 
 @pytest.mark.timeout(240)
 def test_a_world_without_a_bug_passes_with_that_patience(seed: int, long: bool) -> None:
-    """Four of them, others with every commit."""
+    """Two of them, others with every commit."""
     names = ["no faults", *FAULTS]
-    for name in names if long else [names[(seed + i) % len(names)] for i in range(4)]:
+    for name in names if long else [names[(seed + i) % len(names)] for i in range(2)]:
         run_plan(made_for(name, 0))
 
 
