@@ -7,7 +7,9 @@ and its close only drops what it has submitted. Tests of loading and ending use 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
+import multiprocessing
 import os
 import threading
 import time
@@ -27,11 +29,13 @@ from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.inline_engine import InlineEngine
 from pdserve.token_ids import token_ids
 from pdserve_engines.vllm import core as vllm_core
+from pdserve_engines.vllm import engine as vllm_engine
 from pdserve_engines.vllm.core import VllmCore
 from pdserve_engines.vllm.engine import load_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from multiprocessing.context import ForkServerContext
 
     from pdserve.engine_core.kv_transfer.connector import KvConnector
     from pdserve.messages.engine import EngineCapabilities
@@ -86,7 +90,7 @@ class _Loaded:
     def __init__(self, spec: EngineSpec) -> None:
         self.owner: SharedCore | None = None
         self.stages: list[LoadProgress] = []
-        with quiet():
+        with quiet(), forked_workers(spec):
             moves = spec.transfer is not None
             self.engine = load_engine(spec, self.stages.append, self._on_failure, moves)
         _start_threads(self.engine)
@@ -109,6 +113,26 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         tqdm.monitor_interval = interval
+
+
+@contextlib.contextmanager
+def forked_workers(spec: EngineSpec) -> Iterator[None]:
+    """vLLM's worker processes of these engines are forks of one that has imported vLLM; each that
+    vLLM spawns takes nine seconds for that. So they are no children of this process, and do not
+    follow it at once."""
+    vllm_engine._set_environment(spec)  # before the import
+    from vllm.v1.executor import multiproc_executor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiproc_executor, "get_mp_context", _fork_server)
+        yield
+
+
+@functools.cache
+def _fork_server() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vllm.v1.worker.cpu_worker"])
+    return context
 
 
 def loaded(spec: EngineSpec) -> _Loaded:
