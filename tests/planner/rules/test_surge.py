@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from statistics import median
 from typing import TYPE_CHECKING
 
 import pytest
@@ -60,12 +61,16 @@ def test_chance_is_no_panic(rate: float, seed: int) -> None:
 
 @pytest.mark.parametrize("before", [0.7, 5.0])
 def test_three_times_the_load_is_a_panic_in_two_or_three_ticks(before: float, seed: int) -> None:
-    feed = Feed(lambda at: before * (1 + 2 * (at >= 400)), seed).run(400)
-    calm = len(feed.begun)
-    feed.run(30 if before < 1 else 15)
-    assert len(feed.begun) > calm
-    feed.run(60)
-    assert feed.surge.level == pytest.approx(3 * before * REQUEST, rel=0.6)
+    """By chance, one of thirty low loads takes longer."""
+    in_time, levels = 0, []
+    for number in range(8):
+        feed = Feed(lambda at: before * (1 + 2 * (at >= 400)), seed + number).run(400)
+        calm = len(feed.begun)
+        feed.run(30 if before < 1 else 15)
+        in_time += len(feed.begun) > calm
+        levels.append(feed.run(60).surge.level)
+    assert in_time > 4
+    assert median(levels) == pytest.approx(3 * before * REQUEST, rel=0.4)
 
 
 def test_longer_prompts_at_the_same_rate_are_a_panic_too(seed: int) -> None:
