@@ -19,6 +19,9 @@ __all__ = ["CapturedGraph", "CudaGraphDevice", "GraphDevice"]
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 """Programs of decode attention that a multiprocessor computes at one time, about: shared memory
 has room for two to eight, by head size."""
+_BROKEN: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose capture CUDA has broken off. Torch's allocator of pinned memory asks each of them
+whether it is being captured, for as long as the process lives."""
 
 
 class CapturedGraph(Protocol):
@@ -86,10 +89,25 @@ class CudaGraphDevice:
         except BaseException:
             # The stream has to leave the capture; the first error is the one that tells something.
             with suppress(RuntimeError):
-                graph.capture_end()
+                self._end(graph)
             raise
-        graph.capture_end()
+        self._end(graph)
         return result, graph
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End the capture. If CUDA has broken it off, torch raises and goes on counting it as
+        under way: its allocator would then never give memory back to the device."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            _BROKEN.append(graph)
+            place = (self._stream.device_index, self._pool)
+            # They are not torch's API, and refuse a capture that torch has counted as ended.
+            with suppress(RuntimeError, AttributeError):
+                torch._C._cuda_endAllocateToPool(*place)
+                torch._C._cuda_releasePool(*place)
+            graph.reset()
+            raise
 
     def close(self) -> None:
         for graph in self._graphs:

@@ -1,24 +1,125 @@
-"""Real CUDA graphs. Skipped where there is no GPU."""
+"""Real CUDA graphs where there is a GPU; elsewhere what torch is told when a capture breaks."""
 
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from pdserve.messages.request import SamplingParams
+from pdserve_engines.torch.cuda.graphs import graph_device
 from pdserve_engines.torch.cuda.graphs.graph_device import CudaGraphDevice
 from tests.engines.torch.checkpoints import VOCAB, checkpoint
 from tests.engines.torch.driver import Driver, loaded
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+
+def on_gpu(test: Any) -> Any:
+    skips = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+    # A model's kernels are compiled at its first load.
+    return pytest.mark.gpu(pytest.mark.timeout(240)(skips(test)))
 
 
+class PlayedTorch:
+    """What torch does around a capture. It counts captures that it does not see end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.under_way = 0
+        self.pools = 0
+        self.graphs: list[PlayedGraph] = []
+        self.breaks = False
+        monkeypatch.setattr(graph_device, "_BROKEN", [])
+        stream = SimpleNamespace(
+            device_index=0, wait_stream=lambda other: None, synchronize=lambda: None
+        )
+        for name, value in {
+            "Stream": lambda device: stream,
+            "current_stream": lambda device: stream,
+            "stream": lambda stream: nullcontext(),
+            "graph_pool_handle": lambda: (0, 1),
+            "CUDAGraph": lambda: PlayedGraph(self),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        for name, value in {
+            "_cuda_endAllocateToPool": self.end,
+            "_cuda_releasePool": self.release,
+        }.items():
+            monkeypatch.setattr(torch._C, name, value, raising=False)
+
+    def end(self, device: int, pool: tuple[int, int]) -> None:
+        if not self.under_way:
+            raise RuntimeError("not currently recording to mempool_id")
+        self.under_way -= 1
+
+    def release(self, device: int, pool: tuple[int, int]) -> None:
+        self.pools -= 1
+
+
+class PlayedGraph:
+    """As in torch, a capture that CUDA has broken off neither ends nor frees its pool."""
+
+    def __init__(self, torch: PlayedTorch) -> None:
+        self._torch = torch
+        self.ended = False
+        torch.graphs.append(self)
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        self._torch.under_way += 1
+        self._torch.pools += 1
+
+    def capture_end(self) -> None:
+        if self._torch.breaks:
+            raise RuntimeError("CUDA error: operation failed due to a previous error")
+        self._torch.under_way -= 1
+        self.ended = True
+
+    def reset(self) -> None:
+        self._torch.pools -= self.ended
+        self.ended = False
+
+
+def test_a_capture_that_cuda_breaks_off_is_over_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedTorch(monkeypatch)
+    graphs = CudaGraphDevice(torch.device("cuda"))
+    given = torch.ones(2)
+    graphs.capture(lambda: given)
+
+    def breaks() -> torch.Tensor:
+        if played.under_way:
+            played.breaks = True
+            raise RuntimeError("not permitted when stream is capturing")
+        return given
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        graphs.capture(breaks)
+    assert played.under_way == 0
+    kept: list[Any] = list(graph_device._BROKEN)
+    assert kept == [played.graphs[1]], "torch has kept a pointer to it"
+    graphs.close()
+    assert played.pools == 0
+
+
+def test_a_capture_that_cannot_be_instantiated_frees_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    played = PlayedTorch(monkeypatch)
+    whole = PlayedGraph.capture_end
+
+    def ends(graph: PlayedGraph) -> None:
+        whole(graph)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(PlayedGraph, "capture_end", ends)
+    graphs = CudaGraphDevice(torch.device("cuda"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        graphs.capture(lambda: torch.ones(2))
+    assert (played.under_way, played.pools) == (0, 0)
+
+
+@on_gpu
 def test_a_replay_reads_what_is_in_its_inputs_now() -> None:
     device = torch.device("cuda")
     graphs = CudaGraphDevice(device)
@@ -34,6 +135,7 @@ def test_a_replay_reads_what_is_in_its_inputs_now() -> None:
     graphs.close()
 
 
+@on_gpu
 def test_an_error_within_a_capture_leaves_the_stream_usable() -> None:
     device = torch.device("cuda")
     graphs = CudaGraphDevice(device)
@@ -42,8 +144,15 @@ def test_an_error_within_a_capture_leaves_the_stream_usable() -> None:
         graphs.capture(lambda: torch.full((1,), given.sum().item(), device=device))
     assert (given * 2).tolist() == [2] * 3
     graphs.close()
+    # Torch gives memory back again, which it does not while it counts a capture as under way.
+    held = torch.empty(64 << 20, dtype=torch.uint8, device=device)
+    before = torch.cuda.memory_reserved(device)
+    del held
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(device) <= before - (64 << 20)
 
 
+@on_gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ahead", ["off", "on"])
 def test_tokens_with_graphs_are_those_without(dtype: str, ahead: str) -> None:
