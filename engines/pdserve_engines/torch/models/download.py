@@ -17,7 +17,9 @@ class Download:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._ended.record()
+            # Without a stream it would be that of the thread's current device, which may be
+            # another: then the event says nothing about this copy.
+            self._ended.record(torch.cuda.current_stream(tensor.device))
 
     def wait(self) -> torch.Tensor:
         """The tensor on the host, once the device has come so far. What is queued behind the copy

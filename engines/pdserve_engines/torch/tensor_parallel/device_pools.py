@@ -7,6 +7,7 @@ register it with an adapter. It never ran on GPUs so far.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,8 @@ from pdserve.errors import ConfigError
 from pdserve.transfer.cuda.driver import CudaError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from pdserve.ids import Bytes
     from pdserve.transfer.cuda.driver import CudaDriver, CudaIpcExport
 
@@ -36,10 +39,11 @@ class RankDevicePool:
     def __init__(self, size: Bytes, device: torch.device, driver: CudaDriver) -> None:
         """Raises `ConfigError` if the memory is short or cannot be exported."""
         try:
-            self._memory = torch.zeros(size, dtype=torch.uint8, device=device)
-            self.address = self._memory.data_ptr()
-            """Its address in this process."""
-            self.export: CudaIpcExport = driver.export(self.address, size)
+            with _leaving_current(device):
+                self._memory = torch.zeros(size, dtype=torch.uint8, device=device)
+                self.address = self._memory.data_ptr()
+                """Its address in this process."""
+                self.export: CudaIpcExport = driver.export(self.address, size)
         except (torch.cuda.OutOfMemoryError, CudaError) as error:
             raise ConfigError(
                 f"{device} has no room for a rank's KV ({error}); lower --kv-memory"
@@ -48,6 +52,12 @@ class RankDevicePool:
     def close(self) -> None:
         """Free the memory, which its rank no longer maps. Idempotent."""
         self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+def _leaving_current(device: torch.device) -> AbstractContextManager[object]:
+    """The thread's current GPU is the same after the block, which computes on `device`. The driver
+    makes the GPU of an address current, and rank 0 computes on another one afterwards."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class OpenedPool:

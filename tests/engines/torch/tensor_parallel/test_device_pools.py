@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -10,7 +12,11 @@ import torch
 from pdserve.errors import ConfigError
 from pdserve.transfer.cuda import nvidia
 from pdserve.transfer.cuda.driver import CudaError, CudaIpcExport
+from pdserve_engines.torch.tensor_parallel import device_pools
 from pdserve_engines.torch.tensor_parallel.device_pools import RankDevicePool, cuda_driver
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 CPU = torch.device("cpu")
 EXPORT = CudaIpcExport(b"p", b"d", b"h", 0, 1)
@@ -44,6 +50,31 @@ def test_memory_that_cannot_be_exported_is_refused_with_the_reason() -> None:
     driver: Any = PlayedDriver("no such allocator")
     with pytest.raises(ConfigError, match=r"cpu has no room .*no such allocator.*--kv-memory"):
         RankDevicePool(4096, CPU, driver)
+
+
+def test_the_threads_current_gpu_stays_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver makes the GPU of the pool current, as its calls need it."""
+    current = [0]
+
+    @contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], wanted.index or 0
+        yield
+        current[0] = before
+
+    def export(address: int, size: int) -> CudaIpcExport:
+        current[0] = 1
+        return EXPORT
+
+    played = SimpleNamespace(
+        zeros=lambda size, dtype, device: torch.zeros(size, dtype=dtype),
+        uint8=torch.uint8,
+        cuda=SimpleNamespace(device=device),
+    )
+    monkeypatch.setattr(device_pools, "torch", played)
+    driver: Any = SimpleNamespace(export=export)
+    RankDevicePool(64, torch.device("cuda", 1), driver)
+    assert current == [0]
 
 
 def test_what_is_missing_for_ranks_on_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
