@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,10 +19,14 @@ from tests.engines.torch.checkpoints import NAMES, VOCAB, checkpoint, oracle_gen
 from tests.engines.torch.driver import Driver, loaded, spec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pdserve.engine_core.kit import Core
+    from pdserve_engines.torch.executor import TorchExecutor
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.timeout(240),  # a model's kernels are compiled at its first load
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
@@ -51,7 +56,8 @@ def test_steps_that_are_begun_ahead_bring_the_same_tokens(kernels: str) -> None:
     )
     found = []
     for mode in ("off", "on"):
-        core = load_core("torch", SystemClock())
+        # By its module: where there is a GPU, pdserve need not be installed.
+        core = load_core("pdserve_engines.torch:create", SystemClock())
         options = {"async_scheduling": mode, "kernels": kernels}
         core.load(
             spec(
@@ -78,34 +84,48 @@ def test_steps_that_are_begun_ahead_bring_the_same_tokens(kernels: str) -> None:
 def test_invariant_kernels_choose_the_same_tokens_in_any_company(name: str, dtype: str) -> None:
     """Alone, together, in chunks of odd sizes, and continued by another engine after a few tokens,
     as after a migration: tokens and logprobs to the bit."""
-
-    def computed(prompts: list[list[int]], way: SamplingParams, chunk: int, count: int) -> Any:
-        options = {"kernels": "invariant"}
-        executor = loaded(checkpoint(name)[0], device="cuda", dtype=dtype, options=options)
-        assert executor.info is not None
-        assert any(one.startswith("exact:invariant sm_") for one in executor.info.features)
-        driver = Driver(executor)
-        sequences = [driver.add(prompt, way) for prompt in prompts]
-        driver.finish(sequences, count, chunk=chunk)
-        found: list[list[Any]] = [[] for _ in sequences]
-        for result in driver.results:
-            for row, record in enumerate(result.logprobs if len(sequences) == 1 else ()):
-                found[row].append(record)
-        executor.close()
-        return [sequence.output for sequence in sequences], found
-
     prompts = [random.Random(length).choices(range(VOCAB), k=length) for length in (1, 9, 40, 70)]
     drawn = SamplingParams(max_tokens=30, temperature=0.8, seed=3, top_p=0.9, logprobs=3)
     greedy = SamplingParams(max_tokens=30, temperature=0.0)
-    for way in (drawn, greedy):
-        together, _ = computed(prompts, way, 100, 24)
-        assert computed(prompts, way, 7, 24)[0] == together
-        for prompt, expected in zip(prompts, together, strict=True):
-            alone, logprobs = computed([prompt], way, 100, 24)
-            assert alone == [expected]
-            assert computed([prompt], way, 7, 24)[1] == logprobs
+    with invariant_engine(name, dtype) as executor:
+        for way in (drawn, greedy):
+            together, _ = computed(executor, prompts, way, 100, 24)
+            assert computed(executor, prompts, way, 7, 24)[0] == together
+            for prompt, expected in zip(prompts, together, strict=True):
+                alone, logprobs = computed(executor, [prompt], way, 100, 24)
+                assert alone == [expected]
+                assert computed(executor, [prompt], way, 7, 24)[1] == logprobs
     cut = [[*prompt, *output[:9]] for prompt, output in zip(prompts, together, strict=True)]
-    assert computed(cut, greedy, 11, 15)[0] == [output[9:] for output in together]
+    with invariant_engine(name, dtype) as executor:
+        assert computed(executor, cut, greedy, 11, 15)[0] == [output[9:] for output in together]
+
+
+@contextmanager
+def invariant_engine(name: str, dtype: str) -> Iterator[TorchExecutor]:
+    """An engine that promises equal bits."""
+    options = {"kernels": "invariant"}
+    executor = loaded(checkpoint(name)[0], device="cuda", dtype=dtype, options=options)
+    assert executor.info is not None
+    assert any(one.startswith("exact:invariant sm_") for one in executor.info.features)
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
+def computed(
+    executor: TorchExecutor, prompts: list[list[int]], way: SamplingParams, chunk: int, count: int
+) -> tuple[list[list[int]], list[list[Any]]]:
+    """Each sequence's tokens, and the logprobs of one that is alone."""
+    driver = Driver(executor)
+    sequences = [driver.add(prompt, way) for prompt in prompts]
+    driver.finish(sequences, count, chunk=chunk)
+    executor.release(sequences)
+    found: list[list[Any]] = [[] for _ in sequences]
+    for result in driver.results:
+        for row, record in enumerate(result.logprobs if len(sequences) == 1 else ()):
+            found[row].append(record)
+    return [sequence.output for sequence in sequences], found
 
 
 def outputs_of(core: Core) -> dict[int, list[int]]:
