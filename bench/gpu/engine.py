@@ -8,8 +8,10 @@ A decode step reads every weight and the KV of every sequence once: these bytes 
 compared with those of a copy. Each is measured in up to four ways: with CUDA graphs and without,
 and begun before the step before has ended or after. Invariant kernels are measured at few sizes. A
 prefill's products and attention per second are compared with the best product. Both limits are
-measured in the same call. Times are medians; nothing is a pass or fail. What the time does not
-suffice for is named.
+measured in the same call. Times are medians; no time is a pass or fail. What the time does not
+suffice for is named, and so is who computes each model. What fails is named, too, and the rest is
+measured; the exit status is 1 then. Results are written after every row, so a run that is ended
+leaves what it has.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -119,10 +123,14 @@ class Report:
     limits: Limits
     rows: list[Row] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    kernels: dict[str, str] = field(default_factory=dict)
+    """Model -> who computes it, and why no faster kernels or no graphs do."""
+    failures: list[str] = field(default_factory=list)
+    """What ended by an error, which is a defect."""
 
 
-def main(arguments: Seq[str] | None = None) -> None:
-    """Measure, print, write."""
+def main(arguments: Seq[str] | None = None) -> int:
+    """Measure, print, write. Returns the exit status."""
     options = _arguments(arguments)
     device = torch.device(options.device)
     plan = Plan(models=tuple(options.models))
@@ -132,14 +140,20 @@ def main(arguments: Seq[str] | None = None) -> None:
     budget = limits.Budget(options.budget)
     begin = time.perf_counter()
     found = limits.measure(device, budget, dry=options.dry)
-    report = Report(limits.machine(device), found)
-    try:
-        for model in plan.models:
-            _measure_model(model, plan, device, budget, report)
-    finally:
-        report.left_out = budget.left_out
+    report = Report(limits.machine(device), found, left_out=budget.left_out)
+
+    def keep() -> None:
         report.machine["seconds"] = f"{time.perf_counter() - begin:.0f}"
         _write(report, options.out, options.name, dry=options.dry)
+
+    keep()
+    try:
+        for model in plan.models:
+            _measure_model(model, plan, device, budget, report, keep)
+    finally:
+        keep()
+        print(markdown(report, dry=options.dry))
+    return 1 if report.failures else 0
 
 
 def _arguments(arguments: Seq[str] | None) -> argparse.Namespace:
@@ -154,11 +168,9 @@ def _arguments(arguments: Seq[str] | None) -> argparse.Namespace:
 
 
 def _write(report: Report, folder: Path | None, name: str, *, dry: bool) -> None:
-    text = markdown(report, dry=dry)
-    print(text)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.md").write_text(text)
+        (folder / f"{name}.md").write_text(markdown(report, dry=dry))
         (folder / f"{name}.json").write_text(json.dumps(asdict(report), indent=2) + "\n")
 
 
@@ -166,47 +178,61 @@ def _write(report: Report, folder: Path | None, name: str, *, dry: bool) -> None
 
 
 def _measure_model(
-    name: str, plan: Plan, device: torch.device, budget: Budget, report: Report
+    name: str,
+    plan: Plan,
+    device: torch.device,
+    budget: Budget,
+    report: Report,
+    keep: Callable[[], None] = lambda: None,
 ) -> None:
-    _measure_kernels(name, "", plan, device, budget, report)
+    """`keep` is called after each row."""
+    _measure_kernels(name, "", plan, device, budget, report, keep)
     if device.type == "cuda":
         few = replace(FEW, steps=plan.steps)
-        _measure_kernels(name, "invariant", few, device, budget, report)
+        _measure_kernels(name, "invariant", few, device, budget, report, keep)
 
 
 def _measure_kernels(
-    name: str, kernels: str, plan: Plan, device: torch.device, budget: Budget, report: Report
+    name: str,
+    kernels: str,
+    plan: Plan,
+    device: torch.device,
+    budget: Budget,
+    report: Report,
+    keep: Callable[[], None],
 ) -> None:
     shape = shapes.SHAPES[name]
     name = f"{name}, invariant" if kernels == "invariant" else name
     if report.rows and not budget.allows(name, LOADING):
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _noting(name, report):
         path = shapes.write(shape, Path(folder))
-        try:
-            engine = Engine(path, shape, device, _tokens(plan), kernels)
-        except ConfigError as error:
-            budget.left_out.append(f"{name}: {_first_line(error)}")
-            return
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            budget.left_out.append(f"{name}: {_first_line(error)}")
-            return
+        engine = Engine(path, shape, device, _tokens(plan), kernels)
+        report.kernels[name] = engine.kernels
         try:
             for what, measured in _quantities(name, plan, engine, report.limits):
                 if budget.allows(f"{name}, {what}"):
-                    _note(measured, what, name, budget, report)
+                    with _noting(f"{name}, {what}", report):
+                        _note(measured(), what, name, report)
+                keep()
         finally:
             engine.close()
 
 
-def _note(
-    measured: Callable[[], Row], what: str, name: str, budget: Budget, report: Report
-) -> None:
+@contextmanager
+def _noting(what: str, report: Report) -> Iterator[None]:
+    """Notes an error of the block. What does not fit or is not possible is left out; any other
+    error is a failure."""
     try:
-        row = measured()
-    except torch.OutOfMemoryError as error:
-        budget.left_out.append(f"{name}, {what}: {_first_line(error)}")
-        return
+        yield
+    except (ConfigError, torch.OutOfMemoryError, MemoryError) as error:
+        report.left_out.append(f"{what}: {_first_line(error)}")
+    except Exception as error:
+        traceback.print_exc()
+        report.failures.append(f"{what}: {type(error).__name__}: {_first_line(error)}")
+
+
+def _note(row: Row, what: str, name: str, report: Report) -> None:
     print(f"{name}, {what}: {row.seconds * 1e3:.2f} ms, {row.used:.1%}", flush=True)
     report.rows.append(row)
 
@@ -252,6 +278,15 @@ class Engine:
         assert self.executor.pool is not None
         self.executor.pool.tensor.normal_()
         self._graphs = self.executor._graphs
+
+    @property
+    def kernels(self) -> str:
+        """Who computes, and why no faster kernels or no graphs do."""
+        model, info = self.executor._model, self.executor.info
+        assert model is not None
+        assert info is not None
+        missing = (info.slow_kernels, self.executor.graphs_missing)
+        return "; ".join((model.kernels, *filter(None, missing)))
 
     @property
     def ways(self) -> list[Way]:
@@ -437,10 +472,16 @@ def markdown(report: Report, *, dry: bool = False) -> str:
     for row in report.rows:
         cells = (row.model, row.what, f"{row.seconds * 1e3:.2f}", f"{row.rate:,.0f}")
         lines.append(f"| {' | '.join(cells)} | {row.used:.1%} | {row.peak / 2**20:,.0f} |")
+    for heading, texts in (
+        ("Computed by:", [f"{model}: {kernels}" for model, kernels in report.kernels.items()]),
+        ("Failed:", report.failures),
+    ):
+        if texts:
+            lines += ["", heading, "", *(f"- {text}" for text in texts)]
     if report.left_out:
         lines += ["", "Not measured:", "", *(f"- {what}" for what in report.left_out)]
     return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,18 +11,19 @@
 #
 # serve.py (the whole server) and probe.py (what the engine's design depends on) are started by hand.
 #
-#   PYTHON=python3  LIMIT=540 (seconds for all)  TESTS=150 (of those, for the tests)  MODELS="…"
+#   PYTHON=python3  LIMIT=540 (seconds for all)  TESTS=200 (of those, for the tests)  MODELS="…"
+#   PROCESSES=4 (that test at once if there is pytest-xdist: most of the time goes to compilers)
 #
 # The status is 0 if all parts that could run had no failure, 1 otherwise.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 
-PYTHON=${PYTHON:-python3} LIMIT=${LIMIT:-540} TESTS=${TESTS:-150} WHEELS=${WHEELS:-.whl}
+PYTHON=${PYTHON:-python3} PROCESSES=${PROCESSES:-4} LIMIT=${LIMIT:-540} TESTS=${TESTS:-200} WHEELS=${WHEELS:-.whl}
 DRY=
 for word in "$@"; do
   case $word in
     --dry) DRY=--dry ;;
-    *) sed -n '2,17s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+    *) sed -n '2,18s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
   esac
 done
 [ -z "$DRY" ] || OUT=${OUT:-$(mktemp -d)}
@@ -39,25 +40,29 @@ if compgen -G "$WHEELS/*.whl" >/dev/null; then
     export PYTHONPATH="$site:$PYTHONPATH"
 fi
 
-left() { echo $((LIMIT - SECONDS)); }
+# At least a second: none would be no limit.
+left() { echo $((LIMIT > SECONDS ? LIMIT - SECONDS : 1)); }
 
 has() { "$PYTHON" bench/gpu/needs.py "$1"; }
 
 # The tests come first: they are few, and measuring a wrong engine is useless.
 run_tests() {
-  local files
+  local files at_once=(-p no:xdist)
+  # An error that leaves the device unusable ends one process's tests, not all.
+  ! "$PYTHON" -c 'import xdist' 2>/dev/null || at_once=(-n "$PROCESSES" --dist loadfile)
   # In a conftest.py the mark means: some tests of this folder.
   mapfile -t files < <(grep -rl --include='test_*.py' --include=conftest.py 'mark\.gpu' tests | sed 's,/conftest.py$,,')
   echo "== tests: ${files[*]}"
   if [ -n "$DRY" ]; then
     echo "left out: a dry run"
   elif has tests; then
-    timeout "$TESTS" "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider -p no:xdist --continue-on-collection-errors "${files[@]}" \
-      2>&1 | tee "$OUT/gpu_tests.txt"
+    # An interrupted pytest still says what has failed so far.
+    timeout -s INT -k 15 "$TESTS" "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider "${at_once[@]}" \
+      --continue-on-collection-errors --durations=15 "${files[@]}" 2>&1 | tee "$OUT/gpu_tests.txt"
     case ${PIPESTATUS[0]} in
       0) ;;
       5) echo "no test was there to run" ;;
-      124) echo "the tests took more than $TESTS s: stopped"; failed=1 ;;
+      124 | 137) echo "the tests took more than $TESTS s: stopped"; failed=1 ;;
       *) failed=1 ;;
     esac
   else
@@ -71,14 +76,14 @@ run_engine() {
   if has engine; then
     # Half a minute is kept for importing torch and giving memory back.
     # shellcheck disable=SC2086  # words of MODELS
-    timeout "$(left)" "$PYTHON" bench/gpu/engine.py $DRY --out "$OUT" \
+    timeout -k 10 "$(left)" "$PYTHON" bench/gpu/engine.py $DRY --out "$OUT" \
       --budget "$(($(left) - 30))" ${MODELS:+--models $MODELS} || failed=1
     return
   fi
   failed=1
   if has limits; then
     echo "packages are missing: the device's limits alone"
-    timeout "$(left)" "$PYTHON" bench/gpu/limits.py $DRY | tee "$OUT/gpu_engine.json"
+    timeout -k 10 "$(left)" "$PYTHON" bench/gpu/limits.py $DRY | tee "$OUT/gpu_engine.json"
   fi
 }
 

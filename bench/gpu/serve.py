@@ -76,12 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     transfer = options.transfer or ("cuda_ipc" if options.device == "cuda" else "shm")
     report = Report(options.device, DRY_MODEL if options.dry else options.model)
     begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        _compare_layouts(options.device, transfer, folder, report)
-        _load(options.device, folder, report, DRY_LOADS if options.dry else LOADS)
-    report.seconds = time.perf_counter() - begin
-    _write(report, options.out)
+    try:
+        with tempfile.TemporaryDirectory() as made:
+            folder = Path(made)
+            _compare_layouts(options.device, transfer, folder, report)
+            _load(options.device, folder, report, DRY_LOADS if options.dry else LOADS)
+    finally:
+        report.seconds = time.perf_counter() - begin
+        _write(report, options.out)
     return 1 if report.failures else 0
 
 

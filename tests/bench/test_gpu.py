@@ -12,7 +12,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import pytest
 import torch
@@ -131,6 +131,85 @@ def test_what_there_is_no_time_for_is_named() -> None:
     assert report.left_out == ["tiny: no time was left"]
     assert "- tiny: no time was left" in engine.markdown(report)
     assert "| m | w | 1000.00 | 1 | 50.0% | 0 |" in engine.markdown(report)
+
+
+class PlayedEngine:
+    """An engine whose steps take no time."""
+
+    kernels = "played; no graphs: the device is imagined"
+    ends: ClassVar[list[str]] = []
+
+    def __init__(self, *args: object) -> None:
+        self.ends.append("made")
+
+    def close(self) -> None:
+        self.ends.append("closed")
+
+
+def test_what_fails_is_named_and_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(error: Exception) -> engine.Row:
+        raise error
+
+    def quantities(name: str, *_: object) -> Iterator[tuple[str, Any]]:
+        yield "first", lambda: engine.Row(name, "first", 1.0, 1.0, 0.5)
+        yield "second", lambda: fails(RuntimeError("CUDA error: no such kernel\nat line 7"))
+        yield "third", lambda: fails(torch.OutOfMemoryError("too large"))
+        yield "last", lambda: engine.Row(name, "last", 1.0, 1.0, 0.5)
+
+    monkeypatch.setattr(engine, "Engine", PlayedEngine)
+    monkeypatch.setattr(engine, "_quantities", quantities)
+    report, kept = engine.Report({}, limits.Limits(1.0, 1.0, {}, {})), list[int]()
+    engine._measure_model(
+        *("tiny", engine.DRY, torch.device("cpu"), limits.Budget(9.0), report),
+        lambda: kept.append(len(report.rows)),
+    )
+    assert [row.what for row in report.rows] == ["first", "last"]
+    assert kept == [1, 1, 1, 2], "results are kept after every row"
+    assert report.failures == ["tiny, second: RuntimeError: CUDA error: no such kernel"]
+    assert report.left_out == ["tiny, third: too large"]
+    assert PlayedEngine.ends == ["made", "closed"]
+    text = engine.markdown(report)
+    assert "- tiny: played; no graphs: the device is imagined" in text
+    assert "Failed:\n\n- tiny, second: RuntimeError" in text
+
+
+def test_an_engine_that_does_not_load_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(engine, "Engine", broken)
+    report = engine.Report({}, limits.Limits(1.0, 1.0, {}, {}))
+    engine._measure_model("tiny", engine.DRY, torch.device("cpu"), limits.Budget(9.0), report)
+    assert report.failures == ["tiny: RuntimeError: CUDA error: unspecified launch failure"]
+
+
+STUB = """#!/bin/bash
+case "$1 $2" in
+  "-m pytest") trap 'echo "1 failed so far"; exit 2' INT; echo "$@"; sleep 30 & wait ;;
+  "bench/gpu/engine.py "*) echo "engine $@" ;;
+  "-c import xdist") exit $NO_XDIST ;;
+esac
+"""
+"""Stands for Python: tests that hang, and an engine that measures."""
+
+
+@pytest.mark.parametrize(
+    ("no_xdist", "words"), [("0", "-n 3 --dist loadfile"), ("1", "-p no:xdist")]
+)
+def test_tests_that_take_too_long_say_what_failed_and_the_engine_is_measured(
+    tmp_path: Path, no_xdist: str, words: str
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(STUB)
+    python.chmod(0o755)
+    done = run(
+        tmp_path / "out", PYTHON=str(python), NO_XDIST=no_xdist, TESTS="1", PROCESSES="3", LIMIT="9"
+    )
+    assert done.returncode == 1
+    assert words in done.stdout
+    assert "1 failed so far" in (tmp_path / "out/gpu_tests.txt").read_text()
+    assert "the tests took more than 1 s: stopped" in done.stdout
+    assert "engine bench/gpu/engine.py" in done.stdout
 
 
 def test_invariant_kernels_are_measured_beside_the_others(
