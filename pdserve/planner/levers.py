@@ -82,28 +82,33 @@ _BETTER_KNOWN: Final = 20
 
 
 def raise_capacity(
-    scene: Scene, load: Load, expected: Load, stay: PoolOutcome, horizon: float
+    scene: Scene,
+    load: Load,
+    expected: Load,
+    stay: PoolOutcome,
+    horizon: float,
+    *,
+    switches_too: bool = True,
 ) -> Raised:
-    """The first levers that are enough for `load`; if none are, those that help most."""
+    """The first levers that are enough for `load`; if none are, those that help most.
+    `switches_too`: False if switches need not be judged."""
     now = _undone(scene, load, _Try((), PoolCandidate(scene.base(horizon)), stay))
     if _fits(scene, now.outcome):
         return Raised(now.steps, now.outcome, enough=True)
-    switched = _switched(scene, load, now)
+    present = replace(now, outcome=scene.predict(expected, [now.candidate])[0])
+    lacks = not _fits(scene, present.outcome)
+    best = _switched(scene, expected, present) if lacks and switches_too else None
+    # What is not enough for the expected load is not for more, either.
+    switched = None
+    if switches_too and (not lacks or (best is not None and _fits(scene, best.outcome))):
+        switched = _switched(scene, load, now)
     if switched is not None and _fits(scene, switched.outcome):
         return Raised(switched.steps, switched.outcome, enough=True)
     started = _started(scene, load, now, horizon)
     helps = switched is not None and switched.outcome.miss < started.after.miss
-    if started.enough or (started.wanted and not helps):
+    if best is None or started.enough or (started.wanted and not helps):
         return started
-    switched = _switched(scene, expected, _expected(scene, expected, now))
-    if switched is None:
-        return started
-    return Raised(switched.steps, switched.outcome, enough=False, wanted=started.wanted)
-
-
-def _expected(scene: Scene, expected: Load, now: _Try) -> _Try:
-    """The same pool under the load that is expected."""
-    return replace(now, outcome=scene.predict(expected, [now.candidate])[0])
+    return Raised(best.steps, best.outcome, enough=False, wanted=started.wanted)
 
 
 def _fits(scene: Scene, outcome: PoolOutcome) -> bool:

@@ -160,5 +160,38 @@ def test_beyond_what_a_pool_can_bear_the_expected_load_decides():
     assert all(line.endswith(">prefill") for line in lines), lines
 
 
+class Counted(Crossing):
+    """Nothing helps, and each question is counted."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def judge(self, traffic, objectives, load, candidates):
+        from pdserve.planner.outlook import PoolOutcome
+
+        self.asked += len(candidates)
+        return [PoolOutcome(miss=0.5, causes={"queue": 0.5}) for _ in candidates]
+
+
+def test_switches_that_did_not_help_are_not_judged_at_each_tick():
+    judge = Counted()
+    bench = Bench(config(pool(modes=("prefill", "decode"), max=6)), judge=judge)  # type: ignore[arg-type]
+    bench.see(*(worker(n, "prefill" if n < 4 else "decode") for n in range(1, 7)))
+    bench.load(0.0)
+    bench.until(90)
+    bench.load(3.0)
+    bench.tick()
+    asked = []
+    for _ in range(6):
+        before = judge.asked
+        bench.tick()
+        asked.append(judge.asked - before)
+    assert sorted(asked)[3] < 5 < min(sorted(asked)[4:])
+    before = judge.asked
+    bench.load(9.0)  # another load is another question
+    bench.tick()
+    assert judge.asked - before > 5
+
+
 def test_without_an_end_of_the_row_nothing_is_switched():
     assert switched(5, max=6) == []

@@ -32,7 +32,7 @@ from pdserve.planner.rules.obligations import (
 from pdserve.planner.rules.sanity import Sanity
 from pdserve.planner.rules.shrink import Loads, shrink, staying, surplus_start
 from pdserve.planner.rules.surge import Surge
-from pdserve.planner.rules.switches import LastSwitch, rebalance
+from pdserve.planner.rules.switches import FutileSwitches, LastSwitch, rebalance
 from pdserve.planner.rules.votes import Votes
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ class ModelPlanner:
         self._sanity = Sanity(config)
         self._votes = Votes()
         self._last_switch = LastSwitch(config.stable, config.reversal_ticks, config.reversal_gain)
+        self._futile = FutileSwitches()
         self._next_slow: Seconds | None = None
         self._surge = Surge(config.panic)
         self._removed: _Removal | None = None
@@ -252,7 +253,10 @@ class ModelPlanner:
         if not (agreed or self._sure(scene, demand, stay)):
             return Decision((), Binding("waiting", {"value": stay.miss}))
         self._votes.clear()  # what is ordered now must have been taken in before more is
-        raised = raise_capacity(scene, load, expected, stay, scene.start_p90 + _SETTLE)
+        horizon, judged = scene.start_p90 + _SETTLE, not self._futile.hold(scene, load)
+        raised = raise_capacity(scene, load, expected, stay, horizon, switches_too=judged)
+        if judged and not raised.enough and not raised.steps:
+            self._futile.found(scene, load)
         if raised.enough:
             figures = {"value": raised.after.miss, "limit": scene.most_misses}
             return Decision(raised.steps, Binding("enough", figures), after=raised.after)

@@ -8,7 +8,8 @@ that gives it away keeps room, the gain must pay, and taking back the last switc
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from math import inf
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pdserve.planner.changes.book import Step
 from pdserve.planner.changes.table import Action
@@ -17,6 +18,8 @@ from pdserve.planner.pool import last_of_its_job, valid_mix
 from pdserve.planner.rules.scene import mix_of, slot_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pdserve.ids import Seconds
     from pdserve.planner.outlook import Load, PoolOutcome
     from pdserve.planner.pool import Worker
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BetterRatio",
+    "FutileSwitches",
     "LastSwitch",
     "Switch",
     "keeps_room",
@@ -31,6 +35,12 @@ __all__ = [
     "switched",
     "switches",
 ]
+
+
+_FUTILE: Final = 2.5
+"""Ticks for which it counts that no switch helped."""
+_SAME_LOAD: Final = 0.1
+"""Part by which a load may differ and count as the same."""
 
 
 class Switch(NamedTuple):
@@ -118,6 +128,30 @@ def keeps_room(scene: Scene, switch: Switch, after: PoolOutcome) -> bool:
     """True if the mode that gives the worker away is not full afterwards."""
     busy = after.utilisation.get(switch.worker.mode, 0.0)
     return busy <= 1 - scene.config.donor_headroom
+
+
+class FutileSwitches:
+    """Remembers that no switch helped. To judge them all takes most of a tick's time, so while the
+    pool and the load stay as they are they are judged at every third tick only."""
+
+    def __init__(self) -> None:
+        self._until: Seconds = -inf
+        self._mix: Mapping[str, int] = {}
+        self._work = 0.0
+
+    def found(self, scene: Scene, load: Load) -> None:
+        """No switch helps now."""
+        self._until = scene.now + _FUTILE * scene.config.tick
+        self._mix, self._work = dict(scene.pool.mix), load.work
+
+    def hold(self, scene: Scene, load: Load) -> bool:
+        """True if none need be judged."""
+        same = scene.pool.mix == self._mix and _alike(load.work, self._work)
+        return same and scene.now < self._until
+
+
+def _alike(one: float, other: float) -> bool:
+    return abs(one - other) <= _SAME_LOAD * max(one, other)
 
 
 class LastSwitch:
