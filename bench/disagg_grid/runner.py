@@ -126,7 +126,7 @@ def run_one(scale: Scale, job: Job) -> Result:
         scaling=arm.planned,
         slo=ReplaySlo(ttft=world.kind.ttft, cold=2.0, itl=world.kind.itl),
     )
-    planner = switching(world, arm, scale) if arm.planned else None
+    planner = switching(world, scale) if arm.planned else None
     result = replay(config, mix(scale, rate * world.load, seed), scaler=planner)
     numbers: Result = result.plain(requests=False)["summary"]
     return numbers
