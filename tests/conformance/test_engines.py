@@ -36,6 +36,7 @@ class TestScriptedInAThread(EngineConformance):
         return CoreClient(SCRIPTED, make_launcher=ThreadLauncher)
 
 
+@pytest.mark.long(one_in=2)  # a process for each test
 class TestScriptedInAProcess(EngineConformance):
     prompt = (17, 42, 8)
 
@@ -110,6 +111,7 @@ class TestSimInStrides(TestSim):
     options: ClassVar[dict[str, str]] = {"slowdown": "0.1", "steps_at_once": "16"}
 
 
+@pytest.mark.long(one_in=3)  # a process for each test
 class TestSimInAProcess(TestSim):
     def make_engine(self) -> Engine:
         return CoreClient(self.spec)

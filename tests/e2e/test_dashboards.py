@@ -163,7 +163,11 @@ class Cluster:
 @pytest.fixture(
     params=[
         # The bundled model without computing it: a third of the processor's time.
-        pytest.param(("--engine=sim", "--engine-option=content=on"), id="sim"),
+        pytest.param(
+            ("--engine=sim", "--engine-option=content=on"),
+            id="sim",
+            marks=pytest.mark.long(one_in=2),
+        ),
         pytest.param((), id="torch", marks=pytest.mark.long),
     ]
 )

@@ -37,7 +37,7 @@ BLOCK_BYTES = 2 * 4 * 2 * 64 * 4 * BLOCK
 CHUNK = 128
 """Tokens of a step at most: longer prompts are computed, and sent, in several."""
 BACKENDS = ("shm", "tcp")
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.long(whole_file=True, one_in=2), pytest.mark.timeout(180)]
 
 
 @dataclass

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.long(whole_file=True, one_in=2)
 HIDDEN = 64
 TEXTS = ["The quick brown fox", "jumps", "over the lazy dog. " * 40, "a"]
 MODULES = ("Transformer", "Pooling", "Normalize")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 BLOCK = 32
 NAMES = ("bundled", "poet", "clerk")
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.long(whole_file=True, one_in=2), pytest.mark.timeout(180)]
 
 
 def adapter(folder: Path, name: str, weights: str = "") -> str:

@@ -9,10 +9,17 @@ from __future__ import annotations
 
 import os
 from hashlib import blake2b
+from random import Random
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
 from tests.support import parts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+T = TypeVar("T")
 
 SLICES = 10
 """`make test` runs one in SLICES of the tests marked `long`, unless their mark says otherwise."""
@@ -58,6 +65,16 @@ def extend_limits(items: list[pytest.Item]) -> None:
         marker = item.get_closest_marker("timeout")
         if marker is None or 0 < marker.args[0] < LONG_LIMIT:
             item.add_marker(pytest.mark.timeout(LONG_LIMIT), append=False)
+
+
+def drawn(values: Sequence[T], count: int, name: str) -> list[T]:
+    """`count` of the values in their order, others with every commit; all in long mode. For the
+    parameters of a test, when the values beside each other go the same ways. `name` tells one draw
+    from another."""
+    if is_long():
+        return [*values]
+    chosen = Random(number_for(run_seed(), name)).sample(range(len(values)), count)
+    return [values[index] for index in sorted(chosen)]
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.seeds import LONG_LIMIT, SLICES, in_slice, is_in_slice, number_for
+from tests.support.seeds import LONG_LIMIT, SLICES, drawn, in_slice, is_in_slice, number_for
 
 LONG = """
 import pytest
@@ -127,3 +127,17 @@ def test_a_file_may_be_taken_or_left_as_a_whole(
     taken = {sum(is_in_slice(item, str(seed)) for item in items) for seed in range(60)}
     assert len(items) == 40
     assert taken == shares if shares else 0 < min(taken) <= max(taken) < 40
+
+
+def test_a_draw_takes_all_values_in_turn_and_all_at_once_in_long_mode(monkeypatch) -> None:
+    values, seen = [1, 3, 15, 16, 17, 100], set()
+    for commit in range(40):
+        monkeypatch.setenv("PDSERVE_TEST_SEED", str(commit))
+        monkeypatch.setenv("PDSERVE_TEST_LONG", "0")
+        found = drawn(values, 2, "chunk")
+        assert found == drawn(values, 2, "chunk") == sorted(found)
+        assert len(set(found)) == 2
+        seen.update(found)
+        monkeypatch.setenv("PDSERVE_TEST_LONG", "1")
+        assert drawn(values, 2, "chunk") == values
+    assert seen == set(values)

@@ -24,6 +24,7 @@ from tests.engines.torch.checkpoints import (
     oracle_generate,
 )
 from tests.engines.torch.driver import spec
+from tests.support.seeds import drawn
 
 BLOCK = 8
 Watch = Callable[[Any], None]
@@ -110,7 +111,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("budget", [5, BLOCK, 64])
+@pytest.mark.parametrize("budget", drawn([5, BLOCK, 64], 2, "budget"))
 def test_requests_that_come_and_go_get_the_tokens_of_transformers(
     start: Callable[..., Inline], name: str, budget: int
 ) -> None:
@@ -129,7 +130,8 @@ def test_requests_that_come_and_go_get_the_tokens_of_transformers(
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("shared", "reused"), [(2 * BLOCK, 2 * BLOCK), (2 * BLOCK + 3, 2 * BLOCK), (BLOCK - 1, 0)]
+    ("shared", "reused"),
+    drawn([(2 * BLOCK, 2 * BLOCK), (2 * BLOCK + 3, 2 * BLOCK), (BLOCK - 1, 0)], 2, "shared"),
 )
 def test_a_cached_prefix_is_reused_and_changes_nothing(
     start: Callable[..., Inline], name: str, shared: int, reused: int
@@ -165,7 +167,7 @@ def test_a_pool_too_small_for_all_preempts_and_still_gives_the_same_tokens(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("length", [BLOCK, BLOCK + 1, 2 * BLOCK + 5])
+@pytest.mark.parametrize("length", drawn([BLOCK, BLOCK + 1, 2 * BLOCK + 5], 1, "length"))
 def test_choices_share_the_prompt_and_are_those_of_a_solitary_run(
     start: Callable[..., Inline], name: str, length: int
 ) -> None:

@@ -20,6 +20,7 @@ from tests.engines.torch.checkpoints import (
     oracle_logprobs,
 )
 from tests.engines.torch.driver import Driver, loaded
+from tests.support.seeds import drawn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,7 +61,7 @@ def executor(family: str, kernels: dict[str, str]) -> Iterator[TorchExecutor]:
     executor.close()
 
 
-@pytest.mark.parametrize("chunk", [1, 3, BLOCK - 1, BLOCK, BLOCK + 1, 100])
+@pytest.mark.parametrize("chunk", drawn([1, 3, BLOCK - 1, BLOCK, BLOCK + 1, 100], 3, "chunk"))
 def test_greedy_output_is_that_of_transformers_at_every_chunk_size(
     family: str, executor: TorchExecutor, chunk: int
 ) -> None:
@@ -126,7 +127,7 @@ def test_logprobs_are_within_1e_4_of_transformers(family: str, executor: TorchEx
         assert (got - row).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("shared", [BLOCK, 2 * BLOCK, BLOCK + 3, 1, 22])
+@pytest.mark.parametrize("shared", drawn([BLOCK, 2 * BLOCK, BLOCK + 3, 1, 22], 2, "shared"))
 def test_a_shared_prefix_at_and_off_block_borders_changes_nothing(
     family: str, executor: TorchExecutor, shared: int
 ) -> None:
@@ -212,7 +213,7 @@ def test_corrupting_one_block_changes_the_output(family: str, executor: TorchExe
     assert sequence.output == good
 
 
-@pytest.mark.parametrize("chunk", [1, 6, 100])
+@pytest.mark.parametrize("chunk", drawn([1, 6, 100], 2, "chunk of logprobs"))
 def test_prompt_logprobs_are_those_of_transformers(
     family: str, executor: TorchExecutor, chunk: int
 ) -> None:
