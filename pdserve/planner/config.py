@@ -233,7 +233,7 @@ class PlannerConfig:
     start_failures: int = 3
     """Failures in a row after which a kind is no longer started, until an operator says so."""
     drain_timeout: Seconds = 45.0
-    """A worker that drains longer is ended: the process's own limit and 15 s."""
+    """A worker that drains longer is ended, unless it has said that its own limit is longer."""
     switch_timeout: Seconds = 60.0
     """A mode switch that takes longer is given up."""
     switch_retry: Seconds = 300.0

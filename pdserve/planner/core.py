@@ -296,7 +296,9 @@ class PlannerCore:
         acts = bool(decision.steps or decision.withdrawn) and self._config.mode == "act"
         if acts and (unwanted := self._book.get(decision.withdrawn)) is not None:
             self._book.withdraw(scene.now, unwanted, decision.binding.words)
-        told = (() if acts else decision.steps, decision.binding.name, decision.pin)
+        binding = decision.binding
+        waits = (binding.silent, tuple(binding.draining))
+        told = (() if acts else decision.steps, binding.name, waits, decision.pin)
         new = acts or self._said.get(model) != told
         self._number += new
         begun = self._begin(scene, decision, spent)
@@ -326,7 +328,7 @@ class PlannerCore:
         for one in self._book.of(model):
             same = step.life is not None and one.step.life == step.life
             if step.action is Action.UNDO and same and one.state is ChangeState.ORDERED:
-                self._book.withdraw(now, one, "the load needs the worker after all")
+                self._book.withdraw(now, one, step.reason)
 
     def _record(self, scene: Scene, decision: Decision, begun: tuple[Change, ...]) -> ScalingPlan:
         demand, forecast = scene.demand, decision.forecast
@@ -397,17 +399,9 @@ _QUANTILES: Final = ("0.5", "0.9", "0.95")
 
 def _target(scene: Scene, steps: Sequence[Step]) -> Mix:
     """The workers by mode that there will be once all that was begun has happened."""
-    mix = Counter(scene.pool.mix)
+    mix = Counter(slot.mode for slot in scene.staying(steps=steps))
     mix.update(one.mode for one in scene.pool.coming)
-    for step in steps:
-        worker = scene.pool.worker(step.life) if step.life else None
-        if step.action in (Action.START, Action.UNDO):
-            mix[worker.mode if worker else step.mode] += 1
-        elif step.action is Action.STOP and worker is not None:
-            mix[worker.mode] -= 1
-        elif step.action is Action.SWITCH and worker is not None:
-            mix[worker.mode] -= 1
-            mix[step.mode] += 1
+    mix.update(step.mode for step in steps if step.action is Action.START)
     return {mode: count for mode, count in sorted(mix.items()) if count > 0}
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from pdserve.ids import NodeId, Seconds
     from pdserve.messages.planner import Change, ScalingPlan
     from pdserve.planner.changes.book import Ended
 
@@ -67,15 +68,25 @@ class Binding:
     lack: tuple[int, int] | None = None
     """The floor, and the workers that serve, where it keeps the planner from starting those that
     lack. None: none lack."""
+    silent: tuple[NodeId, ...] = ()
+    """Workers that have an order and do not answer."""
+    draining: Mapping[NodeId, Seconds] = field(default_factory=dict)
+    """Workers that may drain for longer than the planner's own limit, and how long still."""
 
     @property
     def words(self) -> str:
         """In one sentence, with the figures."""
         words = _WORDS[self.name].format_map(self.figures)
-        if self.lack is None:
-            return words
-        floor, size = self.lack
-        return f"{_WORDS['floor'].format(floor=floor, workers=size)}: {words}"
+        if self.lack is not None:
+            floor, size = self.lack
+            words = f"{_WORDS['floor'].format(floor=floor, workers=size)}: {words}"
+        return "; ".join((words, *self._waits()))
+
+    def _waits(self) -> Iterator[str]:
+        if self.silent:
+            yield f"waits for {', '.join(self.silent)} to answer"
+        for node, left in self.draining.items():
+            yield f"{node} may drain for {left:.0f} s more, by its own limit"
 
 
 def plan_line(plan: ScalingPlan, begun: Sequence[Change], before: Mapping[str, int]) -> str:

@@ -84,6 +84,8 @@ class Worker:
     """Seconds until it is ended from outside; None: it is not."""
     ordered: bool = False
     """A planner has ordered its drain, as far as known. What an operator drains is left alone."""
+    drain_left: Seconds | None = None
+    """Seconds until its own drain timeout ends its drain; None: it has not said."""
     failed: str = ""
     """Why its last mode switch did not happen."""
 

@@ -38,6 +38,8 @@ class Refusal:
     """With `exhausted`: seconds after which it may work; None: nobody knows."""
     newest: int = 0
     """With `stale`: the term that is obeyed; 0: it is not known."""
+    silent: bool = False
+    """With `transient`: no answer came from the worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from pdserve.errors import ActuatorDenied
 from pdserve.ids import NodeId
 from pdserve.messages.mode import SetMode
@@ -78,6 +80,48 @@ async def test_a_drain_is_taken_back_when_the_load_returns() -> None:
         await made.until(lambda: made.serving() == 2, 30.0)
         assert isinstance(drained.orders[-1], UndoDrain)
         assert drained.node.id in made.workers
+
+
+@pytest.mark.parametrize(("limit", "ended"), [(20.0, True), (150.0, False)])
+@virtually
+async def test_a_worker_drains_for_as_long_as_its_own_limit_says(limit: float, ended: bool) -> None:
+    """It needs 120 s; the planner's limit is 45 s."""
+    async with site(rate=2.5) as made:
+        await made.planner()
+        await made.until(lambda: made.serving() == 3)
+        for worker in made.workers.values():
+            worker.stays, worker.limit = 120.0, limit
+        made.router.rate = 0.1
+        await made.until(lambda: made.serving() < 3, 300.0)
+        drained = next(one for one in made.workers.values() if one.card.draining)
+        await asyncio.sleep(100.0)
+        assert bool(made.starts.stopped) == ended
+        told = "by its own limit" in made.planners["p"].binding
+        assert told == (not ended), "the plan says what it waits for"
+        await asyncio.sleep(30.0)
+        assert drained.node.id not in made.workers
+
+
+@virtually
+async def test_a_worker_that_cannot_be_reached_is_named_and_serves_on_once_it_can_be() -> None:
+    """A pin of two stops one of three. Its planner does not reach it, and another one is drained by
+    hand meanwhile: then the first is needed."""
+    async with site(rate=0.1, workers=3) as made:
+        planner = await made.planner()
+        await made.until(lambda: bool(planner.report.plans))
+        victim = made.workers["w0"]
+        victim.stays = 30.0
+        made.nodes.world.partition("p", "w0")
+        await planner.asked("pin", model=MODEL, mix={"aggregated": 2}, seconds=3600.0)
+        await made.until(lambda: "waits for w0 to answer" in planner.binding, 60.0)
+        made.workers["w1"].tell(draining=True)
+        await asyncio.sleep(3.0)
+        made.nodes.world.heal()
+        await made.until(lambda: bool(victim.orders), 30.0)
+        await made.until(lambda: not victim.card.draining and made.serving() == 2, 20.0)
+        await asyncio.sleep(10.0)
+        assert "to answer" not in planner.binding
+        assert made.starts.started == [], "nothing is bought for it"
 
 
 @virtually

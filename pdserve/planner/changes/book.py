@@ -19,7 +19,7 @@ from pdserve.planner.pool import Coming
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from pdserve.ids import NodeLife, Seconds
+    from pdserve.ids import NodeId, NodeLife, Seconds
     from pdserve.messages.planner import Instance
     from pdserve.planner.changes.times import KindHealth, StartTimes
     from pdserve.planner.config import PlannerConfig
@@ -34,6 +34,8 @@ _MARGIN: Final[Seconds] = 15.0
 as much."""
 _UNDO: Final[Seconds] = 20.0
 """A worker answers an undone drain once it serves again, and is waited for as long."""
+_LONGEST: Final[Seconds] = 86_400.0
+"""Longest drain that a worker is given because it says so: a day."""
 _UNSEEN: Final = 2
 """Ticks in a row that a healthy list must lack an instance before it is gone."""
 _SEEN_INSTANCE: Final[Mapping[str, ChangeEvent]] = {
@@ -87,6 +89,11 @@ class Underway:
     failure: str = ""
     resumed: bool = False
     """Of a stop: it was taken back, which says nothing against the next one."""
+    silent: str = ""
+    """Why no answer came to the last order to its worker; empty: one came, or none is awaited."""
+    drains_until: Seconds | None = None
+    """Of a stop: when the worker's own time limit ends its drain, as it said first; None: it has
+    not said."""
 
     @classmethod
     def new(cls, step: Step, name: str, model: str, number: int, now: Seconds) -> Underway:
@@ -336,15 +343,40 @@ class ChangeBook:
         if worker is None:
             return E.GONE
         one.instance = worker.change
+        _note_worker(now, one, worker, refusal)
         event = _EVENTS[one.action](one, worker)
-        return event or (E.LATE if now - one.entered >= self._limit(one) else None)
+        if event is None and now - one.entered >= self._limit(one):
+            one.failure = one.silent or one.failure
+            return E.LATE
+        return event
+
+    def drain_limit(self, one: Underway) -> Seconds:
+        """Longest drain of a stop: the planner's limit, or the worker's own where that is
+        longer."""
+        own = 0.0 if one.drains_until is None else one.drains_until - one.entered
+        return max(self._config.drain_timeout, min(own, _LONGEST))
+
+    def silent(self, model: str) -> tuple[NodeId, ...]:
+        """Workers of the model that have an order and do not answer."""
+        lives = {one.step.life for one in self.of(model) if one.silent and one.state not in ENDS}
+        return tuple(sorted(life.node for life in lives if life is not None))
+
+    def draining(self, now: Seconds, model: str) -> dict[NodeId, Seconds]:
+        """Workers of the model whose own limit lets them drain for longer than the planner's, and
+        for how long still."""
+        return {
+            one.step.life.node: max(0.0, one.entered + self.drain_limit(one) - now)
+            for one in self.of(model)
+            if one.state is S.DRAINING and one.step.life is not None
+            if self.drain_limit(one) > self._config.drain_timeout
+        }
 
     def _limit(self, one: Underway) -> Seconds:
         """Longest time in its state."""
         if one.action is Action.SWITCH and one.state is not S.ORDERED:
             return self._config.switch_timeout + _MARGIN
         if one.action is Action.STOP and one.state is S.DRAINING:
-            return self._config.drain_timeout + _MARGIN
+            return self.drain_limit(one) + _MARGIN
         return _MARGIN + (_UNDO if one.action is Action.UNDO else 0.0)
 
     # ------------------------------------------------------------------ states
@@ -353,7 +385,7 @@ class ChangeBook:
         before, one.state = one.state, next_state(one.action, one.state, event)
         if one.state is before:
             return
-        one.entered = now
+        one.entered, one.silent = now, ""
         one.resumed = event in (E.BACK, E.READY, E.WITHDRAWN) and one.action is Action.STOP
         if one.state in (S.BOOTING, S.JOINED) and one.booted is None:
             one.booted = now
@@ -396,6 +428,16 @@ def _is_down(kind: str, seen: PlannerInput) -> bool:
         return False
     known = {one.name: one.actuator for one in seen.kinds}
     return known.get(kind, "") in seen.down or kind not in known
+
+
+def _note_worker(now: Seconds, one: Underway, worker: Worker, refusal: Refusal | None) -> None:
+    """Keeps what the worker says of its drain, and that it says nothing. Its first word on the time
+    limit counts: a worker that repeats it for ever does not drain for ever."""
+    if refusal is not None and one.state is S.ORDERED:
+        one.silent = refusal.reason if refusal.silent else ""
+    draining = one.action is Action.STOP and worker.state == "draining"
+    if draining and worker.drain_left is not None and one.drains_until is None:
+        one.drains_until = now + worker.drain_left
 
 
 def _joined_event(one: Underway, worker: Worker) -> ChangeEvent:

@@ -18,7 +18,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from pdserve.errors import NoMethod, PdserveError
+from pdserve.errors import DeadlineExceeded, LinkError, NoMethod, PdserveError
 from pdserve.messages.mode import SetMode
 from pdserve.messages.status import DrainOrder, UndoDrain
 from pdserve.planner.actuators.base import (
@@ -108,7 +108,8 @@ class Orders:
         except NoMethod:
             refusal = Refusal("denied", "its version of pdserve cannot do that")
         except PdserveError as error:
-            refusal = Refusal("transient", error.message)
+            silent = isinstance(error, LinkError | DeadlineExceeded)
+            refusal = Refusal("transient", error.message, silent=silent)
         except Exception as error:
             _log.exception("an order of the planner")
             refusal = Refusal("transient", f"{type(error).__name__}, see the planner's log")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import TYPE_CHECKING, Final
 
 from pdserve.ids import NodeLife
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from pdserve.messages.node import NodeCard
     from pdserve.messages.planner import Instance
     from pdserve.messages.routing import WorkerLoad
-    from pdserve.messages.status import NodeReport
+    from pdserve.messages.status import DrainState, NodeReport
     from pdserve.planner.config import PoolConfig
     from pdserve.planner.pool import WorkerState
     from pdserve.runtime.registry import Member
@@ -69,6 +70,7 @@ def worker_view(seen: Sighting, model: str, speeds: Mapping[NodeId, float]) -> W
         hot_tokens=0 if load is None else load.blocks_cached * block,
         hard_end=None if instance is None else instance.hard_end,
         ordered=drain is not None and drain.term > 0,
+        drain_left=_drain_left(drain),
         failed="" if mode is None else mode.failed,
     )
 
@@ -116,6 +118,13 @@ def _state(seen: Sighting, card: NodeCard) -> WorkerState:
         return "proving" if mode is not None and mode.state == "proving" else "leaving"
     ready = bool(card.models) and not card.reason
     return "ready" if ready and (seen.load is None or seen.load.ready) else "loading"
+
+
+def _drain_left(drain: DrainState | None) -> Seconds | None:
+    """What it says of its own time limit; a time that cannot be is none."""
+    if drain is None or not isfinite(drain.remaining):
+        return None
+    return max(0.0, drain.remaining)
 
 
 def model_of(card: NodeCard, known: str, models: Iterable[str]) -> str:

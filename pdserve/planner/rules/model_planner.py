@@ -138,8 +138,9 @@ class ModelPlanner:
         sight = self._sanity.look(scene.now, scene.target, scene.demand)
         forecast = self._observe(scene, sight)
         if paused:
-            return Decision((), Binding("paused", {"reason": paused}), forecast=forecast)
-        decision = self._by_rule(scene, sight, forecast, pin)
+            decision = Decision((), Binding("paused", {"reason": paused}))
+            return replace(_with_waits(scene, decision), forecast=forecast)
+        decision = _with_waits(scene, self._by_rule(scene, sight, forecast, pin))
         self._note(scene, decision, forecast)
         return replace(decision, blind=sight.blind, alarm=sight.alarm, forecast=forecast)
 
@@ -222,7 +223,7 @@ class ModelPlanner:
         horizon = scene.start_p90 + _SETTLE
         waits = demand.held_work + demand.queued_work
         load, expected = Load(forecast.p90, waits), Load(forecast.p50, waits)
-        stay = scene.predict(load, [PoolCandidate(scene.base(horizon))])[0]
+        stay = self._stay(scene, demand, load, horizon)
         decision = self._up(scene, demand, load, expected, stay)
         if self._slow_due(scene.now) and (decision is None or not decision.steps):
             borne = load if decision is None else expected
@@ -232,6 +233,16 @@ class ModelPlanner:
             decision = Decision((), self._calm(scene, stay))
         after = decision.after or stay
         return replace(decision, before=stay, after=after, unreachable=stay.unreachable)
+
+    def _stay(self, scene: Scene, demand: DemandView, load: Load, horizon: Seconds) -> PoolOutcome:
+        """The outcome if nothing is changed. Where a drain can be taken back, workers that are only
+        coming are no help for what waits now: a start takes minutes, and that worker is there."""
+        stay = scene.predict(load, [PoolCandidate(scene.base(horizon))])[0]
+        if not scene.pool.coming or not any(undo_steps(scene, "")):
+            return stay
+        now = Load(demand.level, demand.held_work + demand.queued_work)
+        without = scene.predict(now, [PoolCandidate(scene.staying())])[0]
+        return max(stay, without, key=lambda one: one.miss)
 
     def _calm(self, scene: Scene, stay: PoolOutcome) -> Binding:
         """What binds between two slow ticks."""
@@ -453,6 +464,13 @@ def _with_lack(scene: Scene, decision: Decision) -> Decision:
     why = why_not_more(scene, decision.after or PoolOutcome(miss=0.0))
     lack = (scene.floor, len(scene.pool.serving))
     return replace(decision, binding=replace(why, lack=lack))
+
+
+def _with_waits(scene: Scene, decision: Decision) -> Decision:
+    """Says besides which workers do not answer, and which drain for longer than usual."""
+    book, model = scene.book, scene.pool.model
+    silent, draining = book.silent(model), book.draining(scene.now, model)
+    return replace(decision, binding=replace(decision.binding, silent=silent, draining=draining))
 
 
 def _price_ratio(scene: Scene) -> float:

@@ -45,7 +45,8 @@ def ending_soon(scene: Scene) -> list[Worker]:
 def required_undos(scene: Scene) -> list[Step]:
     """Drains that are taken back because too few workers are left without them: those workers are
     there at once, and a start takes minutes."""
-    present = len(scene.pool.in_state("ready", "leaving", "proving")) + _undone(scene)
+    present = len(scene.pool.in_state("ready", "leaving", "proving")) + len(_undone(scene))
+    present -= len(scene.told_to_stop)
     reason = f"min and floors ask for {scene.floor}"
     found = [step for step, _ in undo_steps(scene, reason)]
     return found[: max(0, scene.floor - present)]
@@ -53,13 +54,13 @@ def required_undos(scene: Scene) -> list[Step]:
 
 def lacking(scene: Scene) -> int:
     """Workers fewer than the floor, with those that are coming; below 0: more."""
-    return scene.floor - (scene.pool.size + _undone(scene))
+    return scene.floor - (scene.pool.size + len(_undone(scene)))
 
 
-def _undone(scene: Scene) -> int:
+def _undone(scene: Scene) -> list[Worker]:
     """Workers that drain and have been told to serve again."""
-    draining = {one.life for one in scene.pool.in_state("draining")}
-    return sum(one.action is Action.UNDO and one.step.life in draining for one in scene.changes)
+    undone = {one.step.life for one in scene.changes if one.action is Action.UNDO}
+    return [one for one in scene.pool.in_state("draining") if one.life in undone]
 
 
 def required_starts(scene: Scene, succeeded: Collection[NodeLife] = ()) -> list[Step]:
@@ -134,11 +135,13 @@ def wrong_stops(scene: Scene, wrong: Iterable[NodeLife]) -> list[Step]:
 
 
 def pin_steps(scene: Scene, pin: Mapping[str, int]) -> list[Step]:
-    """What brings the pool to the workers that an operator has fixed: switches first, then starts,
-    and stops of what is too much, one at a time."""
-    present = Counter(scene.pool.mix) + Counter(one.mode for one in scene.pool.coming)
+    """What brings the pool to the workers that an operator has fixed: drains that are taken back,
+    then switches, then starts, and stops of what is too much, one at a time."""
+    present = _pin_present(scene)
     missing, surplus = _difference(pin, present), _difference(present, pin)
     reason = "an operator has pinned the pool"
+    if undos := _pin_undos(scene, missing, reason):
+        return undos
     switch = _pin_switch(scene, missing, surplus, reason)
     if switch is not None and scene.removing is None:
         return [switch]
@@ -152,6 +155,25 @@ def pin_steps(scene: Scene, pin: Mapping[str, int]) -> list[Step]:
         # What is only coming is no reason to fall below the floor.
         steps = _pin_removal(scene, pin, surplus, reason)
     return steps
+
+
+def _pin_present(scene: Scene) -> Counter[str]:
+    """Workers by mode once all that is under way has happened."""
+    present = Counter(scene.pool.mix)
+    present.update(one.mode for one in scene.pool.coming)
+    present.update(one.mode for one in _undone(scene))
+    present.subtract(one.mode for one in scene.told_to_stop)
+    return +present
+
+
+def _pin_undos(scene: Scene, missing: Mix, reason: str) -> list[Step]:
+    """Drains of workers that lack: they are there at once, and nothing has to be started."""
+    left, found = Counter(missing), []
+    for step, worker in undo_steps(scene, reason):
+        if left[worker.mode] > 0:
+            left[worker.mode] -= 1
+            found.append(step)
+    return found
 
 
 def _pin_removal(scene: Scene, pin: Mapping[str, int], surplus: Mix, reason: str) -> list[Step]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Seconds
     from pdserve.messages.planner import Kind
-    from pdserve.planner.changes.book import ChangeBook, Underway
+    from pdserve.planner.changes.book import ChangeBook, Step, Underway
     from pdserve.planner.changes.times import StartTimes
     from pdserve.planner.config import PlannerConfig, PoolConfig
     from pdserve.planner.outlook import DemandView
@@ -106,6 +106,13 @@ class Scene:
         """The change that takes capacity away now; None: there is none, and there may be one."""
         return next((one for one in self.changes if one.removes), None)
 
+    @property
+    def told_to_stop(self) -> list[Worker]:
+        """Workers that serve, and will not once they hear of their order."""
+        undone = {one.step.life for one in self.changes if one.action is Action.UNDO}
+        going = {one.step.life for one in self.changes if one.action is Action.STOP} - undone
+        return [one for one in self.pool.serving if one.life in going]
+
     def starts(self) -> list[Underway]:
         """Starts that are still wanted."""
         return [
@@ -154,17 +161,22 @@ class Scene:
     def base(self, horizon: Seconds) -> tuple[Slot, ...]:
         """The capacity at the horizon if nothing more is changed: what serves, less what is told to
         leave, and what will have come by then. What ends by then is left out."""
-        orders = {one.step.life: one for one in self.changes if one.step.life is not None}
+        coming = (
+            Slot(one.mode or "aggregated")
+            for one in self.pool.coming
+            if one.ready_in is not None and one.ready_in <= horizon
+        )
+        return (*self.staying(horizon), *coming)
+
+    def staying(self, horizon: Seconds = 0.0, steps: Iterable[Step] = ()) -> tuple[Slot, ...]:
+        """The part of it that serves already. `steps` count as ordered."""
+        orders = {one.step.life: one.step for one in self.changes if one.step.life is not None}
+        orders |= {step.life: step for step in steps if step.life is not None}
         slots = []
         for worker in self.pool.workers:
             slot = _planned(worker, orders.get(worker.life))
             if slot is not None and (worker.hard_end is None or worker.hard_end > horizon):
                 slots.append(slot)
-        slots += [
-            Slot(one.mode or "aggregated")
-            for one in self.pool.coming
-            if one.ready_in is not None and one.ready_in <= horizon
-        ]
         return tuple(slots)
 
     def predict(self, load: Load, candidates: Sequence[PoolCandidate]) -> list[PoolOutcome]:
@@ -216,7 +228,7 @@ def slot_of(worker: Worker) -> Slot:
     )
 
 
-def _planned(worker: Worker, order: Underway | None) -> Slot | None:
+def _planned(worker: Worker, order: Step | None) -> Slot | None:
     """What a worker will be once the newest order to it is obeyed; None: it does not serve."""
     action = None if order is None else order.action
     if worker.state == "loading" or action is Action.STOP:
@@ -224,7 +236,7 @@ def _planned(worker: Worker, order: Underway | None) -> Slot | None:
     if worker.state == "draining" and action is not Action.UNDO:
         return None
     if order is not None and action is Action.SWITCH:
-        return slot_of(worker)._replace(mode=order.step.mode)
+        return slot_of(worker)._replace(mode=order.mode)
     return slot_of(worker)
 
 

@@ -213,6 +213,56 @@ def test_a_drain_that_takes_too_long_is_ended_by_the_actuator(books):
     assert (state_of(one), one.instance) == (S.STOPPING, NAME)
 
 
+@pytest.mark.parametrize("left", [0.0, 20.0, 45.0])
+def test_a_worker_whose_own_limit_is_shorter_has_the_planners(books, left):
+    one = books.stop()
+    books.see(joined(state="draining", drain_left=left))
+    books.see(joined(state="draining", drain_left=0.0), seconds=59.0)
+    assert state_of(one) is S.DRAINING
+    books.see(joined(state="draining", drain_left=0.0), seconds=1.0)
+    assert state_of(one) is S.STOPPING
+
+
+def test_a_worker_whose_own_limit_is_longer_is_not_ended_before(books):
+    one = books.stop()
+    books.see(joined(state="draining", drain_left=120.0))
+    assert books.book.draining(books.now, MODEL) == {"w1": 120.0}
+    books.see(joined(state="draining", drain_left=60.0), seconds=60.0)
+    assert books.book.draining(books.now, MODEL) == {"w1": 60.0}
+    books.see(joined(state="draining"), seconds=74.0)  # its last report was lost
+    assert state_of(one) is S.DRAINING
+    books.see(joined(state="draining"), seconds=1.0)
+    assert (state_of(one), one.instance) == (S.STOPPING, NAME)
+
+
+def test_a_worker_that_promises_an_end_for_ever_does_not_drain_for_ever(books):
+    one = books.stop()
+    for _ in range(9):
+        books.see(joined(state="draining", drain_left=120.0), seconds=15.0)
+        assert state_of(one) is S.DRAINING
+    books.see(joined(state="draining", drain_left=120.0), seconds=15.0)
+    assert state_of(one) is S.STOPPING
+
+
+def test_a_drain_without_an_end_is_given_a_day(books):
+    one = books.stop()
+    books.see(joined(state="draining", drain_left=1e12))
+    books.see(joined(state="draining", drain_left=1e12), seconds=86_400.0)
+    assert state_of(one) is S.DRAINING
+    books.see(joined(state="draining", drain_left=1e12), seconds=15.0)
+    assert state_of(one) is S.STOPPING
+
+
+def test_a_planner_that_finds_a_drain_keeps_to_the_workers_limit(books):
+    books.see(joined(state="draining", ordered=True, drain_left=90.0))
+    books.see(joined(state="draining", ordered=True, drain_left=30.0), seconds=60.0)
+    (one,) = books.book.of(MODEL)
+    books.see(joined(state="draining", ordered=True, drain_left=0.0), seconds=29.0)
+    assert state_of(one) is S.DRAINING
+    books.see(joined(state="draining", ordered=True, drain_left=0.0), seconds=16.0)
+    assert state_of(one) is S.STOPPING
+
+
 def test_a_worker_that_cannot_be_told_is_not_ended(books):
     books.stop()
     assert books.see(joined(), seconds=14.0) == []

@@ -63,6 +63,9 @@ class FakeWorker:
         self.refused = ""
         self.stays = 0.0
         """Seconds that a drain takes."""
+        self.limit = 0.0
+        """Its own limit for a drain, as it reports it."""
+        self.drains_until = 0.0
         self.fence = OrderFence()
         self.term = 0
         self.topics = Topics(node, node.timers)
@@ -87,7 +90,8 @@ class FakeWorker:
 
     @answers(REPORT)
     def _report(self, query: StatusQuery, call: IncomingCall) -> NodeReport:
-        drain = DrainState(term=self.term) if self.card.draining else None
+        left = max(0.0, self.drains_until - self.node.now())
+        drain = DrainState(term=self.term, remaining=left) if self.card.draining else None
         mode = ModeReport(mode=self.card.mode, generation=1, state="serving")
         return NodeReport(drain=drain, mode=mode)
 
@@ -105,6 +109,7 @@ class FakeWorker:
             return DrainState(refused=refused, newest=self.fence.newest)
         if not self.card.draining:
             self.term = order.term
+            self.drains_until = self.node.now() + self.limit
             self.tell(draining=True)
             _ = self.node.tasks.spawn(self._end(), "end")
         return DrainState(term=order.term)

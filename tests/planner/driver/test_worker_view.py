@@ -94,6 +94,14 @@ def test_a_drain_is_a_planners_if_it_has_a_term() -> None:
     assert (ordered.state, ordered.ordered) == ("draining", True)
 
 
+def test_a_drain_has_the_workers_own_limit_if_it_says_one() -> None:
+    draining = replace(CARD, draining=True)
+    assert seen(draining).drain_left is None
+    for said, known in ((70.0, 70.0), (-1.0, 0.0), (float("nan"), None), (float("inf"), None)):
+        report = NodeReport(drain=DrainState(term=9, remaining=said))
+        assert seen(draining, report).drain_left == known
+
+
 def test_an_engine_without_kv_and_an_old_release_keep_their_mode() -> None:
     assert not seen(replace(CARD, transfers=())).can_switch
     assert not seen(replace(CARD, mode_generation=0)).can_switch
