@@ -41,7 +41,7 @@ from pdserve.tracing.sink import NO_SINK
 from pdserve.wire.codec import decoder, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 
     from pdserve.ids import NodeId, Seconds
     from pdserve.messages.node import NodeCard
@@ -67,6 +67,11 @@ _SETTLE: Final[Seconds] = 3.0
 """Most seconds at the beginning in which cards, reports of routers and other planners arrive."""
 _LONG: Final[Seconds] = 60.0
 """A decision that takes longer is a defect, or the machine has far too much to do."""
+_SLOW_DISK: Final[Seconds] = 10.0
+"""A decision log that takes longer to write is told."""
+_CLOSE: Final[Seconds] = 15.0
+"""Longest wait at the end for tasks, for each actuator, and for the decision log: more than a call
+of an actuator takes."""
 _PATIENCE: Final[Seconds] = 1.0
 """Longest wait for the reports of workers that change; then the last ones count."""
 
@@ -117,6 +122,8 @@ class PlannerService:
         self._enabled: set[str] = set()
         """Kinds that operators have enabled since the last tick."""
         self._tasks: list[asyncio.Task[None]] = []
+        self._writing: asyncio.Task[None] | None = None
+        """Writes the decision log's file; None: there was nothing to write yet."""
         self.measures = Measures(metrics, config)
         self.traces = ChangeTraces(traces, random or Random(), wall)
         self.sight = ClusterSight(config, node, self.watches)
@@ -161,14 +168,18 @@ class PlannerService:
             self._node.publish_card(replace(self._node.card, draining=False), {})
 
     async def close(self) -> None:
-        """Ends all work here; nothing in the cluster changes by it. Idempotent."""
+        """Ends all work here; nothing in the cluster changes by it. Tasks, the decision log and
+        each actuator have `_CLOSE` for it; what has not ended then is told and left. Idempotent."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks)
+            _, late = await asyncio.wait(self._tasks, timeout=_CLOSE)
+            for task in late:
+                _log.warning("%s has not ended within %.0f s", task.get_name(), _CLOSE)
         self._tasks = []
+        await _in_time("the end of the decision log", self._write_rest())
         for watch in self.watches:
-            await watch.actuator.close()
+            await _in_time(f"the end of actuator {watch.name}", watch.actuator.close())
 
     def unready_reason(self) -> str | None:
         """For probes; a planner that is blind is ready all the same, and says so elsewhere."""
@@ -205,7 +216,8 @@ class PlannerService:
         core = self._core_of_this_life()
         while self._enabled:
             core.enable(self._enabled.pop())
-        with self._told_if_long():
+        words = f"the present decision has taken more than {_LONG:.0f} s: no other one is made"
+        with self._told_after(_LONG, "planner_failed", words):
             output = await self._offload(lambda: core.tick(now, seen))
         self.measures.ticked(self._node.now() - now)
         if self._draining or core is not self._core:
@@ -217,14 +229,14 @@ class PlannerService:
         self.orders.carry_out(output.orders)
         for line in output.log:
             self._log.add(line)
+        self._write_log()
         self._note(self._all_degraded(output))
         self.measures.note(now, seen, output)
 
     @contextmanager
-    def _told_if_long(self) -> Iterator[None]:
-        """A thread cannot be ended, but that nothing is decided is told, until the next tick."""
-        words = f"the present decision has taken more than {_LONG:.0f} s: no other one is made"
-        timer = self._node.timers.call_later(_LONG, partial(self._note, {"planner_failed": words}))
+    def _told_after(self, seconds: Seconds, name: str, words: str) -> Iterator[None]:
+        """A thread cannot be ended, but that it takes too long is told, until the next result."""
+        timer = self._node.timers.call_later(seconds, partial(self._note, {name: words}))
         try:
             yield
         finally:
@@ -305,9 +317,23 @@ class PlannerService:
             return None
         return frozenset(kind.name for watch in self.watches for kind in watch.kinds)
 
-    def note_log(self, why: str) -> None:
-        """The decision log cannot be written; empty: it can."""
-        self._note({"planner_log": why})
+    def _write_log(self) -> None:
+        """Has the decision log's file written in a thread, one at a time: a disk may take long."""
+        if self._log.unwritten and (self._writing is None or self._writing.done()):
+            self._writing = self._node.tasks.spawn(self._written(), "decision log")
+
+    async def _written(self) -> None:
+        words = f"the file has not been written for {_SLOW_DISK:.0f} s: its disk does not answer"
+        with self._told_after(_SLOW_DISK, "planner_log", words):
+            trouble = await in_a_thread(self._log.write)
+        self._note({"planner_log": trouble})
+
+    async def _write_rest(self) -> None:
+        """Writes what the file lacks at the end."""
+        if self._writing is not None:
+            await asyncio.wait({self._writing})
+        if self._log.unwritten:
+            await self._written()
 
     def _all_degraded(self, output: PlannerOutput) -> dict[str, str]:
         """All that is wrong now, by name; an empty text ends a degradation."""
@@ -334,6 +360,17 @@ class PlannerService:
             self._degradations.clear(name)
             if reason:
                 self._degradations.add(name, reason)
+
+
+async def _in_time(what: str, work: Coroutine[None, None, None]) -> None:
+    """Does work at the end within `_CLOSE`; a failure of it does not keep the rest from ending."""
+    try:
+        async with asyncio.timeout(_CLOSE):
+            await work
+    except TimeoutError:
+        _log.warning("%s did not come within %.0f s", what, _CLOSE)
+    except Exception:
+        _log.exception("%s", what)
 
 
 async def _first_look(watch: ActuatorWatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,8 +14,13 @@ from pdserve.messages.mode import SetMode
 from pdserve.messages.status import DrainOrder, UndoDrain
 from pdserve.planner.config import PoolConfig, WorkerModeName
 from pdserve.planner.core import owner_of
+from pdserve.planner.driver.actuator_watch import ActuatorWatch
+from pdserve.planner.driver.decision_log import DecisionLog
 from tests.net.world import virtually
 from tests.planner.driver.site import MODEL, site
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @virtually
@@ -390,3 +397,61 @@ async def test_a_defect_in_a_decision_ends_no_later_ones() -> None:
         core.tick = whole  # type: ignore[method-assign]
         await made.until(lambda: made.serving() == 3)
         assert "planner_failed" not in planner.degradations.reasons()
+
+
+@virtually
+async def test_its_end_has_a_deadline_and_no_failure_keeps_the_rest_from_ending() -> None:
+    async with site() as made:
+        planner = await made.planner()
+        closed: list[str] = []
+
+        class Stuck:
+            name = "stuck"
+
+            async def close(self) -> None:
+                closed.append("stuck")
+                await asyncio.Event().wait()
+
+        class Broken:
+            name = "broken"
+
+            async def close(self) -> None:
+                closed.append("broken")
+                raise ActuatorDenied("no")
+
+        class Last:
+            name = "last"
+
+            async def close(self) -> None:
+                closed.append("last")
+
+        ends: list[Any] = [Stuck(), Broken(), Last()]
+        planner.service.watches = tuple(ActuatorWatch(one) for one in ends)
+        began = made.nodes.loop.time()
+        await planner.service.close()
+        assert closed == ["stuck", "broken", "last"]
+        assert made.nodes.loop.time() - began <= 20.0
+
+
+async def test_the_decision_log_is_written_beside_the_loop_and_its_trouble_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that does not answer holds up no decision, and the rest comes at the end."""
+    async with site() as made:
+        planner = await made.planner()
+        service = planner.service
+        go, path = threading.Event(), tmp_path / "decisions"
+        service._log = DecisionLog(lambda: 0.0, path)
+        write = service._log.write
+        monkeypatch.setattr(service._log, "write", lambda: go.wait(30.0) and write())
+        monkeypatch.setattr("pdserve.planner.service._SLOW_DISK", 0.05)
+        service._log.add("one")
+        service._write_log()
+        service._log.add("two")
+        service._write_log()
+        await made.until(lambda: "planner_log" in planner.degradations.reasons())
+        assert not path.exists()
+        go.set()
+        await service.close()
+        assert [line.split()[1] for line in path.read_text().splitlines()] == ["one", "two"]
+        assert "planner_log" not in planner.degradations.reasons()

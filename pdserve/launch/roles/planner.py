@@ -58,7 +58,7 @@ class PlannerRole:
             judge=WhatIfJudge(),
             forecaster=lambda: LoadForecaster(time.time),
             wall=time.time,
-            log=DecisionLog(time.time, process.planner_log, on_trouble=self._log_trouble),
+            log=DecisionLog(time.time, process.planner_log),
             degradations=context.degradations,
             metrics=context.metrics,
             traces=self.traces.serve_changes(),
@@ -66,9 +66,6 @@ class PlannerRole:
         self._context = context
         context.metrics.attach_node(self._sample)
         StatusService(node, self._report, time.time)
-
-    def _log_trouble(self, why: str) -> None:
-        self.planner.service.note_log(why)
 
     def _sample(self) -> NodeSample:
         return sample_node(self.node, self.planner.topics)

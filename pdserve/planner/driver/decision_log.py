@@ -39,36 +39,48 @@ class DecisionLog:
     """One planner's decisions, as a person reads them."""
 
     def __init__(
-        self,
-        wall: Callable[[], float],
-        path: Path | None = None,
-        *,
-        most: Bytes = MOST_BYTES,
-        on_trouble: Callable[[str], None] = lambda why: None,
+        self, wall: Callable[[], float], path: Path | None = None, *, most: Bytes = MOST_BYTES
     ) -> None:
-        """`wall`: Unix seconds. `on_trouble` is called with the reason when the file cannot be
-        written, and with an empty text when it can be again."""
+        """`wall`: Unix seconds."""
         self.lines: deque[str] = deque(maxlen=_KEPT)
         self._wall = wall
         self._path = path
         self._most = most
-        self._on_trouble = on_trouble
+        self._new: deque[str] = deque(maxlen=_KEPT)
+        """Lines for the file that no `write` has taken yet."""
+        self._taken: list[str] = []
+        """Lines that `write` has taken and not written yet; only it touches them."""
 
     def add(self, line: str) -> None:
-        """Adds a line, with the time in UTC before it."""
+        """Adds a line, with the time in UTC before it. The file gets it by the next `write`; of
+        lines that cannot be written, the newest 200 are kept."""
         stamped = f"{strftime('%Y-%m-%dT%H:%M:%SZ', gmtime(self._wall()))} {line}"
         self.lines.append(stamped)
         _log.info("%s", line)
         if self._path is not None:
-            self._write(self._path, stamped)
+            self._new.append(stamped)
 
-    def _write(self, path: Path, line: str) -> None:
+    @property
+    def unwritten(self) -> bool:
+        """True if the file lacks lines."""
+        return bool(self._new or self._taken)
+
+    def write(self) -> str:
+        """Writes what the file lacks; returns why that fails, or an empty text. It may wait for the
+        disk, so it runs in a thread, one call at a time."""
+        while self._new:
+            self._taken.append(self._new.popleft())
+        del self._taken[:-_KEPT]
         try:
-            if path.exists() and path.stat().st_size + len(line) >= self._most:
-                path.replace(path.with_name(f"{path.name}.1"))
-            with open(path, "a", encoding="utf-8", opener=_opened) as file:
-                file.write(f"{line}\n")
+            while self._path is not None and self._taken:
+                self._append(self._path, self._taken[0])
+                del self._taken[0]
         except OSError as error:
-            self._on_trouble(f"{path} cannot be written: {error.strerror}")
-        else:
-            self._on_trouble("")
+            return f"{self._path} cannot be written: {error.strerror}"
+        return ""
+
+    def _append(self, path: Path, line: str) -> None:
+        if path.exists() and path.stat().st_size + len(line) >= self._most:
+            path.replace(path.with_name(f"{path.name}.1"))
+        with open(path, "a", encoding="utf-8", opener=_opened) as file:
+            file.write(f"{line}\n")
