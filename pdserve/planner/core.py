@@ -293,6 +293,8 @@ class PlannerCore:
         )
         if decision.alarm:
             _add(degraded, "planner_blind", f"{model}: {decision.alarm}")
+        if decision.binding.lack is not None:
+            _add(degraded, "planner_floor", f"{model}: {decision.binding.words}")
         acts = bool(decision.steps or decision.withdrawn) and self._config.mode == "act"
         if acts and (unwanted := self._book.get(decision.withdrawn)) is not None:
             self._book.withdraw(scene.now, unwanted, decision.binding.words)

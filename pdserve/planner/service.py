@@ -377,7 +377,7 @@ async def _first_look(watch: ActuatorWatch) -> None:
     await watch.looked.wait()
 
 
-_BY_CORE: Final = ("planner_blind", "planner_kind_failing", "planner_failed")
+_BY_CORE: Final = ("planner_blind", "planner_floor", "planner_kind_failing", "planner_failed")
 _LINES: Final = 20
 """Lines of the decision log in a report."""
 _FEW: Final = 0.01

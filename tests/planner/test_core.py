@@ -876,6 +876,9 @@ def test_a_floor_that_cannot_be_kept_is_said(pools, kinds, says, known):
         assert binding(output).startswith(
             f"min and floors ask for 2, and 1 serve: nothing can start a worker: {says}"
         )
+        assert output.degraded["planner_floor"].startswith(f"{MODEL}: {binding(output)}")
+    bench.see(worker(1), worker(2))
+    assert f"{MODEL}: min" not in bench.tick().degraded.get("planner_floor", "")
 
 
 def test_a_drain_is_taken_back_for_the_floor_before_a_worker_is_started():
