@@ -56,8 +56,8 @@ run_tests() {
   if [ -n "$DRY" ]; then
     echo "left out: a dry run"
   elif has tests; then
-    # An interrupted pytest still says what has failed so far.
-    timeout -s INT -k 15 "$TESTS" "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider "${at_once[@]}" \
+    # Each result is named at once, and an interrupted pytest still says what has failed so far.
+    timeout -s INT -k 15 "$TESTS" "$PYTHON" -m pytest -v --tb=short -m gpu -p no:cacheprovider "${at_once[@]}" \
       --continue-on-collection-errors --durations=15 "${files[@]}" 2>&1 | tee "$OUT/gpu_tests.txt"
     case ${PIPESTATUS[0]} in
       0) ;;

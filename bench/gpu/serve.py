@@ -1,6 +1,6 @@
 """The whole server on an accelerator: the same answers in every layout, and load on a real size.
 
-    python bench/gpu/serve.py --out DIR               # needs pdserve installed, and a GPU
+    python bench/gpu/serve.py --out DIR               # needs a GPU, and no installation
     python bench/gpu/serve.py --device cpu --dry      # on a CPU, with a small model and load
 
 First the bundled model answers the same greedy prompts in float32: on the CPU, on the device in one

@@ -11,14 +11,17 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.request
+from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from email.message import Message
-    from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 READY = 120.0
 """Seconds in which a server has to answer."""
 END = 20.0
@@ -42,6 +45,7 @@ class Server:
         key = folder / "key"
         key.write_text(secrets.token_hex(32) + "\n")
         key.chmod(0o600)
+        self._environment = {"PDSERVE_CLUSTER_KEY_FILE": str(key)} | search_path(folder / "site")
 
     @property
     def url(self) -> str:
@@ -50,7 +54,7 @@ class Server:
 
     def start(self, name: str, *flags: str) -> None:
         """Starts one process; its log is `NAME.log`."""
-        environment = os.environ | {"PDSERVE_CLUSTER_KEY_FILE": str(self.folder / "key")}
+        environment = os.environ | self._environment
         command = [sys.executable, "-m", "pdserve", *flags]
         with (self.folder / f"{name}.log").open("wb") as log:
             child = subprocess.Popen(command, stderr=log, stdout=log, env=environment)
@@ -123,6 +127,23 @@ class Server:
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait(END)
+
+
+def search_path(site: Path) -> dict[str, str]:
+    """Returns by which environment variable servers find this checkout; empty if pdserve is
+    installed. `site` then gets the names of engines and policies, which an installation knows."""
+    if entry_points(group="pdserve.engines"):
+        return {}
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    lines: list[str] = []
+    for group, points in groups.items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
+    info = site / "pdserve-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pdserve\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    places = [str(site), str(ROOT), str(ROOT / "engines"), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, places))}
 
 
 def free_port() -> int:

@@ -5,6 +5,7 @@ Its measurements are not looked at: only that they are made, and of what.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import os
@@ -347,6 +348,22 @@ def test_a_gpu_is_asked_for_where_one_is_needed() -> None:
 
 
 # ---------------------------------------------------------------- the servers
+
+
+def test_a_checkout_that_is_not_installed_has_its_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert servers.search_path(tmp_path) == {}, "it is installed here"
+    monkeypatch.setattr(servers, "entry_points", lambda group: ())
+    monkeypatch.setenv("PYTHONPATH", "wheels")
+    places = servers.search_path(tmp_path / "site")["PYTHONPATH"].split(os.pathsep)
+    assert places == [str(tmp_path / "site"), str(ROOT), str(ROOT / "engines"), "wheels"]
+    (found,) = importlib.metadata.distributions(path=places[:1])
+    registered = {(point.group, point.name): point.value for point in found.entry_points}
+    assert registered["pdserve.engines", "torch"] == "pdserve_engines.torch:create"
+    installed = importlib.metadata.distribution("pdserve").entry_points
+    named = {point.name for point in installed if point.group.startswith("pdserve.")}
+    assert named <= {name for _, name in registered}
 
 
 def test_a_counter_is_summed_over_the_series_with_its_labels() -> None:
