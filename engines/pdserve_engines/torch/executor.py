@@ -39,7 +39,8 @@ from pdserve_engines.torch.models.pooler import Pooler, to_bytes
 from pdserve_engines.torch.models.row_selection import RowSelection
 from pdserve_engines.torch.models.torch_model import TorchModel
 from pdserve_engines.torch.opened_model import open_model
-from pdserve_engines.torch.sampling.sampler import Sampler, describe
+from pdserve_engines.torch.sampling.logprobs import describe
+from pdserve_engines.torch.sampling.sampler import Sampler
 from pdserve_engines.torch.settings import resolve_settings
 from pdserve_engines.torch.step_in_flight import StepInFlight
 from pdserve_engines.torch.step_meter import step_meter

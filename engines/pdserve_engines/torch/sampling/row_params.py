@@ -16,6 +16,7 @@ import torch
 
 from pdserve.engine_core.structured_output import uses_structured_output
 from pdserve_engines.torch.models.upload import upload
+from pdserve_engines.torch.sampling.logprobs import LogprobWishes
 from pdserve_engines.torch.sampling.noise import uniforms
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class RowParams:
         """True if a row has `logit_bias`."""
         self._bias: FlatIds | None = None
         self._draws: Draws | None = None
+        self._wishes: LogprobWishes | None = None
 
     def _column(self, index: int) -> Ints:
         return self._numbers[:, index].astype(np.int64)
@@ -158,6 +160,18 @@ class RowParams:
             numbers, seeds = self._numbers[self.drawing], self._seeds[self.drawing]
             self._draws = Draws(numbers, seeds, logits.device, logits.shape[-1])
         return self._draws
+
+    def wishes(self, device: torch.device) -> LogprobWishes:
+        """What the rows in `logprobs` want to know."""
+        if self._wishes is None:
+            wanted = [self.params[row] for row in self.logprobs]
+            self._wishes = LogprobWishes(
+                [each.logprobs or 0 for each in wanted],
+                [each.logprob_token_ids for each in wanted],
+                device,
+                None if len(wanted) == len(self.params) else self.logprobs,
+            )
+        return self._wishes
 
 
 def _flat(

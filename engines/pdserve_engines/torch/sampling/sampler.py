@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from pdserve.messages.request import TokenLogprob
 from pdserve_engines.torch.models.download import Download
 from pdserve_engines.torch.models.upload import upload
+from pdserve_engines.torch.sampling.filters import filter_
 from pdserve_engines.torch.sampling.grammar_masks import GrammarMasks
+from pdserve_engines.torch.sampling.logprobs import look_up, records
 from pdserve_engines.torch.sampling.penalties import Penalties
 from pdserve_engines.torch.sampling.row_params import RowParamsCache, is_penalised
 from pdserve_engines.torch.sampling.token_bans import TokenBans
@@ -30,17 +30,9 @@ if TYPE_CHECKING:
 
     from pdserve.engine_core.scheduler.sequence import Sequence
     from pdserve.ids import SequenceKey
-    from pdserve_engines.torch.sampling.row_params import (
-        Draws,
-        Floats,
-        Ints,
-        RowFilter,
-        RowFilters,
-        RowParams,
-    )
-
-_NUCLEUS_GUESS = 128
-"""How many of the likeliest tokens top_p looks at before it sorts a whole row."""
+    from pdserve.messages.request import TokenLogprob
+    from pdserve_engines.torch.sampling.logprobs import LogprobWishes
+    from pdserve_engines.torch.sampling.row_params import Draws, Floats, Ints, RowParams
 
 
 class SampledTokens:
@@ -50,22 +42,25 @@ class SampledTokens:
         """`raw`: logprobs of the rows that want some."""
         self.tokens = tokens
         """`[n]` int64 on the device, negative where no logit is a number."""
-        self._host = Download(tokens)
-        self._raw = raw
-        self._batch = batch
+        self._wishes = None if raw is None else batch.wishes(raw.device)
+        found: list[torch.Tensor] = []
+        if raw is not None and self._wishes is not None:
+            found = look_up(raw, self._wishes.of_rows(tokens).clamp_min(0), self._wishes)
+        self._host = Download([tokens, *found])
 
     def read(self) -> tuple[list[int], list[TokenLogprob | None]]:
-        """Wait for the tokens; returns them as `Sampler.sample` does."""
-        found: list[int] = self._host.wait().tolist()
-        logprobs: list[TokenLogprob | None] = [None] * len(found)
-        if self._raw is not None:
-            wanted, params = self._batch.logprobs, self._batch.params
-            counts = [params[row].logprobs or 0 for row in wanted]
-            others = [params[row].logprob_token_ids for row in wanted]
-            records = describe(self._raw, [max(0, found[row]) for row in wanted], counts, others)
-            for row, record in zip(wanted, records, strict=True):
+        """Wait for the tokens and what is said of them, but for nothing that was launched since;
+        returns them as `Sampler.sample` does."""
+        host, *found = self._host.wait()
+        tokens: list[int] = host.tolist()
+        logprobs: list[TokenLogprob | None] = [None] * len(tokens)
+        if self._wishes is not None:
+            chosen = [max(0, tokens[row]) for row in self._wishes.rows]
+            for row, record in zip(
+                self._wishes.rows, records(chosen, self._wishes, found), strict=True
+            ):
                 logprobs[row] = record
-        return found, logprobs
+        return tokens, logprobs
 
 
 class Sampler:
@@ -97,16 +92,17 @@ class Sampler:
         batch = self._params.of(sequences)
         raw: torch.Tensor | None = None
         if batch.logprobs:
-            raw = self._logprobs(logits, batch.logprobs)
+            raw = self._logprobs(logits, batch.wishes(logits.device))
         num_outputs = batch.num_outputs()
         self._adjust(logits, batch, num_outputs)
         choose = self._choose_each if self.one_by_one else _choose
         return SampledTokens(choose(logits, batch, num_outputs), raw, batch)
 
-    def _logprobs(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    def _logprobs(self, logits: torch.Tensor, wishes: LogprobWishes) -> torch.Tensor:
         if self.one_by_one:
+            rows = wishes.rows
             return torch.cat([logits[row : row + 1].clone().log_softmax(-1) for row in rows])
-        return logits[upload(np.array(rows), logits.device)].log_softmax(-1)
+        return wishes.of_rows(logits).log_softmax(-1)
 
     def _choose_each(
         self, logits: torch.Tensor, batch: RowParams, num_outputs: Ints
@@ -231,84 +227,3 @@ def draw(logits: torch.Tensor, draws: Draws, noise: Floats) -> torch.Tensor:
     # The first token whose cumulative probability lies beyond the target. Noise below 1 - 2**-52
     # keeps the target under the total, so there always is one, and never an impossible one.
     return torch.searchsorted(cumulative, targets, right=True).squeeze(1)
-
-
-def filter_(probabilities: torch.Tensor, filters: RowFilters) -> None:
-    """Zero what min_p, then top_k, then top_p exclude, in place; no renormalisation."""
-    if filters.min_p is not None:
-        chosen = _rows_of(probabilities, filters.min_p)
-        least = filters.min_p.column * chosen.amax(-1, keepdim=True)
-        _keep(probabilities, filters.min_p, chosen, least)
-    if filters.top_k is not None:
-        chosen = _rows_of(probabilities, filters.top_k)
-        largest = chosen.topk(filters.top_k.most).values
-        least = largest.gather(1, filters.top_k.column - 1)
-        _keep(probabilities, filters.top_k, chosen, least)
-    if filters.top_p is not None:
-        chosen = _rows_of(probabilities, filters.top_p)
-        least = _nucleus_border(chosen, filters.top_p.column)
-        _keep(probabilities, filters.top_p, chosen, least)
-
-
-def _rows_of(probabilities: torch.Tensor, rows: RowFilter) -> torch.Tensor:
-    return probabilities if rows.rows is None else probabilities[rows.rows]
-
-
-def _keep(
-    probabilities: torch.Tensor, rows: RowFilter, chosen: torch.Tensor, least: torch.Tensor
-) -> None:
-    """Zero the probabilities below `least` in the filter's rows, of which `chosen` is a view or a
-    copy."""
-    chosen.masked_fill_(chosen < least, 0)
-    if rows.rows is not None:
-        probabilities[rows.rows] = chosen
-
-
-def _nucleus_border(probabilities: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """The smallest probability in each row's nucleus: `[n, 1]`."""
-    targets = probabilities.sum(-1, keepdim=True, dtype=torch.float64) * shares
-    vocab = probabilities.shape[-1]
-    width = min(_NUCLEUS_GUESS, vocab)
-    largest = probabilities.topk(width).values
-    covered = largest.cumsum(-1, dtype=torch.float64)
-    if width < vocab and bool((covered[:, -1:] < targets).any()):
-        largest = probabilities.sort(-1, descending=True).values
-        covered = largest.cumsum(-1, dtype=torch.float64)
-    # Tokens stay while those before them cover less than the share; rounding may leave the last
-    # sum below the target, hence the clamp.
-    last = torch.searchsorted(covered, targets).clamp_(max=largest.shape[-1] - 1)
-    return largest.gather(1, last)
-
-
-def describe(
-    raw: torch.Tensor, tokens: Seq[int], counts: Seq[int], others: Seq[Seq[int]] = ()
-) -> list[TokenLogprob]:
-    """Logprob, rank and the `counts[i]` likeliest tokens of row i of `raw` `[n, vocab]`; after
-    these, those of `others[i]` that are not among them."""
-    index = torch.tensor(tokens, device=raw.device).unsqueeze(1)
-    values = raw.gather(1, index)
-    ranks = (raw > values).sum(-1).add_(1).tolist()
-    tops = _likeliest(raw, counts)
-    for row, ids in enumerate(others):
-        if ids:
-            known = {token for token, _ in tops[row]}
-            wanted = [token for token in ids if token not in known]
-            tops[row] += zip(wanted, raw[row, wanted].tolist(), strict=True)
-    return [
-        TokenLogprob(token=token, logprob=value, rank=rank, top=top)
-        for token, value, rank, top in zip(
-            tokens, values.squeeze(1).tolist(), ranks, tops, strict=True
-        )
-    ]
-
-
-def _likeliest(raw: torch.Tensor, counts: Seq[int]) -> list[list[tuple[int, float]]]:
-    """The `counts[i]` best of each row. Rows with the same count are done together, so that ties do
-    not depend on the other rows."""
-    tops: list[list[tuple[int, float]]] = [[] for _ in counts]
-    for count in set(counts) - {0}:
-        rows = [row for row, wanted in enumerate(counts) if wanted == count]
-        best = raw[rows].topk(min(count, raw.shape[-1]))
-        for row, ids, found in zip(rows, best.indices.tolist(), best.values.tolist(), strict=True):
-            tops[row] = list(zip(ids, found, strict=True))
-    return tops

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 def test_the_cpu_copies_nothing() -> None:
     tensor = torch.arange(3)
-    assert Download(tensor).wait() is tensor
+    assert Download([tensor]).wait()[0] is tensor
 
 
-def test_the_copy_is_waited_for_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copies_are_waited_for_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not on the thread's current one: with a GPU for each rank they may differ."""
     calls: list[Any] = []
     event = SimpleNamespace(
@@ -35,7 +35,7 @@ def test_the_copy_is_waited_for_on_the_tensors_device(monkeypatch: pytest.Monkey
     )
     monkeypatch.setattr(download, "torch", played)
     tensor: Any = SimpleNamespace(device=torch.device("cuda", 1), shape=(3,), dtype=torch.int64)
-    found = Download(tensor)
-    assert calls == ["copy", ("record", "stream of cuda:1")]
-    assert found.wait() is host
+    found = Download([tensor, tensor])
+    assert calls == ["copy", "copy", ("record", "stream of cuda:1")]
+    assert found.wait() == [host, host]
     assert calls[-1] == "synchronize"

@@ -16,9 +16,10 @@ from pdserve.engine_core.scheduler.sequence import Sequence
 from pdserve.messages.request import GenerateRequest, SamplingParams, TokenLogprob
 from pdserve.token_ids import token_ids
 from pdserve_engines.torch.sampling import sampler
+from pdserve_engines.torch.sampling.filters import filter_
 from pdserve_engines.torch.sampling.noise import uniforms
 from pdserve_engines.torch.sampling.row_params import RowFilters
-from pdserve_engines.torch.sampling.sampler import Sampler, filter_
+from pdserve_engines.torch.sampling.sampler import Sampler
 
 VOCAB = 24
 CPU = torch.device("cpu")

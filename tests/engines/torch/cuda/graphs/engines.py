@@ -11,7 +11,7 @@ from pdserve.clock import ManualClock
 from pdserve.engine_core.core import EngineCore
 from pdserve.engine_core.engine_loader import load_core
 from pdserve.messages.engine import Abort, EngineStats, StepOutput, Submit
-from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.messages.request import GenerateRequest, SamplingParams, TokenLogprob
 from pdserve.token_ids import token_ids
 from pdserve_engines.torch import executor
 from pdserve_engines.torch.cuda.graphs import graph_choice
@@ -105,6 +105,7 @@ class Story:
     """What each request got, and the executor that computed it."""
 
     tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    logprobs: dict[tuple[int, int], list[TokenLogprob]] = field(default_factory=dict)
     finishes: dict[tuple[int, int], str] = field(default_factory=dict)
     eager_steps: dict[str, int] = field(default_factory=dict)
     stats: EngineStats = field(default_factory=EngineStats)
@@ -134,6 +135,7 @@ def _told(core: EngineCore, seed: int, requests: int) -> Story:
             for delta in event.deltas if isinstance(event, StepOutput) else ():
                 key = (delta.handle, delta.choice)
                 story.tokens.setdefault(key, []).extend(delta.tokens)
+                story.logprobs.setdefault(key, []).extend(delta.logprobs or ())
                 if delta.finish is not None:
                     story.finishes[key] = str(delta.finish.reason)
     graphs = cast("TorchExecutor", core._executor)._graphs
@@ -144,13 +146,19 @@ def _told(core: EngineCore, seed: int, requests: int) -> Story:
 
 
 def _request(handle: int, chance: random.Random) -> GenerateRequest:
+    logprobs = chance.choice((None, None, 0, 2, 5))
+    others = 0 if logprobs is None else chance.choice((0, 0, 3))
     sampling = SamplingParams(
         max_tokens=chance.randint(1, 40),
         temperature=chance.choice((0.0, 0.0, 0.8)),
+        top_p=chance.choice((1.0, 0.95, 0.6)),
+        top_k=chance.choice((0, 0, 20)),
+        min_p=chance.choice((0.0, 0.0, 0.02)),
         seed=handle,
         repetition_penalty=chance.choice((1.0, 1.0, 1.3)),
         stop_token_ids=tuple(chance.sample(range(VOCAB), chance.choice((0, 0, 6)))),
-        logprobs=chance.choice((None, None, 2)),
+        logprobs=logprobs,
+        logprob_token_ids=tuple(chance.sample(range(VOCAB), others)),
     )
     # Many begin alike, so that they share blocks.
     head = random.Random(chance.randint(0, 2)).choices(range(VOCAB), k=chance.choice((0, 20)))

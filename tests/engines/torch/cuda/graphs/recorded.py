@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["RecordedGraph", "RecordingDevice"]
+__all__ = ["DATA_DEPENDENT", "READS", "RecordedGraph", "RecordingDevice", "storage", "tensors"]
 
-_READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "nonzero"}
+READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "nonzero"}
 """Functions that wait for a device."""
 _ALLOCATES = {"empty", "empty_like", "new_empty"}
 """Functions that write nothing."""
-_DATA_DEPENDENT = {"nonzero", "_local_scalar_dense", "masked_select", "_unique2"}
+DATA_DEPENDENT = {"nonzero", "_local_scalar_dense", "masked_select", "_unique2"}
 
 
 class RecordingDevice:
@@ -64,7 +64,7 @@ class RecordedGraph:
         self._device = device
         self._calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
         self._lasting = lasting
-        self._known = {_storage(tensor) for tensor in lasting}
+        self._known = {storage(tensor) for tensor in lasting}
 
     @contextmanager
     def captured(self) -> Iterator[None]:
@@ -81,13 +81,13 @@ class RecordedGraph:
     ) -> Any:
         """Do the call, and again at each replay."""
         for tensor in tensors(args, kwargs):
-            if tensor.dim() and _storage(tensor) not in self._known:
+            if tensor.dim() and storage(tensor) not in self._known:
                 raise AssertionError(
                     f"{call} uses a tensor of {list(tensor.shape)} that is gone at the replay"
                 )
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             result = call(*args, **kwargs)
-        self._known |= {_storage(tensor) for tensor in tensors(result)}
+        self._known |= {storage(tensor) for tensor in tensors(result)}
         self._calls.append((call, args, kwargs, result))
         return result
 
@@ -98,15 +98,15 @@ class RecordedGraph:
             for call, args, kwargs, result in self._calls:
                 if getattr(call, "__name__", "").partition(".")[0] in _ALLOCATES:
                     continue
-                given = {_storage(tensor) for tensor in tensors(args, kwargs)}
+                given = {storage(tensor) for tensor in tensors(args, kwargs)}
                 for old, new in zip(tensors(result), tensors(call(*args, **kwargs)), strict=True):
-                    if _storage(old) not in given:
+                    if storage(old) not in given:
                         old.copy_(new)
         self._device.replayed.append(len(self.result))
 
     def spoil(self) -> None:
         """Overwrite everything that the graph has left."""
-        lasting = {_storage(tensor) for tensor in self._lasting}
+        lasting = {storage(tensor) for tensor in self._lasting}
         with torch.inference_mode():
             for *_, result in self._calls:
                 for tensor in tensors(result):
@@ -114,7 +114,7 @@ class RecordedGraph:
                     if (
                         tensor.dim()
                         and tensor.is_floating_point()
-                        and _storage(tensor) not in lasting
+                        and storage(tensor) not in lasting
                     ):
                         tensor.fill_(torch.nan)
 
@@ -130,7 +130,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        if name in _DATA_DEPENDENT:
+        if name in DATA_DEPENDENT:
             raise AssertionError(f"{func} waits for the device")
         return self._graph.launch(func, args, kwargs or {})
 
@@ -141,7 +141,7 @@ class _NoReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if getattr(func, "__name__", "") in _READS:
+        if getattr(func, "__name__", "") in READS:
             raise AssertionError(f"{func} waits for the device")
         return func(*args, **(kwargs or {}))
 
@@ -157,5 +157,5 @@ def tensors(*values: Any) -> list[torch.Tensor]:
     return found
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
