@@ -277,11 +277,13 @@ class NvidiaDriver:
             idle.append(staging)
 
     def release(self) -> None:
-        """Free the pinned memory that `read` and `write` keep; neither may be running."""
+        """Free the pinned memory that `read` and `write` keep; neither may be running. Errors:
+        `CudaError`, after all of it is freed."""
         with self._lock:
             idle, self._idle = self._idle, {}
-        for staging in (one for each in idle.values() for one in each):
-            staging.close()
+        with contextlib.ExitStack() as closing:
+            for staging in (one for each in idle.values() for one in each):
+                closing.callback(staging.close)
 
     def prepare_for_rdma(self, address: int) -> None:
         """Let an adapter write to the allocation that holds this address: makes synchronous copies
@@ -401,13 +403,22 @@ class NvidiaStream:
         self._driver.asked("cuEventDestroy", mark)
 
     def close(self) -> None:
-        """Wait for the stream and destroy it."""
+        """Wait for the stream and destroy it. Errors: `CudaError`; the stream is gone all the
+        same, with the memory of its table."""
         self._driver.on(self._device.ordinal)
-        self._driver.asked("cuStreamSynchronize", self._stream)
-        if self._table:
-            self._driver.asked("cuMemFree", self._table)
-            self._table = 0
-        self._driver.asked("cuStreamDestroy", self._stream)
+        try:
+            self._driver.asked("cuStreamSynchronize", self._stream)
+        finally:
+            self._destroy()
+
+    def _destroy(self) -> None:
+        """Free the table and the stream; neither is kept for the other's error."""
+        table, self._table = self._table, 0
+        try:
+            if table:
+                self._driver.asked("cuMemFree", table)
+        finally:
+            self._driver.asked("cuStreamDestroy", self._stream)
 
 
 class _Staging:
@@ -447,5 +458,7 @@ class _Staging:
 
     def close(self) -> None:
         """Free the memory; no copy may be under way."""
-        self._stream.close()
-        self._driver.asked("cuMemFreeHost", self._pinned)
+        try:
+            self._stream.close()
+        finally:
+            self._driver.asked("cuMemFreeHost", self._pinned)

@@ -231,6 +231,31 @@ def test_a_copy_that_failed_takes_its_stream_with_it(bindings: Bindings) -> None
     assert driver._idle == {0: []}
 
 
+@pytest.mark.parametrize("failing", ["cuStreamSynchronize", "cuMemFree"])
+def test_a_stream_that_cannot_be_waited_for_is_destroyed(bindings: Bindings, failing: str) -> None:
+    """And its table is freed."""
+    stream = NvidiaDriver().stream(0x1000)
+    many = FEW + 1
+    stream.copy(q(*range(many)), q(*range(many)), q(*[1] * many))
+    bindings.fails[failing] = bindings.real.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    with pytest.raises(CudaError, match="ILLEGAL_ADDRESS"):
+        stream.close()
+    assert len(bindings.named("cuMemFree")) == len(bindings.named("cuStreamDestroy")) == 1
+
+
+def test_a_stream_that_cannot_be_waited_for_keeps_no_memory(bindings: Bindings) -> None:
+    """Nor does that of another device."""
+    pinned = ctypes.create_string_buffer(STAGED)
+    bindings.answers["cuMemHostAlloc"] = lambda size, flags: ctypes.addressof(pinned)
+    driver = NvidiaDriver()
+    for address in (0x1000, (1 << 40) + 0x1000):
+        driver.write(address, b"abc")
+    bindings.fails["cuStreamSynchronize"] = bindings.real.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    with pytest.raises(CudaError, match="ILLEGAL_ADDRESS"):
+        driver.release()
+    assert len(bindings.named("cuStreamDestroy")) == len(bindings.named("cuMemFreeHost")) == 2
+
+
 def test_pinned_memory_is_for_every_device_and_has_a_view(bindings: Bindings) -> None:
     buffer = (ctypes.c_char * 64)()
     bindings.answers["cuMemHostAlloc"] = lambda size, flags: ctypes.addressof(buffer)
