@@ -2,7 +2,8 @@
 
 A core that shows no progress for `--stall-timeout` is killed as stalled. vLLM says nothing within a
 step, and on CPUs a step over a large prompt can take longer than that. A thread looks at the worker
-processes meanwhile: as long as they use processor time, the step makes progress. A stopped or
+processes meanwhile: as long as they use processor time, the step makes progress. So do the
+compilers that they start, as for the first request that wants logprobs, and wait for. A stopped or
 blocked worker uses none. On GPUs nothing is watched, since a worker that waits for a hung GPU is
 busy, too.
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from pdserve.ids import Seconds
 
@@ -30,16 +31,27 @@ LONGEST: Seconds = 600.0
 
 
 def children_cpu_time(pid: int | None = None) -> Seconds:
-    """Processor time that the direct children of a process (by default this one) have used. 0 where
-    the system does not tell."""
+    """Processor time that the children of a process (by default this one) and all that they have
+    started have used. 0 where the system does not tell."""
     own = os.getpid() if pid is None else pid
-    ticks = 0
-    for children in Path(f"/proc/{own}/task").glob("*/children"):
-        for child in _read(children).split():
-            fields = _read(Path(f"/proc/{child}/stat")).rpartition(")")[2].split()
-            if len(fields) > 12:
-                ticks += int(fields[11]) + int(fields[12])
+    ticks = sum(map(_ticks, _children(own, set())))
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _children(pid: int, seen: set[int]) -> Iterator[int]:
+    """The children, theirs, and so on, each once."""
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, _read(children).split()):
+            if child not in seen:
+                seen.add(child)
+                yield child
+                yield from _children(child, seen)
+
+
+def _ticks(pid: int) -> int:
+    """What a process has used, and those of its children that have ended."""
+    fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return sum(map(int, fields[11:15]))
 
 
 def _read(path: Path) -> str:

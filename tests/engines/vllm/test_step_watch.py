@@ -79,3 +79,23 @@ def test_the_time_of_children_grows_while_they_compute_and_not_while_they_are_st
     finally:
         child.kill()
         child.wait()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+def test_what_children_start_and_wait_for_counts_while_it_runs_and_afterwards() -> None:
+    """As a compiler does that a worker starts."""
+    busy = "import time\nwhile time.process_time() < 0.5: pass"
+    waits = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {busy!r}])\n"
+    command = [sys.executable, "-c", waits + "print('done', flush=True)\nsys.stdin.read()"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        own = children_cpu_time(child.pid)
+        while own < 0.2:  # its own child is busy now
+            own = children_cpu_time(child.pid)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "done\n"
+        assert children_cpu_time(child.pid) == 0.0
+        assert children_cpu_time() >= 0.5
+        assert child.stdin is not None
+        child.stdin.close()
