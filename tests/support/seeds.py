@@ -51,10 +51,13 @@ def in_slice(nodeid: str, seed: str, one_in: int = SLICES) -> bool:
 def is_in_slice(item: pytest.Item, seed: str) -> bool:
     """Whether a run with this seed takes this test. `long(whole_file=True)` marks files whose
     set-up costs more than their tests: all of their tests are taken, or none. `long(one_in=3)`
-    has a turn more often than the others."""
+    has a turn more often than the others. `long(one_in=8, turn=3)`: no run takes it together with
+    another turn of eight, so that dear files do not meet."""
     marker = item.get_closest_marker("long")
     if marker is None:
         return True
+    if "turn" in marker.kwargs:
+        return number_for(seed) % int(marker.kwargs["one_in"]) == marker.kwargs["turn"]
     name = item.nodeid.partition("::")[0] if marker.kwargs.get("whole_file") else item.nodeid
     return in_slice(name, seed, marker.kwargs.get("one_in", SLICES))
 

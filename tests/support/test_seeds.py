@@ -117,6 +117,16 @@ def test_a_mark_may_ask_for_more_turns(pytester: pytest.Pytester, mark: str, sha
     assert abs(turns / 600 - share) < 0.05
 
 
+def test_turns_do_not_meet(pytester: pytest.Pytester) -> None:
+    lines = ["import pytest"]
+    for number, mark in enumerate(("one_in=4, turn=0", "one_in=8, turn=1", "one_in=8, turn=4")):
+        lines += [f"@pytest.mark.long({mark})", f"def test_{number}(): pass"]
+    items = pytester.genitems([pytester.getmodulecol("\n".join(lines))])
+    seen = {tuple(is_in_slice(item, str(seed)) for item in items) for seed in range(200)}
+    rare = (True, False, True)  # the turns 0 of 4 and 4 of 8 are the same commits
+    assert seen == {(False,) * 3, (True, False, False), (False, True, False), rare}
+
+
 @pytest.mark.parametrize(("mark", "shares"), [("long(whole_file=True)", {0, 40}), ("long", None)])
 def test_a_file_may_be_taken_or_left_as_a_whole(
     pytester: pytest.Pytester, mark: str, shares: set[int] | None

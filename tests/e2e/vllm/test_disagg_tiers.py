@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.long(whole_file=True, one_in=4),  # it loads three engines
+    pytest.mark.long(one_in=4, turn=0),  # it loads three engines
     pytest.mark.timeout(900),
 ]
 

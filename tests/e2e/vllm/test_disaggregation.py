@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.long(whole_file=True),  # it loads four engines
+    pytest.mark.long(one_in=8, turn=1),  # it loads four engines
     pytest.mark.timeout(900),
 ]
 

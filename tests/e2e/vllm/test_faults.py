@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tests.chaos.cluster import Node
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.long(one_in=2, turn=0)]
 
 TOKENS = 1200
 """Of an answer: long enough that a fault in its middle comes before its end."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tests.chaos.cluster import Node
 
 require_vllm()
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.long(whole_file=True)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.long(one_in=8, turn=2)]
 
 vision_model = pytest.importorskip("tests.engines.vllm.vision_model")
 families = pytest.importorskip("tests.engines.vllm.vision_families")

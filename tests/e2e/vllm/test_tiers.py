@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tests.chaos.cluster import Node
     from tests.e2e.tiers import Answer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.long(one_in=2, turn=1)]
 
 REUSED = 4 * BLOCK
 LENGTH = REUSED + 5

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pdserve.testing.inline_engine import InlineEngine
 
 real.require_vllm()
-pytestmark = [*real.MARKS, pytest.mark.long(whole_file=True)]
+pytestmark = [*real.MARKS, pytest.mark.long(one_in=8, turn=3)]
 
 FOLDER, MODEL = vision_model.vision_checkpoint()
 LIMITS = {"limit_mm_per_prompt": json.dumps({"image": 3})}

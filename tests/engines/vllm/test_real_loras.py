@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pdserve.testing.inline_engine import InlineEngine
 
 real.require_vllm()
-pytestmark = [*real.MARKS, pytest.mark.long(whole_file=True)]
+pytestmark = [*real.MARKS, pytest.mark.long(one_in=8, turn=5)]
 
 MODEL, BASE = models.checkpoint("Llama")
 ADAPTERS = (models.adapter("one", 1, BASE), models.adapter("two", 2, BASE, rank=4))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 real.require_vllm()
-pytestmark = [*real.MARKS, pytest.mark.long(whole_file=True)]
+pytestmark = [*real.MARKS, pytest.mark.long(one_in=8, turn=6)]
 
 TWO = msgspec.structs.replace(P, options=P.options | {"tensor_parallel_size": "2"})
 """Each of its ranks has one of the model's two KV heads."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pdserve.testing.inline_engine import InlineEngine
 
 real.require_vllm()
-pytestmark = [*real.MARKS, pytest.mark.long(whole_file=True)]
+pytestmark = [*real.MARKS, pytest.mark.long(one_in=8, turn=7)]
 
 MODEL, ORACLE = models.checkpoint("Llama", seed=5)
 SPEC = msgspec.structs.replace(

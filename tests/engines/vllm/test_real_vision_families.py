@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pdserve.testing.inline_engine import InlineEngine
 
 real.require_vllm()
-pytestmark = [*real.MARKS, pytest.mark.long(whole_file=True)]
+pytestmark = [*real.MARKS, pytest.mark.long(one_in=16, turn=7)]
 
 DRAWN = [*FAMILIES] if is_long() else [sorted(FAMILIES)[number_for(run_seed()) % len(FAMILIES)]]
 LIMITS = {"limit_mm_per_prompt": json.dumps({"image": 3})}
