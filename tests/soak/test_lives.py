@@ -13,7 +13,7 @@ from pdserve.frontend.dispatch.cluster_client import ClusterClient
 from tests.soak.lives import PLAIN, counted, growing, growth
 from tests.worlds.roles import NodeSettings
 
-pytestmark = [pytest.mark.slow, pytest.mark.long(one_in=3)]
+pytestmark = [pytest.mark.slow, pytest.mark.long(one_in=3), pytest.mark.timeout(240)]
 
 MOST = 150
 """Bytes for each request."""
