@@ -186,7 +186,7 @@ def test_an_engine_that_does_not_load_is_a_failure(monkeypatch: pytest.MonkeyPat
 
 STUB = """#!/bin/bash
 case "$1 $2" in
-  "-m pytest") trap 'echo "1 failed so far"; exit 2' INT; echo "$@"; sleep 30 & wait ;;
+  "-m pytest") trap 'echo "1 failed so far"; kill $!; exit 2' INT; echo "$@"; sleep 30 & wait ;;
   "bench/gpu/engine.py "*) echo "engine $@" ;;
   "-c import xdist") exit $NO_XDIST ;;
 esac
