@@ -10,6 +10,7 @@
 #   make chaos SECONDS=600 ARGS="--engine torch"  faults under load, an hour unless told otherwise
 #   make vllm                         an environment with vLLM for CPUs (3.5 GB): `make test` then runs
 #                                     its tests, too
+#   make gptq                         gptqmodel (1.5 GB), and tests with checkpoints that it writes
 #   make soak                         memory over a million requests: an hour and more
 #   make lint check PATHS=pdserve/kv  some files only
 
@@ -37,7 +38,7 @@ export PDSERVE_TEST_SEED ?= $(or $(shell git rev-parse --short=8 HEAD 2>/dev/nul
 # Tests start some thousand processes; each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help serve test checks test-here test-long vllm test-vllm chaos soak lint check rewritten format bench docs clean
+.PHONY: help serve test checks test-here test-long vllm test-vllm gptq chaos soak lint check rewritten format bench docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -75,6 +76,11 @@ test-vllm: vllm
 	@$(SAY) "pytest with vLLM, seed $(PDSERVE_TEST_SEED)"
 	@.venv-vllm/bin/python .ci/pytest.py vllm -q \
 	  --hypothesis-seed=$(PDSERVE_TEST_SEED) $(PYTEST)
+
+gptq: $(VENV)/.deps-dev $(BUILT)
+	@python=$$(PYTHON=$(PYTHON) bash .ci/gptq.sh) && $(SAY) "pytest with gptqmodel" && \
+	  PDSERVE_GPTQ_PYTHON=$$python $(BIN)/python -m pytest -q -n 0 \
+	  tests/engines/torch/model_loader/weight_formats/test_gptq.py $(PYTEST)
 
 test-long: $(VENV)/.deps-dev $(BUILT)
 	@$(SAY) "pytest, every long suite, seed $(PDSERVE_TEST_SEED)"

@@ -312,16 +312,41 @@ def test_fp8_is_read_as_torch_widens_it(kernels: str, name: str, dtype: str) -> 
 def test_no_bit_of_a_long_chunk_depends_on_how_it_is_cut(kernels: str, name: str) -> None:
     """The steps have more rows than an expert takes at a time, and the chunk has several windows;
     then the same chunk is computed in parts, and in no company."""
+    check_cuts(kernels, name, torch.float32, "auto")
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "kernels", [*SETS[:1], *(pytest.param(each, marks=pytest.mark.long) for each in SETS[1:])]
+)
+@pytest.mark.parametrize(
+    ("dtype", "kv"),
+    [
+        (torch.bfloat16, "auto"),
+        pytest.param(torch.float32, "fp8_e4m3", marks=pytest.mark.long),
+        pytest.param(torch.bfloat16, "fp8_e4m3", marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.parametrize("name", ["sparse", "gemma2"])
+def test_nor_does_a_bit_of_narrower_numbers(
+    kernels: str, name: str, dtype: torch.dtype, kv: str
+) -> None:
+    check_cuts(kernels, name, dtype, kv)
+
+
+def check_cuts(kernels: str, name: str, dtype: torch.dtype, kv: str) -> None:
+    """Compare logits of a chunk in company with those of its parts alone."""
     config = parse_config(RAW[name])
-    model = CpuModel(config, TorchSettings(CPU, torch.float32, 2, 600, kernels))
-    side = Side(model, config, torch.float32)
+    settings = TorchSettings(CPU, dtype, 2, 600, kernels, kv_cache_dtype=kv)
+    model = CpuModel(config, settings)
+    side = Side(model, config, settings.kv_dtype)
     ids = list(range(120))
     crowd = [chunk_of(330, 0, ids[:42], 0), chunk_of(200, 0, ids[42:70], 1)]
-    whole = model.forward(make_batch(crowd, list(range(330)), BLOCK))
+    whole = side.logits(make_batch(crowd, list(range(330)), BLOCK))
     ends = [0, 1, 40, 41, 170, 329, 330]
     for begin, end in itertools.pairwise(ends):
         part = [chunk_of(end, begin, ids[70:112], 0, 330)]
-        alone = model.forward(make_batch(part, list(range(end - begin)), BLOCK))
+        alone = side.logits(make_batch(part, list(range(end - begin)), BLOCK))
         assert torch.equal(alone, whole[begin:end])
     side.close()
 

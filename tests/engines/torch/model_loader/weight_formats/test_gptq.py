@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,63 @@ def test_logits_are_those_of_the_weights_that_are_meant(
     expected = oracle_logprobs(model, PROMPT)[-1]
     for kernels in ("auto", "torch"):
         found = full_logprobs(tmp_path, PROMPT, options={"kernels": kernels})
+        assert (found - expected).abs().max() < 1e-3
+
+
+# ------------------------------------------------------------------ gptqmodel itself
+
+GPTQ_PYTHON = os.environ.get("PDSERVE_GPTQ_PYTHON", "")
+"""An interpreter with gptqmodel, as `make gptq` makes one."""
+CASES: list[dict[str, Any]] = [
+    {"name": f"{kind}_{bits}_{group}_{'sym' if sym else 'asym'}{'_act' if act else ''}"}
+    | {"bits": bits, "group_size": group, "desc_act": act, "sym": sym, "format": kind}
+    # One group of all inputs takes desc_act: without it gptqmodel orders by groups, and has none.
+    for bits, group, act, sym, kind in [
+        (4, 32, False, True, "gptq"),
+        (4, 32, True, True, "gptq"),
+        (4, 64, False, False, "gptq_v2"),
+        (4, 64, True, False, "gptq_v2"),
+        (4, -1, True, True, "gptq"),
+        (8, 32, True, True, "gptq"),
+        (8, 64, False, False, "gptq_v2"),
+        (8, -1, True, True, "gptq_v2"),
+    ]
+]
+
+
+@pytest.fixture(scope="module")
+def gptqmodel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `gptqmodel_writer.py` has written for all cases."""
+    if not GPTQ_PYTHON:
+        pytest.skip("needs gptqmodel: name an interpreter that has it in PDSERVE_GPTQ_PYTHON")
+    folder = tmp_path_factory.mktemp("gptqmodel")
+    cases = [case | {"prompt": PROMPT} for case in CASES]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    command = [GPTQ_PYTHON, str(Path(__file__).with_name("gptqmodel_writer.py")), str(folder)]
+    # It writes logs where it stands.
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=3000, cwd=folder
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return folder
+
+
+@pytest.mark.timeout(3600)  # gptqmodel alone takes minutes to quantise
+@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+def test_a_checkpoint_of_gptqmodel_has_the_logits_that_gptqmodel_computes(
+    gptqmodel_folder: Path, case: dict[str, Any]
+) -> None:
+    said = json.loads((gptqmodel_folder / case["name"] / "config.json").read_text())
+    assert said["quantization_config"]["bits"] == case["bits"]
+    assert said["quantization_config"]["desc_act"] == case["desc_act"]
+    written = (gptqmodel_folder / f"{case['name']}.logits.json").read_text()
+    expected = torch.tensor(json.loads(written)).log_softmax(-1)
+    assert expected.std() > 0.5
+    for kernels in ("auto", "torch"):
+        options = {"kernels": kernels}
+        found = full_logprobs(
+            gptqmodel_folder / case["name"], PROMPT, dtype="float32", options=options
+        )
         assert (found - expected).abs().max() < 1e-3
 
 
