@@ -13,6 +13,7 @@ not be best within them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pdserve.planner.changes.book import Step
@@ -37,6 +38,11 @@ _ROW: Final = 4
 """Most switches that are judged as one."""
 _BETTER: Final = 0.01
 """A lever that is not enough is used if it saves at least this share of the requests."""
+_DROWNED: Final = 0.9
+"""Share of missed requests from which shares tell pools apart no more: what waits already makes all
+the others late."""
+_SOONER: Final = 0.1
+"""Part of the wait that each switch must save there."""
 _DECODE: Final = frozenset(("decode", "decode_admission", "handoff"))
 """Causes of misses that prefill workers do not cure: decoding, and admission to it."""
 
@@ -173,14 +179,22 @@ def _best_row(
     rows: Sequence[tuple[Switch, ...]],
     outcomes: Sequence[PoolOutcome],
 ) -> int | None:
-    """Of those that are enough the shortest; of others each further switch must help for itself."""
-    ranks = {
-        at: max(outcome.miss, scene.target.allowed_miss) + _BETTER * len(row)
-        for at, (row, outcome) in enumerate(zip(rows, outcomes, strict=True))
-        if keeps_room(scene, row[-1], outcome)
-        and outcome.miss <= now.outcome.miss - _BETTER * len(row)
-    }
+    """Of those that are enough the shortest; of others each further switch must help for itself.
+    Where nearly all requests are late whatever is done, the row after which they are least late."""
+    ranks: dict[int, tuple[float, float]] = {}
+    for at, (row, outcome) in enumerate(zip(rows, outcomes, strict=True)):
+        if not keeps_room(scene, row[-1], outcome):
+            continue
+        if outcome.miss <= now.outcome.miss - _BETTER * len(row):
+            ranks[at] = max(outcome.miss, scene.target.allowed_miss) + _BETTER * len(row), 0.0
+        elif _less_late(now.outcome, outcome, len(row)):
+            ranks[at] = inf, outcome.wait_p95
     return min(ranks, key=lambda at: ranks[at], default=None)
+
+
+def _less_late(now: PoolOutcome, then: PoolOutcome, switches: int) -> bool:
+    """True if nearly all are late now, and `switches` make them a good deal less late."""
+    return now.miss >= _DROWNED and then.wait_p95 < (1 - _SOONER) ** switches * now.wait_p95
 
 
 def _rows(scene: Scene, first: Switch) -> Iterator[tuple[Switch, ...]]:

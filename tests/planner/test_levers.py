@@ -160,6 +160,33 @@ def test_beyond_what_a_pool_can_bear_the_expected_load_decides():
     assert all(line.endswith(">prefill") for line in lines), lines
 
 
+class Late:
+    """All requests miss, and decode workers make them less late, by a part for each."""
+
+    def __init__(self, part: float) -> None:
+        self.part = part
+
+    def judge(self, traffic, objectives, load, candidates):
+        from pdserve.planner.outlook import PoolOutcome
+
+        mixes = [mix_of(one.slots) for one in candidates]
+        waits = [100.0 * (1 - self.part) ** mix["decode"] for mix in mixes]
+        return [PoolOutcome(miss=1.0, causes={"queue": 1.0}, wait_p95=wait) for wait in waits]
+
+
+@pytest.mark.parametrize(("part", "switches"), [(0.2, True), (0.05, False)])
+def test_where_all_are_late_it_counts_how_late_they_are(part, switches):
+    """Else a backlog that is there already would hide what each switch is worth, for ever."""
+    bench = Bench(config(pool(modes=("prefill", "decode"), max=6)), judge=Late(part))  # type: ignore[arg-type]
+    bench.see(*(worker(n, "prefill" if n < 4 else "decode") for n in range(1, 7)))
+    bench.load(0.0)
+    bench.until(90)
+    bench.load(3.0)
+    lines = [line for output in bench.until(20) for line in actions(output)]
+    assert bool(lines) == switches
+    assert all(line.endswith(">decode") for line in lines), lines
+
+
 class Counted(Crossing):
     """Nothing helps, and each question is counted."""
 
