@@ -115,7 +115,8 @@ def opened(roles: Roles, worker: str, path: str, fields: Mapping[str, object]) -
         json.dumps({"max_tokens": 8, "temperature": 0, "ignore_eos": True, **fields}).encode(),
         {"x-pdserve-worker": worker, "Connection": "close"},
     )
-    return urllib.request.urlopen(request, timeout=PATIENCE)
+    # A stream is silent while its worker starts anew.
+    return urllib.request.urlopen(request, timeout=2 * PATIENCE)
 
 
 def reached(roles: Roles, worker: str) -> bool:
