@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdserve.limits.memory import available
 from pdserve_engines.torch.model_loader import weights
 from pdserve_engines.torch.model_loader.classifier import read_head, without_output_layer
 from pdserve_engines.torch.model_loader.config import read_config
 from pdserve_engines.torch.model_loader.kv_scales import take_kv_scales
 from pdserve_engines.torch.model_loader.safetensors_reader import Checkpoint
 from pdserve_engines.torch.model_loader.weight_formats.base import read_weight_format
+from pdserve_engines.torch.models.rope import check_rope
 from pdserve_engines.torch.settings import resolve_settings
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ def open_model(spec: EngineSpec) -> Iterator[OpenedModel]:
     settings = resolve_settings(spec, config)
     with Checkpoint(directory) as checkpoint:
         checkpoint.entries = weights.canonical(checkpoint.entries, multimodal=config.multimodal)
+        weights.check_count(config, checkpoint.entries)
         scales = take_kv_scales(checkpoint, config.num_layers)
         if settings.kv_cache_dtype != "auto":
             settings = replace(settings, kv_scales=scales)
@@ -76,4 +79,6 @@ def open_model(spec: EngineSpec) -> Iterator[OpenedModel]:
         if head is not None and head.stored:
             config = without_output_layer(config)
         weights.check(config, checkpoint.entries)
+        for rope in {config.rope, config.local_rope or config.rope}:
+            check_rope(rope, config.head_dim, settings.max_model_len, available())
         yield OpenedModel(checkpoint, config, settings, head, quantised)

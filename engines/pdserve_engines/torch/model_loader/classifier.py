@@ -9,7 +9,6 @@ engine option `classifier_from_token` does. It knows neither requests nor steps.
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from pdserve.errors import ConfigError, UnsupportedCheckpoint
+from pdserve_engines.torch.model_loader.config_keys import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,6 +93,11 @@ def _stored_head(checkpoint: Checkpoint, config: ModelConfig) -> ClassificationH
             f"[labels, {config.hidden_size}]"
         )
     bias = checkpoint.tensor(_BIAS).float().clone() if _BIAS in checkpoint.entries else None
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise UnsupportedCheckpoint(
+            f"tensors do not fit config.json: {_BIAS} has shape {list(bias.shape)}, expected "
+            f"[{len(weight)}]"
+        )
     for name in (WEIGHT, _BIAS):
         checkpoint.entries.pop(name, None)
     return ClassificationHead(weight, bias)
@@ -174,6 +179,6 @@ def _modules(directory: Path) -> list[tuple[str, str]]:
 
 def _read(file: Path) -> Any:
     try:
-        return json.loads(file.read_bytes())
+        return parse_json(file.read_bytes())
     except (OSError, ValueError):
         return None

@@ -6,9 +6,8 @@ here by name, before any weight is read.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from pdserve.errors import UnsupportedCheckpoint
 from pdserve_engines.torch.model_loader import mxfp4
@@ -20,7 +19,7 @@ from pdserve_engines.torch.model_loader.architectures import (
     architectures,
     family_of,
 )
-from pdserve_engines.torch.model_loader.config_keys import Json, flag, number, positive
+from pdserve_engines.torch.model_loader.config_keys import Json, flag, number, positive, read_json
 from pdserve_engines.torch.model_loader.families import FAMILIES, Fields
 from pdserve_engines.torch.model_loader.layer_patterns import parse_nope_layers, parse_windows
 from pdserve_engines.torch.model_loader.quantization import (
@@ -163,15 +162,27 @@ class ModelConfig:
         return local or self.rope
 
 
+_MOST_LAYERS: Final = 10_000
+_MOST_EXPERTS: Final = 10_000
+"""In a layer."""
+_MOST_TOKENS: Final = 1 << 31
+"""Token ids are below it."""
+
+
 def read_config(directory: Path) -> ModelConfig:
     """Read the configuration of the checkpoint in `directory`.
 
     Raises `UnsupportedCheckpoint`, which names the file or the key at fault.
     """
-    raw = _read_json(directory / "config.json")
+    raw = _object(directory / "config.json")
     refuse_quantised_files(directory, text_part(raw))
     generation = directory / "generation_config.json"
-    return parse_config(raw, _read_json(generation) if generation.exists() else {})
+    try:
+        return parse_config(raw, _object(generation) if generation.exists() else {})
+    except ArithmeticError as error:
+        raise UnsupportedCheckpoint(
+            f"config.json: a number is out of all proportion: {error}"
+        ) from error
 
 
 def parse_config(raw: Json, generation: Json | None = None) -> ModelConfig:
@@ -181,7 +192,7 @@ def parse_config(raw: Json, generation: Json | None = None) -> ModelConfig:
     raw = dict(reader.defaults) | text_part(raw)
     refuse_quantised_config(raw, read=(*METHODS, *_READ_QUANTISED.get(family, ())))
     weight_format(raw)  # refuses settings that are not read
-    layers = positive(raw, "num_hidden_layers")
+    layers = positive(raw, "num_hidden_layers", most=_MOST_LAYERS)
     window, full_layers = parse_windows(raw, family, layers)
     fields: Fields = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "qk_norm"), False)
     fields |= {"rms_eps": number(raw, "rms_norm_eps", 1e-6)} | reader.fields(raw)
@@ -215,13 +226,8 @@ def parse_config(raw: Json, generation: Json | None = None) -> ModelConfig:
     )
 
 
-def _read_json(path: Path) -> Json:
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise UnsupportedCheckpoint(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
-        raise UnsupportedCheckpoint(f"{path}: {error}") from error
+def _object(path: Path) -> Json:
+    value = read_json(path)
     if not isinstance(value, dict):
         raise UnsupportedCheckpoint(f"{path}: not a JSON object")
     return value
@@ -278,7 +284,11 @@ def _experts(raw: Json, family: ModelFamily, layers: int) -> ExpertsConfig | Non
         return None
     mixtral, gpt_oss = family == "mixtral", family == "gpt_oss"
     # Tools write one or the other of these two keys.
-    count = positive(raw, "num_local_experts" if "num_local_experts" in raw else "num_experts")
+    count = positive(
+        raw,
+        "num_local_experts" if "num_local_experts" in raw else "num_experts",
+        most=_MOST_EXPERTS,
+    )
     per_token = positive(raw, "num_experts_per_tok")
     if per_token > count:
         raise UnsupportedCheckpoint(
@@ -328,7 +338,7 @@ def _eos_token_ids(raw: Json, generation: Json) -> tuple[int, ...]:
         for token in value if isinstance(value, list) else [value]:
             if token is None:
                 continue
-            if type(token) is not int or token < 0:
+            if type(token) is not int or not 0 <= token < _MOST_TOKENS:
                 raise UnsupportedCheckpoint(f"{name}: eos_token_id {token!r} is no token id")
             ids.append(token)
     return tuple(dict.fromkeys(ids))

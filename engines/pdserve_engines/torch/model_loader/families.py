@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import UnsupportedCheckpoint
-from pdserve_engines.torch.model_loader.config_keys import Json, flag, number
+from pdserve_engines.torch.model_loader.config_keys import Json, flag, number, section
 from pdserve_engines.torch.model_loader.rope_config import parse_local_rope
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _olmo(raw: Json) -> Fields:
 
 
 def _olmo3(raw: Json) -> Fields:
-    theta = number(raw.get("rope_parameters") or {}, "rope_theta", number(raw, "rope_theta", 5e5))
+    theta = number(section(raw, "rope_parameters"), "rope_theta", number(raw, "rope_theta", 5e5))
     return _olmo(raw) | {"local_rope": parse_local_rope(raw, theta)}
 
 

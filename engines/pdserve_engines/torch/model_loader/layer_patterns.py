@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from pdserve_engines.torch.model_loader.architectures import ModelFamily
 
+_MOST_WINDOW: Final = 1 << 31
 _IN_EVERY_LAYER: Final = ("mistral", "mixtral", "phi3")
 _IN_A_PATTERN: Final[Mapping[str, int]] = {
     "gemma2": 2,
@@ -36,7 +37,7 @@ def parse_windows(
     if not any(windowed) or (window is None and optional):
         return None, ()
     full = tuple(index for index, has in enumerate(windowed) if not has)
-    return positive({"sliding_window": window}, "sliding_window"), full
+    return positive({"sliding_window": window}, "sliding_window", most=_MOST_WINDOW), full
 
 
 def parse_nope_layers(

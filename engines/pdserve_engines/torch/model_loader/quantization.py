@@ -7,11 +7,11 @@ read.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.errors import UnsupportedCheckpoint
 from pdserve_engines.torch.model_loader.architectures import VLLM_SERVES_IT
+from pdserve_engines.torch.model_loader.config_keys import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -122,7 +122,7 @@ def _method(written: Any) -> str:
 
 def _algorithm(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())["quantization"].get("quant_algo")
+        return parse_json(path.read_bytes())["quantization"].get("quant_algo")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnsupportedCheckpoint(f"{path}: not valid: {error!r}") from error
 

@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from pdserve.errors import UnsupportedCheckpoint
-from pdserve_engines.torch.model_loader.config_keys import Json, flag, number, positive
+from pdserve_engines.torch.model_loader.config_keys import (
+    Json,
+    above_zero,
+    flag,
+    number,
+    positive,
+    section,
+)
 
 if TYPE_CHECKING:
     from pdserve_engines.torch.model_loader.architectures import ModelFamily
@@ -99,13 +106,13 @@ _BY_LAYER: Final = ("gemma3", "olmo3")
 
 def parse_rope(raw: Json, family: ModelFamily, head_dim: int) -> RopeConfig:
     """Parse either spelling: `rope_parameters` (newer), or `rope_theta` beside `rope_scaling`."""
-    rope: Json = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
+    rope: Json = section(raw, "rope_scaling") | section(raw, "rope_parameters")
     if family in _BY_LAYER and _is_nested(rope):
-        rope = rope.get("full_attention") or {}
+        rope = section(rope, "full_attention")
     if _is_nested(rope):
         raise UnsupportedCheckpoint("config.json: rope_parameters by layer are not supported")
     dims = _dims(raw, rope, family, head_dim)
-    parsed = _parse(raw, rope, number(raw, "rope_theta", 10000.0), dims or head_dim)
+    parsed = _parse(raw, rope, above_zero(raw, "rope_theta", 10000.0), dims or head_dim)
     beta = number(rope, "llama_4_scaling_beta", 0.0)
     if beta and (family != "mistral" or parsed.kind != "yarn"):
         raise UnsupportedCheckpoint(
@@ -118,8 +125,8 @@ def parse_rope(raw: Json, family: ModelFamily, head_dim: int) -> RopeConfig:
 def parse_local_rope(raw: Json, theta: float) -> RopeConfig:
     """The rotary embedding of the layers with a window; in the older spelling it is `theta`'s and
     never scaled."""
-    rope = raw.get("rope_parameters") or {}
-    local = (rope.get("sliding_attention") or {}) if _is_nested(rope) else {}
+    rope = section(raw, "rope_parameters")
+    local = section(rope, "sliding_attention") if _is_nested(rope) else {}
     return _parse(raw, local, theta, 0)
 
 
@@ -147,25 +154,25 @@ def _is_nested(rope: Json) -> bool:
 def _parse(raw: Json, rope: Json, theta: float, dims: int) -> RopeConfig:
     """`dims`: dimensions of a head that are turned."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    theta = number(rope, "rope_theta", theta)
+    theta = above_zero(rope, "rope_theta", theta)
     if "mrope_section" in rope:
         raise UnsupportedCheckpoint("config.json: rope with mrope_section is not supported")
     if kind == "default":
         return RopeConfig("default", theta)
     if kind == "linear":
-        return RopeConfig("linear", theta, factor=number(rope, "factor"))
+        return RopeConfig("linear", theta, factor=above_zero(rope, "factor"))
     if kind == "llama3":
         return RopeConfig(
             "llama3",
             theta,
-            factor=number(rope, "factor"),
+            factor=above_zero(rope, "factor"),
             low_freq_factor=number(rope, "low_freq_factor"),
             high_freq_factor=number(rope, "high_freq_factor"),
             original_max_positions=positive(rope, "original_max_position_embeddings"),
         )
     if kind == "dynamic":
         original = positive(raw, "max_position_embeddings")
-        factor = number(rope, "factor")
+        factor = above_zero(rope, "factor")
         return RopeConfig("dynamic", theta, factor, original_max_positions=original)
     # Phi-3's first configurations call it by other names.
     if kind in ("longrope", "su") or (kind == "yarn" and "long_factor" in rope):
@@ -210,7 +217,7 @@ def _stretch(raw: Json, rope: Json) -> tuple[int, float]:
     positions = positive(raw, "max_position_embeddings")
     original = positive(rope, "original_max_position_embeddings", positions)
     original = positive(raw, "original_max_position_embeddings", original)
-    return original, number(rope, "factor", positions / original)
+    return original, above_zero(rope, "factor", positions / original)
 
 
 def _numbers(rope: Json, key: str, count: int) -> tuple[float, ...]:

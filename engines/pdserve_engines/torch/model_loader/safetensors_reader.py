@@ -7,9 +7,9 @@ where their bytes are. It knows no architecture. The loader owns a `Checkpoint` 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import mmap
+import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import torch
 
 from pdserve.errors import UnsupportedCheckpoint
 from pdserve_engines.torch.model_loader.architectures import VLLM_SERVES_IT
+from pdserve_engines.torch.model_loader.config_keys import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -114,6 +115,8 @@ class Checkpoint:
                 f"only {', '.join(DTYPES)} are supported"
             )
         count = math.prod(entry.shape)
+        if not count:  # torch makes no tensor of no bytes
+            return torch.empty(entry.shape, dtype=dtype)
         flat = torch.frombuffer(
             self._mapping(entry.file), dtype=dtype, count=count, offset=entry.begin
         )
@@ -173,12 +176,15 @@ def check_dtype(entry: Entry, wanted: Iterable[str]) -> None:
 def read_header(file: Path) -> list[TensorEntry]:
     """The tensors of one safetensors file, checked against the file's size."""
     try:
-        size = file.stat().st_size
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):  # to open a pipe would wait for its writer
+            raise UnsupportedCheckpoint(f"{file}: not a regular file")
+        size = found.st_size
         with file.open("rb") as handle:
             length = int.from_bytes(handle.read(8), "little")
             if size < 8 or length > min(_HEADER_LIMIT, size - 8):
                 raise UnsupportedCheckpoint(f"{file}: truncated: the header is not complete")
-            header = json.loads(handle.read(length))
+            header = parse_json(handle.read(length))
     except OSError as error:
         raise UnsupportedCheckpoint(f"{file}: {error.strerror or error}") from error
     except ValueError as error:
@@ -198,7 +204,7 @@ def _entry(file: Path, name: str, fields: Any, base: int, size: int) -> TensorEn
     try:
         dtype, shape = str(fields["dtype"]), tuple(int(n) for n in fields["shape"])
         begin, end = (base + int(n) for n in fields["data_offsets"])
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, OverflowError) as error:
         raise UnsupportedCheckpoint(f"{file}: tensor {name}: malformed entry") from error
     expected = math.prod(shape) * _ITEMSIZE.get(dtype, 1)
     if (
@@ -229,11 +235,18 @@ def _files(directory: Path) -> list[Path]:
             f"{other}"
         )
     try:
-        shards = json.loads(index.read_bytes())["weight_map"]
+        shards = parse_json(index.read_bytes())["weight_map"]
         files = [directory / name for name in sorted(set(shards.values()))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnsupportedCheckpoint(f"{index}: not a valid index: {error!r}") from error
     for file in files:
-        if file.parent != directory or not file.exists():
+        if file.parent != directory or not _exists(file):
             raise UnsupportedCheckpoint(f"{index}: names {file.name}, which is not there")
     return files
+
+
+def _exists(file: Path) -> bool:
+    try:
+        return file.exists()
+    except OSError:  # as for a name that no file system takes
+        return False

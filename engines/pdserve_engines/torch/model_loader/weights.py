@@ -238,6 +238,16 @@ def resolve_experts(config: ModelConfig, entries: Mapping[str, Entry]) -> ModelC
     return by_rows if fits else config
 
 
+def check_count(config: ModelConfig, entries: Collection[str]) -> None:
+    """Refuse a configuration of more layers than the checkpoint can have tensors for, before
+    anything is listed layer by layer."""
+    if config.num_layers > len(entries):
+        raise UnsupportedCheckpoint(
+            f"tensors do not fit config.json: {config.num_layers} layers (num_hidden_layers), and "
+            f"{len(entries)} tensors in all"
+        )
+
+
 def check(config: ModelConfig, entries: Mapping[str, Entry]) -> None:
     """Refuse a checkpoint whose tensors are not exactly the model's, naming the first few."""
     wanted = {name: shape for param in params(config) for name, shape in param.stored.items()}

@@ -6,12 +6,41 @@ The forward pass applies it.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
+from pdserve.errors import ConfigError, UnsupportedCheckpoint
+from pdserve.limits.sizes import approximate_size
+
 if TYPE_CHECKING:
+    from pdserve.limits.memory import MemoryBound
     from pdserve_engines.torch.model_loader.rope_config import RopeConfig, YarnConfig
+
+
+_COPIES: Final = 4
+"""Times its own size that a table takes while it is made."""
+
+
+def check_rope(rope: RopeConfig, head_dim: int, positions: int, room: MemoryBound) -> None:
+    """Raise `UnsupportedCheckpoint` if the settings give no frequencies, and `ConfigError` if the
+    table of so many positions does not fit the memory. Nothing large is allocated."""
+    needed = _COPIES * positions * head_dim * torch.float32.itemsize
+    if needed > room.free:
+        raise ConfigError(
+            f"a context of {positions} tokens needs {approximate_size(needed)} for its rotary "
+            f"embedding, and {approximate_size(room.free)} are free ({room.name}); set "
+            "--max-model-len to a shorter one"
+        )
+    try:
+        frequencies = inverse_frequencies(rope.for_context(positions), head_dim)
+    except (ArithmeticError, ValueError):
+        frequencies = torch.tensor(math.nan)
+    if not frequencies.isfinite().all():
+        raise UnsupportedCheckpoint(
+            f"config.json: the settings of the rotary embedding ({rope.kind}) give no finite "
+            "frequencies"
+        )
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:

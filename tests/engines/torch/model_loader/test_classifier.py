@@ -262,6 +262,9 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     save_file({**tensors, "score.weight": torch.zeros(1, 5)}, file)
     with pytest.raises(UnsupportedCheckpoint, match=r"score\.weight has shape \[1, 5\]"):
         loaded(tmp_path)
+    save_file({**tensors, "score.bias": torch.zeros(3)}, file)
+    with pytest.raises(UnsupportedCheckpoint, match=r"score\.bias has shape \[3\], expected \[1\]"):
+        loaded(tmp_path)
     del tensors["score.weight"]
     save_file(tensors, file)
     with pytest.raises(UnsupportedCheckpoint, match=r"score\.weight.* is missing"):

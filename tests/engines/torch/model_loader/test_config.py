@@ -155,6 +155,15 @@ def test_what_transformers_writes_can_be_read(name: str, tmp_path: Path) -> None
         ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"eos_token_id": [2, -1]}, "eos_token_id"),
+        ({"eos_token_id": 1 << 31}, "eos_token_id 2147483648"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10000"),
+        (MIXTRAL | {"num_local_experts": 10**9}, "num_local_experts must be at most 10000"),
+        (GEMMA3 | {"sliding_window": 10**30}, "sliding_window must be at most"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number"),
+        ({"rope_theta": 0}, "rope_theta must be larger than zero"),
+        ({"rope_parameters": [1]}, "rope_parameters must be an object"),
+        ({"rope_scaling": {"type": "linear", "factor": -2.0}}, "factor must be larger than zero"),
+        ({"rope_scaling": {"type": "yarn", "factor": float("inf")}}, "factor must be a finite"),
     ],
 )
 def test_what_the_engine_lacks_is_refused_by_name(fields: dict[str, Any], named: str) -> None:

@@ -47,7 +47,9 @@ def test_most_checkpoints_have_none(tmp_path: Path) -> None:
     assert taken(tmp_path, {}) == ((), ["model.norm.weight"])
 
 
-@pytest.mark.parametrize("bad", [torch.zeros(1), torch.tensor(torch.inf), torch.ones(4)])
+@pytest.mark.parametrize(
+    "bad", [torch.zeros(1), torch.tensor(torch.inf), torch.ones(4), torch.ones(0)]
+)
 def test_a_scale_is_one_positive_number(tmp_path: Path, bad: torch.Tensor) -> None:
     tensors = {f"{layer}.self_attn.{name}": torch.ones(1) for layer in range(2) for name in PLAIN}
     with pytest.raises(UnsupportedCheckpoint, match=r"layers.1.self_attn.k_scale: a scale of keys"):

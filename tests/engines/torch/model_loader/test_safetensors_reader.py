@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,8 @@ def test_identity_follows_content_and_not_the_cut_into_files(tmp_path: Path) -> 
         ({"a": entry(offsets=(0,))}, bytes(8), "tensor a: malformed entry"),
         ({"a": entry(shape="wide")}, bytes(8), "tensor a: malformed entry"),
         ({"a": 3}, bytes(8), "tensor a: malformed entry"),
+        ({"a": entry(shape=(float("inf"),))}, bytes(8), "tensor a: malformed entry"),
+        (b"[" * 200_000, b"", "the header is not valid: nested too deeply"),
         ([], b"", "not a JSON object"),
         (b"{oops", b"", "the header is not valid"),
         (b"\xff\xfe{}", b"", "the header is not valid"),
@@ -134,10 +137,25 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"a": "../outside.safetensors"}}))
     with pytest.raises(UnsupportedCheckpoint, match=r"outside\.safetensors"):
         Checkpoint(tmp_path)
-    for text in ("{}", "[]", '{"weight_map": 3}', "nonsense"):
+    index.write_text(json.dumps({"weight_map": {"a": "long" * 1000}}))
+    with pytest.raises(UnsupportedCheckpoint, match=r"names longlong.*, which is not there"):
+        Checkpoint(tmp_path)
+    for text in ("{}", "[]", '{"weight_map": 3}', "nonsense", "[" * 200_000):
         index.write_text(text)
         with pytest.raises(UnsupportedCheckpoint, match="not a valid index"):
             Checkpoint(tmp_path)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / NAME)
+    with pytest.raises(UnsupportedCheckpoint, match="not a regular file"):
+        Checkpoint(tmp_path)
+
+
+def test_a_tensor_may_be_empty(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3, 0)}, tmp_path / NAME)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.tensor("a").shape == (3, 0)
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:

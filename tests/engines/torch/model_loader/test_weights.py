@@ -75,6 +75,14 @@ def test_tensors_that_do_not_fit_are_named(
     assert complaint in error.value.message
 
 
+def test_more_layers_than_tensors_are_refused_before_they_are_listed(tmp_path: Path) -> None:
+    directory = changed("llama", tmp_path, lambda tensors: None)
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 9999}))
+    with pytest.raises(UnsupportedCheckpoint, match=r"9999 layers .* and 21 tensors in all"):
+        load(directory)
+
+
 def test_leftovers_of_older_tools_are_ignored(tmp_path: Path) -> None:
     def add(tensors: Tensors) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()

@@ -10,8 +10,10 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from pdserve.errors import ConfigError, UnsupportedCheckpoint
+from pdserve.limits.memory import MemoryBound
 from pdserve_engines.torch.model_loader.config import parse_config
-from pdserve_engines.torch.models.rope import inverse_frequencies, rope_table
+from pdserve_engines.torch.models.rope import check_rope, inverse_frequencies, rope_table
 from tests.engines.torch.checkpoints import LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE
 from tests.engines.torch.model_loader.test_config import LLAMA
 
@@ -27,6 +29,7 @@ YARNS: list[dict[str, Any]] = [
     {"factor": 1.0},
     {"beta_fast": 4, "beta_slow": 4},
 ]
+ROOM = MemoryBound("a test's", 1 << 30, 1 << 20)
 ROPES = [LINEAR_ROPE, LLAMA3_ROPE, *(YARN_ROPE | fields for fields in YARNS)]
 
 
@@ -70,3 +73,25 @@ def test_the_table_is_that_of_transformers(rope: dict[str, Any], head_dim: int) 
     table = rope_table(ours, head_dim, 300)[positions]
     torch.testing.assert_close(table[:, 0], angles.cos() * factor, rtol=0, atol=1e-4)
     torch.testing.assert_close(table[:, 1], angles.sin() * factor, rtol=0, atol=1e-4)
+
+
+def test_a_table_that_does_not_fit_is_refused_before_it_is_made() -> None:
+    rope = parse_config(LLAMA).rope
+    check_rope(rope, 64, 1024, ROOM)
+    for positions in (1025, 10**12, 10**30):
+        with pytest.raises(ConfigError, match=r"1\.0 MiB are free .*set --max-model-len"):
+            check_rope(rope, 64, positions, ROOM)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0},
+        {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1.0},
+        {"rope_type": "default", "rope_theta": 1e-300},
+    ],
+)
+def test_settings_that_give_no_angles_are_refused(rope: dict[str, Any]) -> None:
+    parsed = parse_config(LLAMA | {"rope_parameters": rope}).rope
+    with pytest.raises(UnsupportedCheckpoint, match=rf"\({rope['rope_type']}\) give no finite"):
+        check_rope(parsed, 16, 64, ROOM)

@@ -8,9 +8,9 @@ never rounded, whatever the configuration says of them.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Final, Protocol
 
+from pdserve_engines.torch.model_loader.config_keys import read_json
 from pdserve_engines.torch.model_loader.text_part import text_part
 from pdserve_engines.torch.model_loader.weight_formats.float8 import (
     parse_compressed_tensors,
@@ -54,7 +54,7 @@ settings that it does not read."""
 def read_weight_format(directory: Path) -> WeightFormat | None:
     """The format of the checkpoint in `directory`, whose configuration `config.read_config` has
     accepted; None if no format here has to read it."""
-    return weight_format(text_part(json.loads((directory / "config.json").read_bytes())))
+    return weight_format(text_part(read_json(directory / "config.json")))
 
 
 def weight_format(raw: Json) -> WeightFormat | None:
