@@ -1,5 +1,7 @@
-"""Reads JSON files of a checkpoint, and typed keys of `config.json`; a refusal names the file, or the
-key and the type."""
+"""Reads JSON files of a checkpoint, and typed keys of `config.json`.
+
+A refusal names the file, or the key and the type.
+"""
 
 from __future__ import annotations
 
