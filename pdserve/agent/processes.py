@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 __all__ = ["Processes", "Started", "SystemProcesses"]
 
@@ -60,8 +60,9 @@ class Processes(Protocol):
         """Ends a worker and its children (SIGKILL)."""
         ...
 
-    def children_run(self, process: Started) -> bool:
-        """True if processes of an ended worker's session still run, such as its engine."""
+    def left_running(self, ended: Collection[Started]) -> set[Started]:
+        """Those of these ended workers of whose session processes still run, such as the engine.
+        One call looks once at all processes of the host, however many workers have ended."""
         ...
 
 
@@ -123,24 +124,22 @@ class SystemProcesses:
                 os.kill(process.pid, signal.SIGTERM)
 
     def kill(self, process: Started) -> None:
-        if self.runs(process) or self.children_run(process):
+        if self.runs(process) or self.left_running([process]):
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
-    def children_run(self, process: Started) -> bool:
-        # While a group has members, no new process gets the group's id as its own.
-        if process.pid <= 0:
-            return False
-        for path in self._proc.glob("[0-9]*"):
+    def left_running(self, ended: Collection[Started]) -> set[Started]:
+        # While a session has members, no new process gets the session's id as its own.
+        leaders = {one.pid: one for one in ended if one.pid > 0}
+        found: set[Started] = set()
+        for path in self._proc.glob("[0-9]*") if leaders else ():
             stat = self._stat(int(path.name))
-            if (
-                stat is not None
-                and stat.session == process.pid
-                and stat.alive
-                and stat.begun >= process.begun
-            ):
-                return True
-        return False
+            if stat is None or not stat.alive:
+                continue
+            leader = leaders.get(stat.session)
+            if leader is not None and stat.begun >= leader.begun:
+                found.add(leader)
+        return found
 
     def _stat(self, pid: int) -> _Stat | None:
         if pid <= 0:  # threads of the kernel have session 0, and signals to 0 reach the agent

@@ -216,7 +216,7 @@ class Workers:
         self._measures.asked(record.kind, "started")
         self._put(replace(record, pid=started.pid, begun=started.begun))
         _log.info(
-            "started worker %s, a %s %s, as process %d; its log is %s",
+            "started worker %s in mode %s, kind %s, as process %d; its log is %s",
             *(record.change, record.mode, record.kind, started.pid, log),
         )
 
@@ -243,12 +243,19 @@ class Workers:
 
     def poll(self, now: Seconds, seen: Mapping[str, SeenWorker]) -> None:
         """Notes what has ended, and ends what had its time. `seen`: cards of workers by change."""
-        for record in [one for one in self._records.values() if one.ended is None]:
+        watched = [one for one in self._records.values() if one.ended is None]
+        gone = {one for record in watched if not self._processes.runs(one := _process(record))}
+        left = self._processes.left_running(gone)
+        for record in watched:
             card = seen.get(record.change)
             noted = self._note(record, card)
             if card is not None and noted.kill_at is not None and not noted.told:
                 self._make_sure(noted, card, now)
-            self._watch(self._records[record.change], now)
+            process = _process(record)
+            if process not in gone:
+                self._bound_end(self._records[record.change], now)
+            else:
+                self._watch_gone(self._records[record.change], now, engine_runs=process in left)
         self._forget_old(now)
         self._note_present()
 
@@ -277,19 +284,20 @@ class Workers:
             _log.info("worker %s was not told to end yet", record.change)
             self._tell_to_end(record)
 
-    def _watch(self, record: WorkerRecord, now: Seconds) -> None:
-        process = _process(record)
-        if self._processes.runs(process):
-            if record.kill_at is not None and now >= record.kill_at and not record.killed:
-                _log.warning("worker %s did not end in time: killed", record.change)
-                self._put(replace(record, killed=True))
-                self._processes.kill(process)
-            return
-        if self._processes.children_run(process):
+    def _bound_end(self, record: WorkerRecord, now: Seconds) -> None:
+        """Kills a worker that was told to end and has had its grace."""
+        if record.kill_at is not None and now >= record.kill_at and not record.killed:
+            _log.warning("worker %s did not end in time: killed", record.change)
+            self._put(replace(record, killed=True))
+            self._processes.kill(_process(record))
+
+    def _watch_gone(self, record: WorkerRecord, now: Seconds, *, engine_runs: bool) -> None:
+        """Notes that a worker has ended, once its engine has, too."""
+        if engine_runs:
             gone = self._gone.setdefault(record.change, now)
             if now - gone < _CHILDREN:
                 return
-            self._processes.kill(process)
+            self._processes.kill(_process(record))
         self._gone.pop(record.change, None)
         self._end(record, now, "")
         self._measures.exited(record.kind, _exit_kind(self._records[record.change]))
@@ -298,11 +306,15 @@ class Workers:
         status = self._processes.status(_process(record)) if record.pid and not reason else None
         failed = not record.draining if status is None else status != 0 and not record.draining
         how = reason or _how(record, status)
-        said = last_line(self._store.log(record.change)) if failed else ""
+        said = self._last_line(record.change) if failed else ""
         words = f"{how}; its last line: {said}" if said else how
         self._put(replace(record, ended=now, failed=failed, reason=words))
         level = logging.WARNING if failed else logging.INFO
         _log.log(level, "worker %s %s", record.change, words)
+
+    def _last_line(self, change: str) -> str:
+        """Its log's last line, also if the log was emptied just before."""
+        return next((line for one in self._store.logs(change) if (line := last_line(one))), "")
 
     def _put(self, record: WorkerRecord) -> None:
         """Keeps a record. What cannot be written is told, and found again by its command line."""
@@ -328,10 +340,16 @@ class Workers:
     # ------------------------------------------------------------------ saying
 
     def bound_logs(self) -> None:
-        """Empties logs that are too long. Errors: `OSError`."""
-        for record in self._records.values():
-            if record.ended is None:
-                rotate(*self._store.logs(record.change))
+        """Empties logs that are too long, also of workers that have ended. Errors: `OSError`, of
+        the last one that failed."""
+        failure: OSError | None = None
+        for change in self._records:
+            try:
+                rotate(*self._store.logs(change))
+            except OSError as error:
+                failure = error
+        if failure is not None:
+            raise failure
 
     def report(self, now: Seconds) -> AgentReport:
         """What can be started, and what was."""

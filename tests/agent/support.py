@@ -8,7 +8,7 @@ from pdserve.agent.processes import Started
 from pdserve.agent.workers import WorkerCommand
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
     from pdserve.agent.records import WorkerRecord
@@ -27,6 +27,7 @@ class FakeProcesses:
         self.environs: list[Mapping[str, str]] = []
         self.alive: set[Started] = set()
         self.engines: set[Started] = set()
+        self.looks = 0
         self.statuses: dict[Started, int] = {}
         self.signals: list[tuple[str, int]] = []
         self.fails: OSError | None = None
@@ -61,8 +62,9 @@ class FakeProcesses:
         self.alive.discard(process)
         self.engines.discard(process)
 
-    def children_run(self, process: Started) -> bool:
-        return process in self.engines
+    def left_running(self, ended: Collection[Started]) -> set[Started]:
+        self.looks += 1
+        return self.engines & set(ended)
 
     def end(self, pid: int, status: int | None = 0) -> None:
         (process,) = [one for one in self.alive if one.pid == pid]

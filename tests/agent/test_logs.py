@@ -21,7 +21,15 @@ def test_a_long_log_is_emptied_while_it_is_written(tmp_path: Path) -> None:
         assert rotate(log, older, 100)
         worker.write(b"after")
     assert log.read_bytes() == b"after"
-    assert older.read_bytes() == b"x" * 100 + b"y"
+    assert older.read_bytes() == b"x" * 99 + b"y"
+
+
+def test_of_a_log_that_grows_faster_than_it_is_copied_only_the_end_is_kept(tmp_path: Path) -> None:
+    log, older = tmp_path / "a.log", tmp_path / "a.log.1"
+    log.write_bytes(b"x" * 1000 + b"end")
+    assert rotate(log, older, 100)
+    assert older.read_bytes() == b"x" * 97 + b"end"
+    assert log.read_bytes() == b""
 
 
 def test_no_log_is_not_long(tmp_path: Path) -> None:

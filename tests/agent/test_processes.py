@@ -96,15 +96,17 @@ def test_a_child_that_is_left_is_seen_and_killed(
     environ = {"PATH": os.environ["PATH"]}
     started = processes.launch((sys.executable, "-c", code), environ, tmp_path / "log")
     until(lambda: not processes.runs(started))
-    assert processes.children_run(started)
+    assert processes.left_running([started]) == {started}
+    earlier = Started(started.pid, started.begun + 10**6)
+    assert not processes.left_running([earlier])
     processes.kill(started)
-    until(lambda: not processes.children_run(started))
+    until(lambda: not processes.left_running([started]))
 
 
 def test_numbers_that_mean_everybody_are_nobody(processes: SystemProcesses) -> None:
     nobody = Started(0, 0)
     assert not processes.runs(nobody)
-    assert not processes.children_run(nobody)
+    assert not processes.left_running([nobody])
     processes.terminate(nobody)
     processes.kill(nobody)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
+from pdserve.agent.logs import rotate
 from pdserve.agent.records import RecordStore
 from pdserve.agent.workers import SeenWorker, Workers
 from pdserve.errors import ActuatorDenied, ActuatorExhausted, ActuatorTransient
@@ -215,6 +217,49 @@ def test_an_engine_that_outlives_its_worker_keeps_the_slot_until_it_is_killed(
     workers.poll(6.1, {})
     assert processes.signals == [("KILL", 100)]
     assert workers.report(6.1).free["gpu"] == 2
+
+
+def test_many_workers_that_end_at_once_cost_one_look_at_the_host(
+    workers: Workers, processes: FakeProcesses
+) -> None:
+    for name in ("a", "b"):
+        workers.start(order(name), 0.0)
+    processes.engines.update(one for one in processes.alive if one.pid == 100)
+    processes.end(100, 1)
+    processes.end(101, 1)
+    workers.poll(1.0, {})
+    assert processes.looks == 1
+    assert workers.report(1.0).free["gpu"] == 1
+
+
+def test_a_log_is_bounded_after_its_worker_has_ended(
+    tmp_path: Path, workers: Workers, processes: FakeProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.agent.workers.rotate", partial(rotate, most=100))
+    workers.start(order("a"), 0.0)
+    (tmp_path / "a.log").write_bytes(b"x" * 300 + b"\nno such model\n")
+    workers.bound_logs()
+    assert (tmp_path / "a.log").stat().st_size == 0
+    processes.end(100, 1)
+    workers.poll(1.0, {})
+    assert one(workers, "a", 1.0).reason == "ended with status 1; its last line: no such model"
+    (tmp_path / "a.log").write_bytes(b"y" * 300)
+    workers.bound_logs()
+    assert (tmp_path / "a.log.1").read_bytes() == b"y" * 100
+
+
+def test_a_log_that_cannot_be_moved_leaves_the_others_bounded(
+    tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.agent.workers.rotate", partial(rotate, most=100))
+    for name in ("a", "b"):
+        workers.start(order(name), 0.0)
+        (tmp_path / f"{name}.log").write_bytes(b"x" * 300)
+    (tmp_path / "a.log.1").mkdir()
+    with pytest.raises(IsADirectoryError):
+        workers.bound_logs()
+    sizes = [(tmp_path / f"{name}.log").stat().st_size for name in ("a", "b")]
+    assert sizes == [0, 0], "a disk that is full of logs must get room"
 
 
 def test_ending_what_is_not_known(workers: Workers) -> None:

@@ -19,7 +19,7 @@ from pdserve.ids import NodeId
 from pdserve.testing.actuators.fake import FakeHosts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from pdserve.agent.records import WorkerRecord
     from pdserve.ids import Seconds
@@ -137,8 +137,8 @@ class VirtualProcesses:
         if self.runs(process):
             self._world.kill(host)
 
-    def children_run(self, process: Started) -> bool:
-        return False
+    def left_running(self, ended: Collection[Started]) -> set[Started]:
+        return set()
 
 
 def launch(world: World, host: VirtualHost, mode: str, change: str, *, never: bool) -> int:
