@@ -126,7 +126,10 @@ class PoolConfig:
         for name in ("ttft", "itl"):
             limit = getattr(self, name)
             if limit is not None and not 0 < limit < 1e6:
-                return f"{name} must be more than 0 seconds: leave it out to have no objective"
+                return (
+                    f"slo-{name} must be more than 0 and less than 1e6 seconds: leave it out to "
+                    "have no objective"
+                )
         if not 0 < self.share < 1:
             return "share must be between 0 and 1, as 0.95: no pool keeps every request in time"
         return ""

@@ -35,6 +35,7 @@ __all__ = ["PlannerFile", "parse_planner_file", "read_planner_file"]
 _MOST_BYTES: Final = 1 << 20
 """Largest file that is read: some thousands of pools."""
 _DAYS: Final = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+_FULL: Final = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 _TIME: Final = re.compile(r"([01]\d|2[0-3]):([0-5]\d)|24:00")
 _ELSEWHERE: Final = ("mode", "pools", "prices")
 """Fields of `PlannerConfig` that are a flag, or tables of their own."""
@@ -148,8 +149,8 @@ def _pool(table: dict[str, Any], number: int, places: TomlPlaces) -> PoolConfig:
         ttft=ttft[0],
         itl=itl[0],
         share=next(iter(shares), usual.share),
-        kinds=value("kinds", _texts, ()),
-        modes=value("modes", _texts, ()),
+        kinds=value("kinds", _names, ()),
+        modes=value("modes", _names, ()),
         min=value("min", _whole, usual.min),
         max=value("max", _whole, usual.max),
         floors=value("floor", lambda given: _floors(given, number, places), ()),
@@ -240,7 +241,10 @@ def _share(value: Any) -> float:
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("must be a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError("is too large") from None
 
 
 def _whole(value: Any) -> int:
@@ -263,12 +267,23 @@ def _texts(value: Any) -> tuple[str, ...]:
     return tuple(_text(one) for one in value)
 
 
+def _names(value: Any) -> tuple[str, ...]:
+    """Texts that name something, each once."""
+    names = _texts(value)
+    if "" in names:
+        raise ValueError("a name is empty: leave it out")
+    if twice := [one for one in names if names.count(one) > 1]:
+        raise ValueError(f"{twice[0]!r} stands there twice: name it once")
+    return names
+
+
 def _days(value: Any) -> frozenset[int]:
-    names = [one.strip().lower()[:3] for one in _texts(value)]
-    unknown = [one for one in names if one not in _DAYS]
+    numbers = {name: number for names in (_DAYS, _FULL) for number, name in enumerate(names)}
+    names = _texts(value)
+    unknown = [one for one in names if one.strip().lower() not in numbers]
     if unknown:
         raise ValueError(f"{unknown[0]!r} is no weekday: use {', '.join(_DAYS)}")
-    return frozenset(_DAYS.index(one) for one in names)
+    return frozenset(numbers[one.strip().lower()] for one in names)
 
 
 def _clock(value: Any) -> float:

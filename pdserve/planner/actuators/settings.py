@@ -36,8 +36,8 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _OWN: Final = ("--role", "--mode", "--change")
 """Flags that the actuator writes itself."""
 
-Count = Annotated[int, Meta(ge=0)]
-Amount = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0, le=1_000_000)]
+Amount = Annotated[float, Meta(ge=0, lt=1e9)]
 
 
 class PlainKind(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,8 +111,11 @@ def find_kind(kinds: Mapping[str, K], name: str) -> K:
 
 
 def refuse_flags(flags: Sequence[str], owned: Sequence[str], place: str) -> None:
-    """Errors: `ConfigError` for a flag that the actuator itself writes."""
+    """Errors: `ConfigError` for a flag that the actuator itself writes, and for one that no command
+    line takes."""
     for flag in flags:
+        if "\0" in flag:
+            raise ConfigError(f"{place}: {readable(flag)} has a NUL character: leave it out")
         name = flag.partition("=")[0]
         if name in owned:
             raise ConfigError(f"{place}: leave {readable(name)} out: the actuator sets it")

@@ -63,6 +63,8 @@ _SHARE: Final = 0.5
 _STALE: Final = "stale"
 _MOST: Final = 64
 """Most orders on their way; the core repeats those that have to wait."""
+_MOST_TOLD: Final = 1024
+"""Most refusals that are not logged again when they are repeated."""
 
 
 class Orders:
@@ -80,6 +82,8 @@ class Orders:
         self._on_done = on_done
         self._running: set[tuple[str, str]] = set()
         self._refusals: dict[str, Refusal] = {}
+        self._told: dict[tuple[str, str], str] = {}
+        """By verb and change: the refusal that was logged last."""
 
     def taken_refusals(self) -> dict[str, Refusal]:
         """Refusals since the last call, by id of the change."""
@@ -116,8 +120,19 @@ class Orders:
         action = order.change.action if order.verb == "begin" else "end"
         self._on_done(order, refusal)
         if refusal is not None:
-            _log.info("%s of %s: %s", action, _what(order), refusal.reason)
             self._refusals[order.change.id] = refusal
+        self._tell(order, action, "" if refusal is None else refusal.reason)
+
+    def _tell(self, order: Order, action: str, reason: str) -> None:
+        """Logs why an order is not obeyed, once: the core repeats the order at each tick."""
+        key = (order.verb, order.change.id)
+        if reason and self._told.get(key) != reason:
+            _log.info("%s of %s: %s", action, _what(order), reason)
+        self._told.pop(key, None)
+        if reason:
+            self._told[key] = reason
+        if len(self._told) > _MOST_TOLD:
+            del self._told[next(iter(self._told))]
 
     async def _carried_out(self, order: Order) -> Refusal | None:
         """Returns why it is not obeyed; None: it is. Errors: `PdserveError` of some kind."""

@@ -37,6 +37,11 @@ def test_a_model_alone_is_enough() -> None:
     assert config.mode == "act"
 
 
+def test_days_are_written_short_or_in_full() -> None:
+    floor = "[[planner.pool.floor]]\ndays = ['Monday', 'tue']\nmin = 1\n"
+    assert parsed(f"[planner]\n{POOL}{floor}").config.pools[0].floors[0].days == {0, 1}
+
+
 def test_times_have_the_grammar_of_flags() -> None:
     config, _ = parsed(f'[planner]\ntick = "500ms"\nstable = "5min"\n{POOL}slo-itl = "40ms@p99"\n')
     assert (config.tick, config.stable) == (0.5, 300.0)
@@ -55,6 +60,11 @@ def test_times_have_the_grammar_of_flags() -> None:
         (f"[planner]\ntick = 5\n{POOL}", "line 2: 'tick': must be a time in quotes"),
         (f"[planner]\ntick = 'soon'\n{POOL}", "line 2: 'tick': 'soon' is not a duration"),
         (f"[planner]\nbudget = true\n{POOL}", "'budget': must be a number"),
+        (f"[planner]\nbudget = 1{'0' * 400}\n{POOL}", "line 2: 'budget': is too large"),
+        (f"[planner]\n{POOL}share = 1{'0' * 400}\n", "'share': is too large"),
+        (f"[planner]\n{POOL}slo-ttft = '100d'\n", "slo-ttft must be more than 0 and less than 1e6"),
+        (f"[planner]\n{POOL}kinds = ['a', 'a']\n", "'kinds': 'a' stands there twice"),
+        (f"[planner]\n{POOL}modes = ['']\n", "'modes': a name is empty"),
         (
             f"[planner]\n{POOL}slo_ttft = '1s'\n",
             "(planner.pool 1): 'slo_ttft': unknown field; did you mean 'slo-ttft'?",
@@ -77,6 +87,10 @@ def test_times_have_the_grammar_of_flags() -> None:
         (
             f"[planner]\n{POOL}[[planner.pool.floor]]\ndays = ['mo', 'xyz']\n",
             "'days': 'mo' is no weekday",
+        ),
+        (
+            f"[planner]\n{POOL}[[planner.pool.floor]]\ndays = ['Monday', 'month']\n",
+            "'days': 'month' is no weekday: use mon, tue",
         ),
         (
             f"[planner]\n{POOL}[[planner.pool.floor]]\nfrom = '8'\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import pytest
@@ -35,6 +36,8 @@ def test_kinds_are_those_of_the_port() -> None:
         ({"a" * 33: {}}, "a name has 1 to 32"),
         ({"gpu": {"slot": 1}}, r"f kinds\.gpu: 'slot' is unknown; did you mean 'slots'"),
         ({"gpu": {"slots": -1}}, "Expected `int` >= 0"),
+        ({"gpu": {"slots": 10**30}}, "Expected `int` <= 1000000"),
+        ({"gpu": {"price": inf}}, "Expected `float` < 1000000000"),
         ({"gpu": 1}, r"kinds\.gpu: must be a table"),
     ],
 )
@@ -71,6 +74,7 @@ def test_each_actuator_has_a_name() -> None:
         ({"worker": ["--role=router"]}, "leave --role out: the actuator sets it"),
         ({"kinds": {"a": {"worker": ["--change", "x"]}}}, r"kinds\.a: leave --change out"),
         ({"kinds": {"a": {"flags": ["--array=1-9"]}}}, "leave --array out"),
+        ({"worker": ["--model=a\0b"]}, r"--model=a\\x00b has a NUL character"),
     ],
 )
 def test_tables_that_cannot_be(more: dict[str, Any], words: str) -> None:
