@@ -133,7 +133,7 @@ def worker_named(status: ClusterStatus, name: str) -> tuple[MemberStatus, ModeRe
     """The worker of this name and its mode. Raises `ConfigError` if it cannot change it."""
     (member,) = members_named(status, [name])
     if member.role != "worker":
-        raise ConfigError(f"{name} is a {member.role}: only workers have a mode")
+        raise ConfigError(f"{name} has the role {member.role}: only workers have a mode")
     if member.report is None:
         raise ConfigError(printable(f"{name} does not answer: {member.silence}"))
     if member.report.mode is None:

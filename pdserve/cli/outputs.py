@@ -22,6 +22,8 @@ def check_writable(paths: Iterable[Path]) -> None:
     for path in paths:
         if not path.parent.is_dir():
             raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}")
+        if path.is_dir():
+            raise ConfigError(f"{path} cannot be written: it is a folder: name a file")
 
 
 def write(path: Path, text: str) -> None:

@@ -45,6 +45,8 @@ __all__ = ["mix_of", "run"]
 
 _VERBS: Final = ("show", "explain", "pause", "resume", "pin", "unpin", "enable", "check")
 _HOLD: Final = "1h"
+_MOST_PLANS: Final = 2**63 - 1
+"""Greatest number that a message has room for."""
 _DESCRIPTION: Final = """\
 What the cluster's planners see, what they decide, and why. Without a verb: for each model the
 workers that there are and that are wanted, the load and its forecast, what is being changed, and
@@ -97,6 +99,8 @@ def _words(parsed: argparse.Namespace, most: int, needed: str = "") -> list[str]
         raise ConfigError(f"pdserve planner {parsed.verb} needs {needed}")
     if len(words) > most:
         raise ConfigError(f"{words[most]!r} is too much for pdserve planner {parsed.verb}")
+    if "" in words:  # a shell's variable that is not set must not mean all models
+        raise ConfigError(f"an argument of pdserve planner {parsed.verb} is empty: leave it out")
     return words
 
 
@@ -106,7 +110,7 @@ def _order(parsed: argparse.Namespace) -> PlannerOrder:
     seconds = value_of("--for", _hold, parsed.hold)
     if verb == "explain":
         words = _words(parsed, 1)
-        number = value_of("NUMBER", parse_count, words[0].removeprefix("#")) if words else 0
+        number = value_of("NUMBER", _plan_number, words[0].removeprefix("#")) if words else 0
         return PlannerOrder(verb=verb, number=number, by=by)
     if verb == "enable":
         return PlannerOrder(verb=verb, kind=_words(parsed, 1, "a KIND")[0], by=by)
@@ -119,6 +123,10 @@ def _order(parsed: argparse.Namespace) -> PlannerOrder:
     if len(words) == 1:
         raise ConfigError(f"say which workers {words[0]} is to have, such as prefill=2,decode=4")
     return PlannerOrder(verb=verb, model=words[0], mix=mix_of(words[1]), seconds=seconds, by=by)
+
+
+def _plan_number(text: str) -> int:
+    return parse_count(text, most=_MOST_PLANS)
 
 
 def _hold(text: str) -> Seconds:

@@ -17,6 +17,8 @@ def test_a_folder_that_is_missing_is_named(tmp_path: Path):
     check_writable([tmp_path / "a.json"])
     with pytest.raises(ConfigError, match="there is no folder"):
         check_writable([tmp_path / "a.json", tmp_path / "nowhere" / "b.png"])
+    with pytest.raises(ConfigError, match="it is a folder"):
+        check_writable([tmp_path])
 
 
 def test_what_cannot_be_written_says_why(tmp_path: Path):

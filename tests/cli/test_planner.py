@@ -132,6 +132,8 @@ def test_workers_by_mode_are_read_with_hints():
         (["enable"], "needs a KIND"),
         (["check"], "needs FILE"),
         (["explain", "x"], "'x' is not a whole number"),
+        (["explain", f"{2**63}"], "NUMBER: 9223372036854775808 is out of range"),
+        (["pause", ""], "an argument of pdserve planner pause is empty"),
         (["pause", "--for", "soon"], "--for: 'soon' is not a duration"),
         (["pause", "--for", "0s"], "--for: '0s' must be more than 0 and at most 365d"),
         (["pin", "m", "decode=1", "--for", "366d"], "'366d' must be more than 0 and at most 365d"),

@@ -81,12 +81,19 @@ def test_a_planner_starts_the_workers_that_a_load_needs(tmp_path: Path, capsys) 
         (["--planner", "--budget=-1"], "is no budget"),
         (["--planner", "--budget", "0.5"], "budget 0.5 is below 1"),
         (["--planner", "--workers", "9", "--most-workers", "4"], "is less than the 9 workers"),
+        (["--planner", "--price", "-1"], "--price -1 must be 0 or more"),
     ],
 )
 def test_what_a_planner_refuses(flags, words, capsys) -> None:
     command = ["simulate", "--generate", "unique", "--generate-option", "requests=5"]
     assert main([*command, "--slo-ttft", "1s", *flags]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_network_that_is_too_slow_for_the_nodes_is_named(capsys) -> None:
+    command = ["simulate", "--generate", "unique", "--generate-option", "requests=2"]
+    assert main([*command, "--delay", "1h"]) == 2
+    assert "--delay 3600s is too long: give less" in capsys.readouterr().err
 
 
 PLAN = (

@@ -25,6 +25,7 @@ __all__ = ["PLANNER_FLAGS", "add_planner_flags", "parse_start_up", "planned", "s
 
 PLANNER_FLAGS: Final = ("--start-up", "--pending", "--stuck", "--failing", "--budget")
 """Flags that only a replay with a planner reads."""
+_MOST_PRICE: Final = 1e9
 _LINES: Final = 40
 """Lines of the decision log in the report; --json has more."""
 
@@ -120,6 +121,8 @@ def planned(parsed: argparse.Namespace, config: ReplayConfig) -> tuple[ReplayCon
             f"--most-workers {parsed.most_workers} is less than the {config.all_workers} workers "
             "that the replay begins with"
         )
+    if not 0 <= parsed.price < _MOST_PRICE:
+        raise ConfigError(f"--price {parsed.price:g} must be 0 or more, and less than 1e9")
     judge = WhatIfJudge(idle_factor=config.slo.cold, max_batch_tokens=config.max_batch_tokens)
     scaler = PlannerScaler(
         _config(parsed, config),

@@ -290,7 +290,10 @@ class ReplayCluster:
     # ------------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Start all nodes; returns when every frontend and router knows every worker's model."""
+        """Start all nodes; returns when every frontend and router knows every worker's model.
+
+        Errors: `ConfigError` if that takes too long, as over a network whose delay is as long as
+        the nodes wait for each other."""
         for router in self.routers:
             await router.join()
         for frontend in self.frontends:
@@ -308,7 +311,10 @@ class ReplayCluster:
         until = loop.time() + _UP_WITHIN
         while not self._up():
             if loop.time() > until:
-                raise RuntimeError(f"the cluster was not ready within {_UP_WITHIN:g} s")
+                raise ConfigError(
+                    f"the nodes did not find each other within {_UP_WITHIN:g} s: --delay "
+                    f"{self._config.delay:g}s is too long: give less, such as 300ms"
+                )
             await asyncio.sleep(0.1)
         await asyncio.sleep(_SETTLE)
 

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Seconds
 
-__all__ = ["bad_line", "check_span", "read_lines"]
+__all__ = ["YEAR", "bad_line", "check_span", "read_lines"]
 
 _MOST = 4 << 20
 """Bytes of one line; the longest prompts of the known traces take a few kilobytes."""
-_YEAR: Final[Seconds] = 366 * 86400.0
+YEAR: Final[Seconds] = 366 * 86400.0
+"""Longest time from a trace's first arrival to its last: a longer replay would not end."""
 _UTF_16: Final = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -48,8 +49,8 @@ def read_lines(path: Path, what: str = "the trace") -> Iterator[tuple[int, bytes
 def check_span(path: Path, number: int, at: Seconds, unit: str) -> None:
     """Refuse an arrival at `at` seconds after the first if that is so late that times must be in
     another unit than `unit`: a replay would not end. Raises `ConfigError`."""
-    if at > _YEAR:
-        what = f"arrives {at / _YEAR:.3g} years after the first: times must be in {unit}"
+    if at > YEAR:
+        what = f"arrives {at / YEAR:.3g} years after the first: times must be in {unit}"
         raise bad_line(path, number, what)
 
 

@@ -13,6 +13,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ConfigError
+from pdserve.sim.workloads.lines import YEAR
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -61,7 +62,7 @@ class TraceTransform:
 
 def transform_trace(trace: Iterable[TraceRequest], shape: TraceTransform) -> Iterator[TraceRequest]:
     """Yield the requests in order of arrival, from time 0; reads `trace` twice if only a part of it
-    is wanted."""
+    is wanted. Errors: `ConfigError` for an arrival more than a year after the beginning."""
     if shape.rate:
         trace = _Drawn(trace, shape)
     begin, end = 0.0, float("inf")
@@ -72,7 +73,13 @@ def transform_trace(trace: Iterable[TraceRequest], shape: TraceTransform) -> Ite
             end = float("inf")
     kept = _limited(_jittered(_part(trace, begin, end), shape), shape.limit)
     for request in kept:
-        yield replace(request, at=(request.at - begin) / shape.speed)
+        at = (request.at - begin) / shape.speed
+        if at > YEAR:
+            raise ConfigError(
+                f"request {request.number} arrives {at / YEAR:.3g} years after the beginning, and "
+                "the replay would not end: give a greater --speed or --rate, or a smaller --jitter"
+            )
+        yield replace(request, at=at)
 
 
 class _Drawn:

@@ -43,6 +43,16 @@ def test_speed_divides_the_time_between_arrivals() -> None:
     assert [request.at for request in fast] == [request.at / 4 for request in quantised()]
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [TraceTransform(speed=1e-12), TraceTransform(rate=1e-9), TraceTransform(jitter=4e9)],
+    ids=["speed", "rate", "jitter"],
+)
+def test_arrivals_that_no_replay_reaches_are_refused(shape: TraceTransform) -> None:
+    with pytest.raises(ConfigError, match="years after the beginning"):
+        list(transform_trace(quantised(), shape))
+
+
 def test_halves_make_the_whole_and_both_begin_at_zero() -> None:
     first = list(transform_trace(quantised(), TraceTransform(end=0.5)))
     second = list(transform_trace(quantised(), TraceTransform(begin=0.5)))
