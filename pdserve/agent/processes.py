@@ -49,7 +49,7 @@ class Processes(Protocol):
 
     def status(self, process: Started) -> int | None:
         """Exit status of a process that this agent started and that has ended, negative for a
-        signal; None: not known."""
+        signal; None: not known, also of one that an earlier agent started."""
         ...
 
     def terminate(self, process: Started) -> None:

@@ -121,10 +121,21 @@ class RecordStore:
         _replace(self.directory / f"{record.change}.json", msgspec.json.encode(record))
 
     def forget(self, change: str) -> None:
-        """Removes a worker's record and logs."""
-        for path in (self.directory / f"{change}.json", *self.logs(change)):
+        """Removes a worker's record, logs and exit status."""
+        record = self.directory / f"{change}.json"
+        for path in (record, self.exit_file(change), *self.logs(change)):
             with suppress(OSError):
                 path.unlink()
+
+    def exit_file(self, change: str) -> Path:
+        """The file in which a worker that ends by itself leaves its exit status."""
+        return self.directory / f"{change}.exit"
+
+    def exit_status(self, change: str) -> int | None:
+        """The status that a worker has left; None: it runs, or was killed, or crashed."""
+        with suppress(OSError, ValueError):
+            return int(self.exit_file(change).read_text())
+        return None
 
     def log(self, change: str) -> Path:
         """The file that a worker writes to."""

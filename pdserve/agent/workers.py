@@ -132,9 +132,14 @@ class Workers:
             _log.info("worker %s still runs: process %d", record.change, record.pid)
 
     def _lost(self, record: WorkerRecord, now: Seconds, reason: str) -> None:
-        """A worker has ended, or never was, while no agent ran."""
-        self._measures.exited(record.kind, "lost")
-        self._end(record, now, reason)
+        """A worker has ended, or never was, while no agent ran. Args: `reason` counts unless the
+        worker has left its exit status."""
+        if self._store.exit_status(record.change) is None:
+            self._measures.exited(record.kind, "lost")
+            self._end(record, now, reason)
+        else:
+            self._end(record, now, "")
+            self._measures.exited(record.kind, _exit_kind(self._records[record.change]))
 
     def start(self, order: StartWorker, now: Seconds) -> Instance:
         """Starts a worker, unless its change is known. Errors: `ActuatorDenied`,
@@ -303,7 +308,7 @@ class Workers:
         self._measures.exited(record.kind, _exit_kind(self._records[record.change]))
 
     def _end(self, record: WorkerRecord, now: Seconds, reason: str) -> None:
-        status = self._processes.status(_process(record)) if record.pid and not reason else None
+        status = None if reason else self._status(record)
         failed = not record.draining if status is None else status != 0 and not record.draining
         how = reason or _how(record, status)
         said = self._last_line(record.change) if failed else ""
@@ -315,6 +320,12 @@ class Workers:
     def _last_line(self, change: str) -> str:
         """Its log's last line, also if the log was emptied just before."""
         return next((line for one in self._store.logs(change) if (line := last_line(one))), "")
+
+    def _status(self, record: WorkerRecord) -> int | None:
+        """Its exit status, negative for a signal. The kernel tells it only to the agent that
+        started the worker; to a later one the worker itself does, unless it was killed."""
+        known = self._processes.status(_process(record)) if record.pid else None
+        return self._store.exit_status(record.change) if known is None else known
 
     def _put(self, record: WorkerRecord) -> None:
         """Keeps a record. What cannot be written is told, and found again by its command line."""
@@ -406,7 +417,7 @@ def _how(record: WorkerRecord, status: int | None) -> str:
     if record.killed:
         return "did not end in time and was killed"
     if status is None:
-        return "ended, with a status that this agent cannot know"
+        return "left no exit status, as a process that is killed or crashes"
     if status < 0:
         return f"was ended by {_signal_name(-status)}"
     return f"ended with status {status}"

@@ -37,14 +37,24 @@ def test_a_record_of_a_later_release_is_read(tmp_path: Path) -> None:
     assert store.load() == ([RECORD], [])
 
 
-def test_forgetting_takes_the_logs_along(tmp_path: Path) -> None:
+def test_forgetting_takes_logs_and_exit_status_along(tmp_path: Path) -> None:
     store = RecordStore(tmp_path)
     store.save(RECORD)
-    for path in store.logs("a.1"):
+    for path in (*store.logs("a.1"), store.exit_file("a.1")):
         path.write_text("x")
     store.forget("a.1")
     store.forget("a.1")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(("left", "status"), [("7\n", 7), ("", None), ("x", None)])
+def test_an_exit_status_is_read_if_there_is_one(
+    tmp_path: Path, left: str, status: int | None
+) -> None:
+    store = RecordStore(tmp_path)
+    assert store.exit_status("a.1") is None
+    store.exit_file("a.1").write_text(left)
+    assert store.exit_status("a.1") == status
 
 
 def test_a_second_agent_is_told_of_the_first(tmp_path: Path) -> None:

@@ -380,6 +380,61 @@ def test_an_unknown_status_is_read_from_what_was_last_seen(
     assert one(second, "a", 2.0).state == state
 
 
+@pytest.mark.parametrize(
+    ("left", "state", "says"),
+    [
+        ("0\n", "ended", "ended with status 0"),
+        ("4\n", "failed", "ended with status 4; its last line: ready to serve"),
+        ("", "failed", "left no exit status, as a process that is killed or crashes"),
+    ],
+)
+@pytest.mark.parametrize("while_away", [True, False])
+def test_a_later_agent_reads_the_status_that_a_worker_has_left(
+    tmp_path: Path, processes: FakeProcesses, while_away: bool, left: str, state: str, says: str
+) -> None:
+    make(tmp_path, processes).start(order("a"), 0.0)
+    second = make(tmp_path, processes)
+    if not while_away:
+        second.adopt(1.0)
+    processes.end(100, None)
+    (tmp_path / "a.exit").write_text(left)
+    if while_away:
+        second.adopt(1.0)
+    second.poll(2.0, {})
+    assert one(second, "a", 2.0).state == state
+    assert one(second, "a", 2.0).reason.startswith(says)
+
+
+def test_a_worker_that_ended_before_its_process_was_written_down_says_how(
+    tmp_path: Path, processes: FakeProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make(tmp_path, processes)
+
+    def killed(record: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(first, "_put", killed)
+    with pytest.raises(KeyboardInterrupt):
+        first.start(order("a"), 0.0)
+    processes.end(100, None)
+    (tmp_path / "a.exit").write_text("2\n")
+    second = make(tmp_path, processes)
+    second.adopt(1.0)
+    assert one(second, "a", 1.0).state == "failed"
+    assert one(second, "a", 1.0).reason.startswith("ended with status 2")
+
+
+def test_a_machine_that_is_shut_down_in_order_fails_no_worker(
+    tmp_path: Path, processes: FakeProcesses
+) -> None:
+    make(tmp_path, processes).start(order("a"), 5000.0)
+    (tmp_path / "a.exit").write_text("0\n")
+    second = make(tmp_path, FakeProcesses("boot-2"))
+    second.adopt(10.0)
+    assert one(second, "a", 10.0).state == "ended"
+    assert one(second, "a", 10.0).reason == "ended with status 0"
+
+
 def test_a_restart_of_the_machine_ends_all(tmp_path: Path, processes: FakeProcesses) -> None:
     make(tmp_path, processes).start(order("a"), 5000.0)
     second = make(tmp_path, FakeProcesses("boot-2"))

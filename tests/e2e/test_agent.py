@@ -17,7 +17,7 @@ from pdserve.launch.cluster.addresses import ClusterConfig
 from pdserve.launch.cluster.node_factory import NodeFactory
 from pdserve.planner.actuators.agents import AgentsActuator
 from pdserve.testing.actuators.suite import ActuatorSuite
-from tests.chaos.cluster import Cluster, Node
+from tests.chaos.cluster import Cluster, Node, eventually
 from tests.e2e.agent_workers import kill_workers, pids
 from tests.e2e.commands import pdserve
 
@@ -149,7 +149,7 @@ async def test_workers_outlive_their_agent(lab: RealLab) -> None:
     await lab.die("c1")
     failed = await lab.until("c1", ENDED)
     assert failed.state == "failed"
-    assert "a status that this agent cannot know" in failed.reason
+    assert "left no exit status" in failed.reason
     assert await asyncio.to_thread(lab.agent.end) == 0, "an agent may go at any time"
     assert list(lab.pids()) == ["c3"]
     await lab.restart_agent()
@@ -164,6 +164,26 @@ def _forget_pid(path: Path) -> None:
     record = json.loads(path.read_bytes())
     assert record["pid"]
     path.write_text(json.dumps(record | {"pid": 0, "begun": 0}))
+
+
+@pytest.mark.parametrize("away", [True, False], ids=["while it was away", "after its return"])
+async def test_a_later_agent_tells_an_end_in_order_from_a_crash(lab: RealLab, away: bool) -> None:
+    for change in ("c1", "c2"):
+        await lab.actuator.start("cpu", "aggregated", change)
+        await lab.until(change, ("running",))
+    await asyncio.to_thread(lab.agent.kill)
+    if not away:
+        await lab.restart_agent()
+        await lab.until("c1", ("running",))
+    os.kill(lab.pids()["c1"], signal.SIGTERM)
+    await lab.die("c2")
+    await asyncio.to_thread(eventually, lambda: not lab.pids(), "the workers end", lab.patience)
+    if away:
+        await lab.restart_agent()
+    ended, failed = await lab.until("c1", ENDED), await lab.until("c2", ENDED)
+    assert (ended.state, ended.reason) == ("ended", "ended with status 0")
+    assert failed.state == "failed"
+    assert failed.reason.startswith("left no exit status")
 
 
 async def _fill_slots(lab: RealLab) -> None:

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["AgentRole", "agent_directory", "with_kept_name"]
 
 _log = logging.getLogger(__name__)
+
+_PROGRAM: Final = "pdserve.launch.worker_main"
 
 
 def agent_directory(config: Config, environ: Mapping[str, str] = os.environ) -> Path:
@@ -111,7 +113,8 @@ class AgentRole:
         own = {"node-name": record.node, "mode": record.mode, "change": record.change}
         flags = self._shared | self._kinds[record.kind] | own
         # -P: the worker's search path is this process's, without the current directory.
-        words = (sys.executable, "-P", "-m", "pdserve", *as_arguments(flags))
+        exit_file = str(self._store.exit_file(record.change))
+        words = (sys.executable, "-P", "-m", _PROGRAM, exit_file, *as_arguments(flags))
         return WorkerCommand(words, child_environ(os.environ) | {"CUDA_VISIBLE_DEVICES": devices})
 
     async def drain(self, timeout: Seconds) -> None:

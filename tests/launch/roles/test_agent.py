@@ -75,8 +75,9 @@ async def test_it_serves_once_it_has_joined_and_leaves_the_directory(tmp_path: P
     await part.undo_drain()
     assert not part.service.draining
     command = part._command(RECORD, "0,1")
-    assert command.words[:4] == (sys.executable, "-P", "-m", "pdserve")
-    flags = set(command.words[4:])
+    program = (sys.executable, "-P", "-m", "pdserve.launch.worker_main")
+    assert command.words[:5] == (*program, str(tmp_path / "state/c1.exit"))
+    flags = set(command.words[5:])
     assert {"--engine=instant", "--kv-memory=1GiB", "--mode=prefill", "--change=c1"} <= flags
     assert {"--role=worker", "--config=none", "--node-name=h-gpu-0"} <= flags
     assert f"--join={part.node.address}" in flags
