@@ -212,12 +212,10 @@ def test_a_drain_is_cancelled_also_without_a_panic():
 def test_a_drain_is_taken_back_for_what_waits_until_a_new_worker_serves():
     """With the one that loads two are enough for the load, but one has to do what waits."""
     bench = Bench()
-    bench.see(*crowd(3), pins={MODEL: {"aggregated": 2}})
-    bench.load(0.8)
-    assert actions(bench.tick()) == ["begin stop w1"]
     loading = mine(4, state="loading")
     going = mine(1, state="draining", ordered=True)
-    bench.see(going, mine(2), loading, pins={})
+    bench.see(going, mine(2), loading)
+    bench.load(0.8)
     bench.tick()
     assert actions(bench.last) == [], "nothing waits"
     bench.load(0.8, held_work=30.0)

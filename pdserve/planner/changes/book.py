@@ -60,6 +60,8 @@ class Step:
     share: float = 0.0
     last: bool = False
     """Of a switch: also if no other worker would do what this one does now."""
+    pinned: bool = False
+    """Of a stop: nothing but an operator's pin asks for it."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Decides for one model: goes through the rules in their order at each tick. Pure.
 
-    pause, pin         the operator's word comes first
+    pause, pin         the operator's word comes first; what only a pin ordered ends with it
     floor, leases      drains taken back, and starts, that do not depend on the load
     blind              nothing is known: hold, or add one if requests wait
     up                 the objective will be missed: the cheapest lever that is enough
@@ -27,6 +27,7 @@ from pdserve.planner.rules.obligations import (
     required_starts,
     required_undos,
     start_steps,
+    unpinned_undos,
     wrong_stops,
 )
 from pdserve.planner.rules.sanity import Sanity
@@ -156,6 +157,10 @@ class ModelPlanner:
             words = ", ".join(f"{mode}={count}" for mode, count in sorted(fixed.items()))
             binding = Binding("pinned", {"reason": words})
             return Decision(tuple(pin_steps(scene, fixed)), binding, pin=fixed)
+        if steps := unpinned_undos(scene):
+            nodes = ", ".join(step.life.node for step in steps if step.life is not None)
+            reason = f"no pin holds any more, so the drain of {nodes} is taken back"
+            return Decision(tuple(steps), Binding("operator", {"reason": reason}))
         if steps := required_undos(scene) or required_starts(scene, self._succeeded):
             return Decision(tuple(steps), _floor_or_lease(scene, steps[0]))
         if sight.blind or forecast is None or scene.demand is None:

@@ -26,6 +26,7 @@ __all__ = [
     "required_starts",
     "required_undos",
     "start_steps",
+    "unpinned_undos",
     "wrong_stops",
 ]
 
@@ -50,6 +51,21 @@ def required_undos(scene: Scene) -> list[Step]:
     reason = f"min and floors ask for {scene.floor}"
     found = [step for step, _ in undo_steps(scene, reason)]
     return found[: max(0, scene.floor - present)]
+
+
+def unpinned_undos(scene: Scene) -> list[Step]:
+    """Drains that are taken back because only a pin asked for them, and none holds any more: no
+    rule has judged that the load can do without those workers. Never beyond `max`: the pin may have
+    started others."""
+    pinned = {one.step.life for one in scene.changes if one.step.pinned}
+    room = scene.target.max - scene.pool.size - len(_undone(scene))
+    found = []
+    for step, worker in undo_steps(scene, "the pin that asked for it is over"):
+        away = worker.state == "draining"
+        if step.life in pinned and (room > 0 or not away):
+            room -= away
+            found.append(step)
+    return found
 
 
 def lacking(scene: Scene) -> int:
@@ -237,7 +253,8 @@ def _pin_stops(scene: Scene, surplus: Mix, reason: str) -> Iterator[Step]:
     for one in sorted(scene.pool.serving, key=lambda one: (one.live_tokens, one.life)):
         refused = not scene.book.may_order(scene.now, Action.STOP, one.life)
         if surplus.get(one.mode, 0) > 0 and _may_leave(scene, one) and not refused:
-            yield Step(action=Action.STOP, reason=reason, kind=one.kind, life=one.life)
+            kind, life = one.kind, one.life
+            yield Step(action=Action.STOP, reason=reason, kind=kind, life=life, pinned=True)
 
 
 def _may_leave(scene: Scene, worker: Worker) -> bool:

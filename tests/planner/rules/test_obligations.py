@@ -69,6 +69,55 @@ def test_the_floor_withdraws_an_order_to_stop_that_is_still_on_its_way():
     assert (undo.change.action, undo.change.node) == ("undo_drain", "w1")
 
 
+def test_a_drain_that_only_a_pin_has_ordered_is_taken_back_with_the_pin():
+    """The load would do without w1, but no rule has judged so; the next slow tick does."""
+    bench = pinned()
+    going = mine(1, state="draining", ordered=True)
+    bench.see(going, mine(2), mine(3))
+    assert actions(bench.tick()) == []
+    bench.see(*bench.seen.workers, pins={})
+    assert actions(bench.tick()) == ["begin undo_drain w1"]
+    assert binding(bench.last) == "no pin holds any more, so the drain of w1 is taken back"
+    assert bench.last.plans[0].target == {"aggregated": 3}
+    assert actions(bench.tick()) == ["begin undo_drain w1"], "once"
+    bench.see(mine(1), mine(2), mine(3))
+    assert actions(bench.tick()) == []
+
+
+def test_an_order_that_only_a_pin_has_given_is_withdrawn_with_the_pin():
+    bench = pinned()
+    bench.see(*bench.seen.workers, pins={})
+    assert actions(bench.tick()) == ["begin undo_drain w1"]
+    assert actions(bench.tick()) == [], "it served all the time"
+
+
+def test_a_drain_is_not_taken_back_beyond_max():
+    """Meanwhile another worker has been started by hand."""
+    bench = Bench(config(pool(max=3)))
+    bench.see(mine(1), mine(2), mine(3), pins=TWO)
+    bench.load(0.1)
+    assert actions(bench.tick()) == ["begin stop w1"]
+    going = mine(1, state="draining", ordered=True)
+    bench.see(going, mine(2), mine(3), worker(4), pins={})
+    assert actions(bench.tick()) == []
+    bench.see(going, mine(2), mine(3))
+    assert actions(bench.tick()) == ["begin undo_drain w1"]
+
+
+def test_a_drain_that_the_load_allowed_goes_on_after_a_pin():
+    bench = Bench(config(pool()))
+    bench.see(*(mine(number) for number in range(1, 4)))
+    bench.load(0.1, seen=1e9)
+    bench.until(65)
+    stopped = [line.removeprefix("begin stop ") for line in actions(bench.last)]
+    assert stopped == ["w1", "w2"]
+    rest = (mine(3), *(mine(int(one[1:]), state="draining", ordered=True) for one in stopped))
+    bench.see(*rest, pins={MODEL: {"aggregated": 1}})
+    bench.tick()
+    bench.see(*rest, pins={})
+    assert actions(bench.tick()) == []
+
+
 def test_a_plan_names_a_worker_that_does_not_answer_until_it_does():
     bench = pinned()
     bench.tick(refusals=silent(bench))

@@ -434,6 +434,9 @@ def _operator(look: _Look, binding: Binding) -> str:
         return "" if any(not one.change for one in named) else "a planner has started it"
     if "is pinned" in reason:
         return "" if any(one.pinned for one in named) else "it is not"
+    if "no pin holds" in reason:
+        held = look.seen.pins.get(look.pool.model)
+        return "it is pinned" if held else "" if named else "there is no such worker"
     if "has refused" in reason:
         return "" if named and look.past.refused else "it has not"
     if "must serve" in reason:
