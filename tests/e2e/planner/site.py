@@ -91,10 +91,21 @@ class Site:
         assert done.returncode == 0, done
         return done.stdout
 
+    def _asked(self, *arguments: str) -> Any:
+        """What a command tells as JSON. On a machine that is overloaded a node may not answer in
+        time, and is asked again."""
+
+        def answer() -> Any:
+            done = pdserve(self.cluster, *arguments, "--json")
+            told.append(done.stderr)
+            return (json.loads(done.stdout),) if done.returncode == 0 else None
+
+        told: list[str] = []
+        return eventually(answer, lambda: (arguments, told[-1]))[0]
+
     def reports(self) -> dict[str, Any]:
         """The planners' reports, of those that have joined and can be asked."""
-        done = pdserve(self.cluster, "planner", "--json")
-        return {k: v for k, v in json.loads(done.stdout).items() if v}
+        return {k: v for k, v in self._asked("planner").items() if v}
 
     def plan(self) -> dict[str, Any]:
         """The newest plan; empty: there is none."""
@@ -107,7 +118,7 @@ class Site:
 
     def workers(self) -> dict[str, Any]:
         """The workers' reports by node."""
-        members = json.loads(pdserve(self.cluster, "status", "--json").stdout)["members"]
+        members = self._asked("status")["members"]
         return {one["node"]: one["report"] for one in members if one["role"] == "worker"}
 
     def records(self) -> list[WorkerRecord]:
