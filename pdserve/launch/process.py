@@ -43,7 +43,7 @@ from pdserve.observe.loop_lag import LoopLagMonitor
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.probes import ProbeServer
 from pdserve.runtime.orders.drain import Drain, requests_in_words
-from pdserve.runtime.tasks import Tasks
+from pdserve.runtime.tasks import Tasks, close_runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -94,8 +94,11 @@ def serve(config: Config) -> int:
     _note_degradations(degradations)
     _raise_file_limit(config.frontend.max_connections)
     try:
-        with asyncio.Runner(loop_factory=_loop_factory(degradations)) as runner:
+        runner = asyncio.Runner(loop_factory=_loop_factory(degradations))
+        try:
             return runner.run(ServerProcess(config, screen, metrics, degradations, said).run())
+        finally:
+            close_runner(runner)
     except PdserveError as error:
         screen.finish()
         _log.error("%s", error.message)
@@ -211,7 +214,7 @@ class ServerProcess:
         self._frontend: FrontendRole | None = None
         self._engine: EarlyEngine | None = None
         self._workers: list[WorkerRole] = []
-        self._tasks = Tasks("process")
+        self._tasks = Tasks("process", on_stuck=self._on_stuck)
         self._probes: ProbeServer | None = None
         self._door: AdminDoor | None = None
         self._lag = LoopLagMonitor(metrics)
@@ -279,6 +282,7 @@ class ServerProcess:
     def _make_node(self, role: str, label: str = "", *, first: bool = False) -> Node:
         node = self._membership.node(role, first=first, label=label)
         node.on_superseded = self._on_superseded
+        node.on_stuck = self._on_stuck
         self._drain.serve(node)
         if first:
             self._said["node"] = node.id
@@ -422,6 +426,9 @@ class ServerProcess:
     def _on_superseded(self, reason: str) -> None:
         if not self._exit.done():
             self._exit.set_result(exit_codes.CANNOT_JOIN)
+
+    def _on_stuck(self, words: str) -> None:
+        self._context.degradations.add("stuck_tasks", f"{words}: a defect, please report it")
 
     def _install_signals(self) -> None:
         for number in _STOP_SIGNALS:

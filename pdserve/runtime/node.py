@@ -115,7 +115,9 @@ class Node:
         self.config = config
         self.random = random
         self.registry = Registry()
-        self.tasks = Tasks(f"node {config.node}", self._task_failed)
+        self.tasks = Tasks(
+            f"node {config.node}", self._task_failed, lambda words: self.on_stuck(words)
+        )
         self.card: NodeCard | None = None
         self._names: tuple[bytes, int] = (b"", 0)
         self.lives = 0
@@ -126,6 +128,8 @@ class Node:
         self._wall = wall
         self.on_superseded: Callable[[str], None] = lambda reason: None
         """Hears why this node can take part no more: another process has its name."""
+        self.on_stuck: Callable[[str], None] = lambda words: None
+        """Hears which of its tasks do not end when it closes."""
         self._loop = asyncio.get_running_loop()
         self._epoch: Epoch = 0
         self._listen = config.listen

@@ -156,3 +156,39 @@ async def test_all_engines_are_heard_before_a_start_fails():
     with pytest.raises(ConfigError, match="no such device"):
         await process._load_all(workers)
     assert ended == ["prefill", "decode"]
+
+
+STUCK = """
+import asyncio, contextlib, os, signal, sys
+from pdserve.cli.main import main
+from pdserve.launch.process import ServerProcess
+from pdserve.runtime import tasks
+
+tasks._DEADLINE, tasks._PATIENCE = 0.4, 0.2
+start = ServerProcess._start
+
+async def stay():
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+async def stuck(self):
+    await start(self)
+    for owner in (self._tasks, self._parts[0].node.tasks):
+        owner.spawn(stay(), "stays")
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+ServerProcess._start = stuck
+sys.exit(main(["--role=router", "--listen=127.0.0.1:0", "--node-name=r", "--config=none"]))
+"""
+
+
+def test_tasks_that_never_end_do_not_keep_the_process():
+    command = [sys.executable, "-c", STUCK]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == exit_codes.OK, ended.stderr
+    for owner in ("process", "node r"):
+        assert f"{owner}: stays still run" in ended.stderr
+    assert "degraded (stuck_tasks): process: stays" in ended.stderr
+    assert "the process ends although tasks still run: stays, stays" in ended.stderr

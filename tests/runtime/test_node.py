@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -388,3 +389,23 @@ async def test_closed_while_it_joins_whoever_starts_it_hears_so() -> None:
         await node.close()
         with pytest.raises(Draining):
             await starting
+
+
+@virtually
+async def test_a_task_that_never_ends_is_told_and_does_not_hold_the_end_up() -> None:
+    async with cluster() as nodes:
+        heard: list[str] = []
+        node, released = await nodes.add("a"), asyncio.Event()
+        node.on_stuck = heard.append
+
+        async def stay() -> None:
+            while not released.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await released.wait()
+
+        stays = node.tasks.spawn(stay(), "stays")
+        await asyncio.sleep(0)
+        await asyncio.wait_for(node.close(), 40.0)
+        assert heard == ["node a: stays still run 30 s after they were cancelled"]
+        released.set()
+        await stays

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 
 import pytest
 
 from pdserve.errors import Draining
-from pdserve.runtime.tasks import Tasks
+from pdserve.runtime.tasks import Tasks, close_runner
 from tests.net.world import virtually
 
 
@@ -135,3 +136,94 @@ def test_a_task_that_will_not_end_is_named(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.WARNING):
         stubborn()
     assert "stubborn does not end when cancelled" in caplog.text
+
+
+class Stubborn:
+    """Tasks that end only when they are released."""
+
+    def __init__(self) -> None:
+        self.released = asyncio.Event()
+
+    async def stay(self) -> None:
+        while not self.released.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.released.wait()
+
+
+def test_a_task_that_never_ends_holds_its_owner_up_for_30_seconds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    heard: list[str] = []
+
+    @virtually
+    async def stuck() -> None:
+        loop = asyncio.get_running_loop()
+        tasks, stubborn = Tasks("test", on_stuck=heard.append), Stubborn()
+        stays = [tasks.spawn(stubborn.stay(), name) for name in ("b", "a")]
+        _ = tasks.spawn(forever(), "ends")
+        await asyncio.sleep(0)
+        begun = loop.time()
+        assert await tasks.close() == ("a", "b")
+        assert loop.time() - begun == pytest.approx(30.0)
+        assert tasks.names() == ["a", "b"]
+        assert await tasks.close() == ("a", "b")
+        assert loop.time() - begun == pytest.approx(30.0), "a repeat does not wait again"
+        stubborn.released.set()
+        await asyncio.wait(stays)
+        await asyncio.sleep(0)
+        assert await tasks.close() == ()
+
+    with caplog.at_level(logging.ERROR):
+        stuck()
+    assert heard == ["test: a, b still run 30 s after they were cancelled"]
+    assert "a, b still run" in caplog.text
+
+
+def test_one_of_two_that_close_does_not_wait_for_the_other_ones_task() -> None:
+    @virtually
+    async def both() -> None:
+        tasks, stubborn = Tasks("test"), Stubborn()
+        stays = tasks.spawn(stubborn.stay(), "stays")
+        await asyncio.sleep(0)
+        for left in await asyncio.gather(tasks.close(), tasks.close()):
+            assert left == ("stays",)
+        stubborn.released.set()
+        await stays
+
+    both()
+
+
+def test_a_runner_is_closed() -> None:
+    runner = asyncio.Runner()
+    seen: list[asyncio.Task[None]] = []
+
+    async def leave_one() -> None:
+        seen.append(asyncio.ensure_future(forever()))
+        await asyncio.sleep(0)
+
+    runner.run(leave_one())
+    close_runner(runner)
+    assert seen[0].cancelled()
+    with pytest.raises(RuntimeError):
+        runner.get_loop()
+
+
+def test_a_runner_with_a_task_that_never_ends_is_left(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.runtime.tasks._PATIENCE", 0.05)
+    runner, stubborn = asyncio.Runner(), Stubborn()
+
+    async def leave_one() -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(stubborn.stay(), name="stubborn")
+        await asyncio.sleep(0)
+        return task
+
+    task = runner.run(leave_one())
+    with caplog.at_level(logging.ERROR):
+        close_runner(runner)
+    assert "the process ends although tasks still run: stubborn" in caplog.text
+    assert not task.done()
+    stubborn.released.set()
+    runner.run(asyncio.wait_for(task, 10.0))
+    runner.close()

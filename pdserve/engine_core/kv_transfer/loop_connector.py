@@ -39,6 +39,7 @@ from pdserve.engine_core.kv_transfer.control_rpc import ControlRpc
 from pdserve.engine_core.kv_transfer.peer_paths import PeerPaths
 from pdserve.errors import (
     EngineDied,
+    EngineError,
     NotReady,
     Overloaded,
     PathLost,
@@ -226,7 +227,8 @@ class LoopKvConnector:
             self._ended = self._loop.create_task(self._end(), name="the engine's transports end")
 
     async def closed(self) -> None:
-        """Close every path; returns when no byte is read or written any more."""
+        """Close every path; returns when no byte is read or written any more. Errors:
+        `EngineError` if a task does not end: it may still use the pool, which is kept."""
         self.close()
         assert self._ended is not None
         await asyncio.shield(self._ended)
@@ -243,7 +245,8 @@ class LoopKvConnector:
             await asyncio.wait({turn})
         if peer_paths is not None:
             await peer_paths.close()
-        await self._tasks.close()
+        if left := await self._tasks.close():
+            raise EngineError(f"the engine's transports have not ended: {', '.join(left)}")
         self._attempts.clear()
         self._closing.clear()
         # The last reference frees the pool's memory.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from random import Random
 
 import pytest
@@ -18,6 +19,7 @@ from pdserve.engine_core.kv_transfer.loop_connector import LoopKvConnector
 from pdserve.errors import (
     ConfigError,
     EngineDied,
+    EngineError,
     LinkLost,
     NotReady,
     PathLost,
@@ -454,6 +456,36 @@ def test_what_a_back_end_made_ready_ends_with_the_mover(seed: int) -> None:
             assert closed == []
             await loop_mover(end).closed()
             assert closed == ["fake"]
+
+    run(main())
+
+
+def test_a_task_that_never_ends_keeps_the_pool_and_the_back_ends(seed: int) -> None:
+    """It may still read or write the pool, so the end is an error."""
+
+    async def main() -> None:
+        closed: list[str] = []
+        released = asyncio.Event()
+
+        async def stay() -> None:
+            while not released.is_set():
+                with suppress(asyncio.CancelledError):
+                    await released.wait()
+
+        async with Two(seed) as two:
+            make = fake(FakeFabric(Random(seed))).make
+            back_end = TransferBackend(name="e", make=make, close=lambda: closed.append("e"))
+            lone = LoopKvConnector([back_end], say=lambda event: None)
+            lone.start(two.d.region, lambda: None)
+            stays = lone._tasks.spawn(stay(), "a copy")
+            await asyncio.sleep(0)
+            for _ in range(2):
+                with pytest.raises(EngineError, match="have not ended: a copy"):
+                    await lone.closed()
+            assert lone._pool is not None
+            assert closed == []
+            released.set()
+            await stays
 
     run(main())
 
