@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pdserve.sim.capacity.objective import SloTally
 from pdserve.sim.replay.metrics import quantile
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from pdserve.sim.workloads.transform import TraceTransform
 
 __all__ = ["TrialPlan", "TrialResult", "run_trial", "seeded_trace"]
+
+_MOST_IDLE: Final[Seconds] = 60.0
+"""Of a longer time without requests this much is replayed. The workers stay, and what routers and
+workers report of an idle cluster is the same after seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,8 @@ def run_trial(
 
     config = replace(cell.shape.applied(plan.config), seed=plan.config.seed + cell.seed)
     with contextlib.suppress(ReplayStopped):
-        replay(config, seeded_trace(plan, cell.seed), take, enough=lambda: tally.lost)
+        trace = seeded_trace(plan, cell.seed)
+        replay(config, trace, take, enough=lambda: tally.lost, most_idle=_MOST_IDLE)
     return _result(tally, [record for record in ended if record.completed])
 
 

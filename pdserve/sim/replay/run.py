@@ -11,6 +11,7 @@ import functools
 import gc
 from collections import Counter
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import pdserve
@@ -104,10 +105,12 @@ def replay(
     watch: ReplayWatch | None = None,
     enough: Callable[[], bool] = lambda: False,
     scaler: Scaler | None = None,
+    most_idle: Seconds = inf,
 ) -> ReplayResult:
     """Run a replay; `on_end` is called with each request that ends, and the time. The result does
     not depend on `watch`. `enough` is asked after each request. `scaler` changes the cluster, and
-    its account is `scaling` in the summary.
+    its account is `scaling` in the summary. Of times without any request the last `most_idle`
+    seconds are replayed: an idle cluster costs a second of CPU an hour, and more with more workers.
 
     Errors: `ConfigError` for values that cannot work, `ReplayFailed` as soon as a callback has
     raised an exception, `ReplayStopped` as soon as `enough` is true, and what reading the trace
@@ -117,7 +120,7 @@ def replay(
     loop = ReplayLoop()
     with _collecting_rarely():
         try:
-            work = _run(config, trace, on_end, enough, watch or _NoWatch(), scaler)
+            work = _run(config, trace, on_end, enough, watch or _NoWatch(), scaler, most_idle)
             return _until_a_problem(loop, work)
         finally:
             _close(loop)
@@ -178,6 +181,7 @@ async def _run(
     enough: Callable[[], bool],
     watch: ReplayWatch,
     scaler: Scaler | None,
+    most_idle: Seconds,
 ) -> ReplayResult:
     def ended(record: ReplayRecord) -> None:
         on_end(record, callers.now())
@@ -196,6 +200,7 @@ async def _run(
         on_asked=watch.asked,
         patience=config.patience,
         judge=_no_verdicts if scaler is None else _judge(cluster, config),
+        most_idle=most_idle,
     )
     watch.begin(cluster.workers, callers.now)
     sampler = _Sampler(cluster, callers, config.sample_every)

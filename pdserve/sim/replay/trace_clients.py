@@ -8,6 +8,7 @@ frontend hashes off its loop.
 from __future__ import annotations
 
 import asyncio
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 from pdserve.blocks.hashing import HASH_SECRET_TEST, block_hashes, hash_secret_id, root_hash
@@ -49,8 +50,11 @@ class TraceClients:
         on_asked: Callable[[int, int, bytes], None] = lambda number, tokens, names: None,
         patience: Seconds = 0.0,
         judge: Callable[[ReplayRecord], Verdicts] = lambda record: (),
+        most_idle: Seconds = inf,
     ) -> None:
-        """`judge` gives the verdicts on a request that has ended, which its router is told."""
+        """`judge` gives the verdicts on a request that has ended, which its router is told. Of a
+        time without any request the cluster lives through the last `most_idle` seconds; the rest is
+        skipped."""
         self.judge = judge
         self.records: list[ReplayRecord] = []
         """The records in the order of the trace."""
@@ -59,9 +63,13 @@ class TraceClients:
         self._on_end = on_end
         self._on_asked = on_asked
         self._deadline = patience or None
+        self._most_idle = most_idle
         self._loop = asyncio.get_running_loop()
         self._begin = self._loop.time()
         self._read: TraceRequest | None = None
+        """The next request, if it is known already."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Comes back for it."""
         self._finished_reading = False
         self._open = 0
         self._over: asyncio.Future[None] = self._loop.create_future()
@@ -97,9 +105,21 @@ class TraceClients:
                 return
             if request.at > now:
                 self._read = request
-                self._loop.call_at(self._begin + request.at, self._next)
+                self._timer = self._loop.call_at(self._begin + request.at, self._next)
+                self._skip_idle()
                 return
             self._take(request)
+
+    def _skip_idle(self) -> None:
+        """While no request is open, puts the trace's clock forward to the last part of a long idle
+        time."""
+        if self._open or self._read is None or self._timer is None:
+            return
+        idle = self._read.at - self.now() - self._most_idle
+        if idle > 0:
+            self._begin -= idle
+            self._timer.cancel()
+            self._timer = self._loop.call_at(self._begin + self._read.at, self._next)
 
     def _take(self, request: TraceRequest) -> None:
         record = ReplayRecord(
@@ -207,6 +227,7 @@ class TraceClients:
         if talk is not None:
             talk.end(said)
         self._on_end(record)
+        self._skip_idle()
         self._end_if_over()
 
     def _end_if_over(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pdserve.sim.capacity.objective import Objective, SloLimit
@@ -10,7 +12,9 @@ from pdserve.sim.capacity.shapes import aggregated
 from pdserve.sim.capacity.trial import TrialPlan, run_trial, seeded_trace
 from pdserve.sim.replay.cold_ttft import LengthTimes
 from pdserve.sim.replay.config import ReplayConfig
+from pdserve.sim.replay.loop import ReplayLoop
 from pdserve.sim.workloads.generate import Unique
+from pdserve.sim.workloads.trace_request import TraceRequest
 from pdserve.sim.workloads.transform import TraceTransform
 
 
@@ -34,6 +38,21 @@ def test_a_trial_ends_as_soon_as_the_objective_is_missed() -> None:
     hard = run_trial(HARD, PlanCell(aggregated(2), 0))
     assert (hard.met, hard.ended, hard.total) == (False, 1, 20)
     assert hard.kept("ttft") == pytest.approx(0.95)
+
+
+def test_a_day_without_requests_costs_no_replay_of_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = [TraceRequest(number, 86_400.0 * number, ((0, 500),), 10) for number in range(3)]
+    lived: list[float] = []
+    jump = ReplayLoop.jump
+
+    def watched(loop: ReplayLoop, seconds: float) -> None:
+        jump(loop, seconds)
+        lived.append(loop.time())
+
+    monkeypatch.setattr(ReplayLoop, "jump", watched)
+    result = run_trial(replace(EASY, trace=beside), PlanCell(aggregated(1), 0))
+    assert (result.met, result.ended) == (True, 3)
+    assert lived[-1] - lived[0] < 300.0
 
 
 def test_each_seed_has_a_trace_of_its_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -73,6 +74,35 @@ def test_routers_know_where_prefixes_are(policy: str) -> None:
     knowing, blind = (run(replace(config, policy=p), trace).summary for p in (policy, "random"))
     assert knowing["hit_rate"] > blind["hit_rate"] + 0.1
     assert knowing["hit_rate"] > 0.7
+
+
+GAP = [TraceRequest(0, 0.0, ((0, 500),), 2_000), TraceRequest(1, 900.0, ((0, 500),), 20)]
+"""The first answer takes seconds, the second request finds it cached."""
+
+
+def test_of_an_idle_time_the_last_part_is_replayed() -> None:
+    whole, short = (replay(SMALL, iter(GAP), most_idle=idle) for idle in (inf, 60.0))
+    assert [one.arrival for one in short.records] == pytest.approx([0.0, 900.0])
+    for record, same in zip(short.records, whole.records, strict=True):
+        assert record.end == pytest.approx(same.end)
+        assert record.ttft == pytest.approx(same.ttft)
+        assert record.cached_tokens == same.cached_tokens
+    first, second = short.records
+    assert first.end > 2.0, "it is not idle before"
+    lived = [at for at, _ in short.load if first.end < at < second.arrival]
+    assert len(lived) == pytest.approx(60.0 / SMALL.sample_every, abs=2)
+
+
+def test_a_follower_that_pauses_is_no_idle_time() -> None:
+    first = TraceRequest(0, 0.0, ((0, 500),), 20, "s")
+    after = TraceRequest(1, 0.0, ((1, 10),), 20, "s", 0, pause=300.0)
+    later = TraceRequest(2, 1000.0, ((2, 500),), 20)
+    result = replay(SMALL, iter((first, after, later)), most_idle=60.0)
+    one, other, last = result.records
+    assert other.arrival == pytest.approx(one.end + 300.0)
+    assert last.arrival == pytest.approx(1000.0)
+    lived = [at for at, _ in result.load if one.end < at < other.arrival]
+    assert len(lived) == pytest.approx(300.0 / SMALL.sample_every, abs=2)
 
 
 def test_what_follows_a_request_that_was_refused_is_not_asked() -> None:
