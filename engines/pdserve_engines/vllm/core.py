@@ -29,6 +29,7 @@ from pdserve.errors import (
     PdserveError,
     StepFailed,
 )
+from pdserve.messages.engine import LoadProgress
 from pdserve_engines.vllm.block_names import BlockNames
 from pdserve_engines.vllm.choices import VllmChoice, request_id
 from pdserve_engines.vllm.engine import WORKER_DIED, Engine, load_engine, uses_tiers
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
         EngineSpec,
         EngineStats,
         Event,
-        LoadProgress,
     )
     from pdserve.messages.kv_events import KvEvent
     from pdserve.messages.request import GenerateRequest
@@ -121,6 +121,9 @@ class VllmCore(StagedCore):
         self._engine = engine = load_engine(
             spec, progress, self._on_executor_failure, self._exchanges(spec)
         )
+        if engine.capabilities.device != "cpu":  # there `StepWatch` sees what compiles
+            progress(LoadProgress(stage="warming up"))
+            engine.warm_up()
         engine.while_computing(lambda: self.flush_events())
         self._limit = spec.max_sequences + spec.max_waiting
         if engine.names_blocks:

@@ -21,6 +21,8 @@ from pdserve.errors import ConfigError, EngineDied, InvalidRequest
 from pdserve.limits.memory import available
 from pdserve.messages.card import NEARLY
 from pdserve.messages.engine import EngineCapabilities, LoadProgress
+from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.token_ids import token_ids
 from pdserve_engines.vllm.grammar import Constraints, make_backend
 from pdserve_engines.vllm.image_reader import ImageReader, torchvision_fault
 from pdserve_engines.vllm.kv_transfer.device_staging import keeping_room, stages_on_device
@@ -31,6 +33,7 @@ from pdserve_engines.vllm.kv_transfer.disagg import (
     transfer_config,
 )
 from pdserve_engines.vllm.options import engine_arguments
+from pdserve_engines.vllm.params import sampling_arguments
 from pdserve_engines.vllm.versions import untested
 from pdserve_engines.vllm.worker_processes import follow_engine, rewind_generators
 
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     from pdserve.engine_core.structured_output import GrammarError
     from pdserve.ids import Bytes, Seconds, TokenId
     from pdserve.messages.engine import EngineSpec, TransferSpec
-    from pdserve.messages.request import GenerateRequest, Pooling, SamplingParams
+    from pdserve.messages.request import Pooling
 
 __all__ = ["WORKER_DIED", "Engine", "load_engine", "uses_tiers", "visible_device"]
 
@@ -53,6 +56,11 @@ _IDENTITY_BYTES: Bytes = 1 << 16
 _WORKER_ANSWER: Seconds = 60.0
 """Seconds for vLLM's workers to answer a short call."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_WARM_UP_TOKENS = (1, 3)
+"""Output tokens of the requests of a warm-up: both run in the first step, one goes on alone.
+Compilers treat a batch of one apart."""
+_WARM_UP_STEPS = 100
+"""Most steps of a warm-up; what has not ended by then is aborted."""
 _SEVERAL = {"tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size"}
 """Options with which an engine takes several devices."""
 _VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -480,6 +488,28 @@ class Engine:
         if self._constraints is not None:
             self._constraints.faults.pop(key, None)
 
+    def warm_up(self) -> None:
+        """Compute some tokens with logprobs while the engine loads. vLLM compiles a function for
+        the first request that wants them, which may take longer than the node waits for a step.
+        Raises `EngineDied`, and what vLLM raises."""
+        if "generate" not in self._tasks:
+            return
+        keys = [f"warm-up-{tokens}" for tokens in _WARM_UP_TOKENS]
+        try:
+            for key, tokens in zip(keys, _WARM_UP_TOKENS, strict=True):
+                wanted = _warm_up_request(tokens)
+                longest = self.capabilities.max_model_len
+                arguments = sampling_arguments(wanted, 0, longest, constrained=False)
+                self.submit(key, wanted, (), arguments, "", None)
+            for _ in range(_WARM_UP_STEPS):
+                if not self.has_work:
+                    break
+                self.step()
+        except InvalidRequest as error:  # as with max_logprobs=0: no request will want them
+            _LOG.info("no warm-up with logprobs: %s", error)
+        self.abort(keys)
+        self.take_kv_events()
+
     # ------------------------------------------------------------------ steps
 
     @property
@@ -621,6 +651,12 @@ class Engine:
             threads = getattr(manager, name, None)
             if threads is not None:
                 threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _warm_up_request(tokens: int) -> GenerateRequest:
+    """A prompt of one token, which fills no block."""
+    sampling = SamplingParams(max_tokens=tokens, temperature=0.0, logprobs=1, ignore_eos=True)
+    return GenerateRequest(request_id="warm-up", model="", prompt=token_ids([1]), sampling=sampling)
 
 
 def _lora_requests(spec: EngineSpec) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 
 from pdserve.errors import ConfigError, InvalidRequest
 from pdserve.messages.engine import EngineSpec, TransferSpec
@@ -375,3 +376,57 @@ def test_requests_of_others_do_not_find_ones_blocks(name: str) -> None:
             assert ledger.finishes[0] is not None
             cached.append(ledger.finishes[0].cached_tokens)
         assert cached == [0, 24, 0, 24]
+
+
+# ------------------------------------------------------------------ the warm-up
+
+
+def test_a_warm_up_computes_logprobs_for_one_and_for_two_and_leaves_nothing() -> None:
+    engine = load_engine(spec(), lambda _: None, lambda: None)
+    batches: list[list[int | None]] = []
+    step = engine._core.step_fn
+
+    def noted() -> Any:
+        running = engine._scheduler.requests.values()
+        batches.append([request.sampling.logprobs for request in running])
+        return step()
+
+    engine._core.step_fn = noted
+    engine.warm_up()
+    assert [1, 1] in batches
+    assert [1] in batches
+    assert not engine.has_requests
+    assert engine.take_kv_events() == []
+    assert engine.block_counts()["blocks_used"] == 0
+    engine.close()
+
+
+def test_a_model_that_refuses_logprobs_is_served_without_a_warm_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = load_engine(spec(), lambda _: None, lambda: None)
+
+    def refuses(*_: Any) -> None:
+        raise InvalidRequest("vLLM refuses this request: max_logprobs is 0")
+
+    monkeypatch.setattr(engine, "submit", refuses)
+    engine.warm_up()
+    assert not engine.has_requests
+    engine.close()
+
+
+@pytest.mark.parametrize(("device", "warm"), [("cuda", True), ("cpu", False)])
+def test_an_engine_is_warmed_up_while_it_loads_where_nothing_watches_its_steps(
+    device: str, warm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(Engine, "warm_up", lambda self: calls.append(self.version))
+    describe = Engine._describe
+
+    def described(self: Engine, wanted: EngineSpec) -> Any:
+        return replace(describe(self, wanted), device=device)
+
+    monkeypatch.setattr(Engine, "_describe", described)
+    with Inline() as engine:
+        assert ("warming up" in engine.stages) == warm
+    assert len(calls) == warm
