@@ -7,8 +7,9 @@ The executor runs plans as the scheduler makes them, with random weights of real
 A decode step reads every weight and the KV of every sequence once: these bytes per second are
 compared with those of a copy. Each is measured in up to four ways: with CUDA graphs and without,
 and begun before the step before has ended or after. Invariant kernels are measured at few sizes. A
-prefill's products and attention per second are compared with the best product. Both limits are
-measured in the same call. Times are medians; no time is a pass or fail. What the time does not
+prefill's products and attention per second are compared with the best product. Each of the
+engine's own kernels is also measured by itself, beside a copy. Both limits are measured in the same
+call. Times are medians; no time is a pass or fail. What the time does not
 suffice for is named, and so is who computes each model. What fails is named, too, and the rest is
 measured; the exit status is 1 then. Results are written after every row, so a run that is ended
 leaves what it has.
@@ -69,19 +70,19 @@ class Plan:
     """The measurements of each model."""
 
     models: tuple[str, ...] = ("llama-3.2-1b", "llama-3.1-8b")
-    batches: tuple[int, ...] = (1, 8, 64)
+    batches: tuple[int, ...] = (1, 8, 64, 256)
     contexts: tuple[int, ...] = (512, 2048)
     """Numbers of tokens that each decoding sequence has."""
-    mixed: tuple[int, int, int] | None = (64, 256, 2048)
-    """A batch whose sequences differ in length, and the shortest and the longest of them."""
-    prompts: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
+    mixed: tuple[int, int] | None = (256, 2048)
+    """The shortest and the longest sequence of batches whose sequences differ in length."""
+    prompts: tuple[int, ...] = (512, 2048, 8192, 32768)
     steps: int = 30
     """Number of decode steps, each timed on its own."""
 
 
 FEW = Plan(batches=(1, 64), contexts=(2048,), mixed=None, prompts=(2048,))
 """What is measured of invariant kernels, which are there for reproducible tokens."""
-DRY = Plan(("tiny",), (1, 3), (40,), (3, 10, 40), (24, 64), 4)
+DRY = Plan(("tiny",), (1, 3), (40,), (10, 40), (24, 64), 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +189,27 @@ def _measure_model(
     """`keep` is called after each row."""
     _measure_kernels(name, "", plan, device, budget, report, keep)
     if device.type == "cuda":
+        _measure_alone(name, device, budget, report)
+        keep()
         few = replace(FEW, steps=plan.steps)
         _measure_kernels(name, "invariant", few, device, budget, report, keep)
+
+
+def _measure_alone(name: str, device: torch.device, budget: Budget, report: Report) -> None:
+    """Measures each of the engine's own kernels by itself, with the sizes of a model."""
+    from bench.gpu.kernels import kernel_runs, seconds_of  # a CPU may have no Triton
+
+    model = f"{name}, kernels alone"
+    with _noting(model, report):
+        for run in kernel_runs(shapes.SHAPES[name], device):
+            if not budget.allows(f"{model}, {run.what}"):
+                continue
+            with _noting(f"{model}, {run.what}", report):
+                seconds = seconds_of(run, device)
+                used = run.moved / seconds / report.limits.bandwidth
+                _note(
+                    Row(model, run.what, seconds, run.rows / seconds, used), run.what, model, report
+                )
 
 
 def _measure_kernels(
@@ -243,9 +263,9 @@ def _first_line(error: BaseException) -> str:
 
 def _tokens(plan: Plan) -> int:
     """Returns the number of tokens that the KV pool needs room for."""
-    mixed, _, most = plan.mixed or (0, 0, 0)
-    batch, longest = max(plan.batches), max(*plan.contexts, most)
-    widest = max(batch, mixed) * (longest + plan.steps + 2 * BLOCK)
+    lengths: list[int] = [*plan.contexts, *(plan.mixed or ())]
+    longest = max(lengths)
+    widest = max(plan.batches) * (longest + plan.steps + 2 * BLOCK)
     return max(widest, max(plan.prompts) + BLOCK)
 
 
@@ -387,9 +407,10 @@ def _quantities(
         for context, batch in itertools.product(plan.contexts, plan.batches)
     }
     if plan.mixed is not None:
-        batch, shortest, longest = plan.mixed
-        lengths = torch.linspace(shortest, longest, batch).long().tolist()
-        batches[f"{batch} × {shortest} to {longest}"] = lengths
+        shortest, longest = plan.mixed
+        for batch in (each for each in plan.batches if each > 1):
+            lengths = torch.linspace(shortest, longest, batch).long().tolist()
+            batches[f"{batch} × {shortest} to {longest}"] = lengths
     for (size, contexts), way in itertools.product(batches.items(), engine.ways):
         what = f"decode {size}{way}"
         yield what, partial(_decode, name, what, engine, found, contexts, plan.steps, way)
@@ -464,13 +485,14 @@ def markdown(report: Report, *, dry: bool = False) -> str:
         lines.append(f"| {copy} | | {product} |")
     lines += [
         "",
-        "A decode step of a batch × context is compared with copying, a prefill with the product.",
+        "A decode step of a batch × context and a kernel alone are compared with copying, a "
+        "prefill with the product.",
         "",
         "| model | step | ms, median | tokens/s | of the limit | peak memory, MiB |",
         "|---|---|---|---|---|---|",
     ]
     for row in report.rows:
-        cells = (row.model, row.what, f"{row.seconds * 1e3:.2f}", f"{row.rate:,.0f}")
+        cells = (row.model, row.what, f"{row.seconds * 1e3:.3f}", f"{row.rate:,.0f}")
         lines.append(f"| {' | '.join(cells)} | {row.used:.1%} | {row.peak / 2**20:,.0f} |")
     for heading, texts in (
         ("Computed by:", [f"{model}: {kernels}" for model, kernels in report.kernels.items()]),

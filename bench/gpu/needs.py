@@ -11,6 +11,7 @@ import sys
 NEEDS = {
     "limits": ("torch",),
     "engine": ("torch", "numpy", "msgspec", "sortedcontainers", "llguidance"),
+    "handoff": ("torch", "numpy", "msgspec", "uvloop"),
     "tests": (
         *("torch", "numpy", "msgspec", "sortedcontainers", "llguidance", "tokenizers", "jinja2"),
         *("aiohttp", "uvloop", "prometheus_client", "transformers", "psutil", "hypothesis"),

@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # The GPU tests and the torch engine on CUDA, in one call without network, ended after LIMIT seconds.
 #
-#   bench/gpu/run.sh          # results: $OUT, or bench/results (gpu_engine.md, .json, gpu_tests.txt)
+#   bench/gpu/run.sh          # results: $OUT, or bench/results (gpu_engine.md, .json, gpu_tests.txt,
+#                             # gpu_handoff.json); under ten minutes
+#   bench/gpu/run.sh --all    # also the whole server and what the engine's design depends on
+#                             # (gpu_serve.json, gpu_probe.json); under half an hour
 #   bench/gpu/run.sh --dry    # tiny sizes on whatever there is, no tests: to see that it works; its
 #                             # results go to a folder of its own, unless there is $OUT
 #
@@ -9,23 +12,28 @@
 # Python twins replace the extension. It names missing packages and runs the parts that do not need
 # them. It uses wheels in the folder WHEELS (default: .whl).
 #
-# serve.py (the whole server) and probe.py (what the engine's design depends on) are started by hand.
-#
-#   PYTHON=python3  LIMIT=540 (seconds for all)  TESTS=200 (of those, for the tests)  MODELS="…"
+#   PYTHON=python3  LIMIT=540, 1700 with --all (seconds for all)  TESTS=200, 500 (of those, for the
+#   tests)  MODELS="…"
 #   PROCESSES=4 (that test at once if there is pytest-xdist: most of the time goes to compilers)
 #
 # The status is 0 if all parts that could run had no failure, 1 otherwise.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 
-PYTHON=${PYTHON:-python3} PROCESSES=${PROCESSES:-4} LIMIT=${LIMIT:-540} TESTS=${TESTS:-200} WHEELS=${WHEELS:-.whl}
-DRY=
+PYTHON=${PYTHON:-python3} PROCESSES=${PROCESSES:-4} WHEELS=${WHEELS:-.whl}
+DRY='' ALL=''
 for word in "$@"; do
   case $word in
     --dry) DRY=--dry ;;
-    *) sed -n '2,18s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+    --all) ALL=--all ;;
+    *) sed -n '2,21s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
   esac
 done
+LIMIT=${LIMIT:-${ALL:+1700}} TESTS=${TESTS:-${ALL:+500}}
+LIMIT=${LIMIT:-540} TESTS=${TESTS:-200}
+# Seconds that the engine leaves to what comes after it.
+AFTER=${ALL:+480}
+AFTER=${AFTER:-45}
 [ -z "$DRY" ] || OUT=${OUT:-$(mktemp -d)}
 OUT=${OUT:-bench/results}
 mkdir -p "$OUT" || exit 1
@@ -77,7 +85,7 @@ run_engine() {
     # Half a minute is kept for importing torch and giving memory back.
     # shellcheck disable=SC2086  # words of MODELS
     timeout -k 10 "$(left)" "$PYTHON" bench/gpu/engine.py $DRY --out "$OUT" \
-      --budget "$(($(left) - 30))" ${MODELS:+--models $MODELS} || failed=1
+      --budget "$(($(left) - AFTER - 30))" ${MODELS:+--models $MODELS} || failed=1
     return
   fi
   failed=1
@@ -87,8 +95,25 @@ run_engine() {
   fi
 }
 
+# Whatever else takes the rest of the time: a name, what it needs, a script and its arguments.
+run_part() {
+  local name=$1 needs=$2
+  shift 2
+  echo "== $name"
+  if has "$needs"; then
+    timeout -k 10 "$(left)" "$PYTHON" "$@" $DRY --out "$OUT" || failed=1
+  else
+    failed=1
+  fi
+}
+
 run_tests
 run_engine
+run_part "KV between processes" handoff bench/gpu/handoff.py
+if [ -n "$ALL" ]; then
+  run_part server tests bench/gpu/serve.py ${DRY:+--device cpu}
+  run_part probe engine bench/gpu/probe.py
+fi
 if [ $failed -ne 0 ] && ! has engine >/dev/null; then
   echo "put wheels of what is missing, made for this Python and this machine, into $WHEELS"
 fi

@@ -34,7 +34,7 @@ class Shape:
     head_dim: int
     vocab: int
     tied: bool
-    context: int = 16384
+    context: int = 40960
 
     @property
     def layer_parameters(self) -> int:

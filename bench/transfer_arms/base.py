@@ -39,6 +39,10 @@ class Arm:
     name: ClassVar[str]
     about: ClassVar[str]
     modes: ClassVar[tuple[str, ...]] = ("",)
+    block: ClassVar[int] = BLOCK
+    """Bytes of a block."""
+    blocks: ClassVar[int] = BLOCKS
+    """Blocks at each end."""
 
     # ------------------------------------------------------------------ the driver
 
@@ -154,7 +158,7 @@ def run(arm: Arm, *, alone: bool = False) -> None:
     if not alone:
         module = "bench.transfer_arms." + os.path.basename(sys.argv[0]).removesuffix(".py")
         partner = Talk([sys.executable, "-m", module, "partner", *processors], group=True)
-    lists = _Lists()
+    lists = _Lists(arm.blocks)
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         if request["what"] == "connect":
@@ -182,15 +186,15 @@ class _Lists:
     """Blocks of both ends, each in its own random order. No two neighbours merge, and a block is
     reused only after all others."""
 
-    def __init__(self) -> None:
-        self.here, self.there = list(range(BLOCKS)), list(range(BLOCKS))
+    def __init__(self, blocks: int) -> None:
+        self.here, self.there = list(range(blocks)), list(range(blocks))
         Random(1).shuffle(self.here)
         Random(2).shuffle(self.there)
         self._at = 0
 
     def take(self, count: int) -> tuple[list[int], list[int]]:
         """The next `count` blocks of both ends."""
-        if self._at + count > BLOCKS:
+        if self._at + count > len(self.here):
             self._at = 0
         first, self._at = self._at, self._at + count
         return self.here[first : self._at], self.there[first : self._at]
@@ -202,7 +206,7 @@ def _measure(
     """Seconds of each of some transfers. Checks that the last one has arrived."""
     seconds = []
     for number in range(request["count"] + 1):
-        here, there = lists.take(request["bytes"] // BLOCK)
+        here, there = lists.take(request["bytes"] // arm.block)
         value = hashlib.sha512(f"{time.monotonic()} {number}".encode()).digest()
         arm.mark(here[-1], value)
         seconds.append(arm.move(request["mode"], here, there))

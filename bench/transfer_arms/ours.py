@@ -13,7 +13,7 @@ import os
 import struct
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 sys.path.insert(0, os.getcwd())
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 SOURCE, DESTINATION = NodeLife(NodeId("source"), 1), NodeLife(NodeId("destination"), 2)
 TOKENS = 32
 LAYOUT = RankKvLayout(content="bench", layers=4, heads=2, tokens=TOKENS, dim=64, itemsize=2)
-LAYERS = (0, LAYOUT.layers)
 _LENGTH = struct.Struct("<I")
 _TIMEOUT = 30.0
 
@@ -53,8 +52,10 @@ class _Deaf:
         print(error, file=sys.stderr)
 
 
-class _End:
+class End:
     """One process: its pool, and a transport for each mode."""
+
+    layout = LAYOUT
 
     def __init__(self, key: NodeLife, value: int, ask: Any) -> None:
         self.memory = BlockMemory(BLOCKS, (BLOCK,))
@@ -64,17 +65,22 @@ class _End:
         self.transports: dict[str, KvTransport] = {}
         for mode in ("off", "sample", "all"):
             self.transports[f"shm/{mode}"] = ShmTransport(
-                *key, regions, ask(f"shm/{mode}"), verify=_verify(mode)
+                *key, regions, ask(f"shm/{mode}"), verify=as_verify(mode)
             )
             self.transports[f"tcp/{mode}"] = TcpTransport(
-                *key, regions, ask(f"tcp/{mode}"), host="127.0.0.1", verify=_verify(mode)
+                *key, regions, ask(f"tcp/{mode}"), host="127.0.0.1", verify=as_verify(mode)
             )
 
-    def head(self, block: int) -> memoryview:
-        return self.view[block * BLOCK : block * BLOCK + 64]
+    def head(self, block: int) -> bytes:
+        """A block's beginning."""
+        return bytes(self.view[block * BLOCK : block * BLOCK + 64])
+
+    def mark(self, block: int, value: bytes) -> None:
+        """Overwrites a block's beginning."""
+        self.view[block * BLOCK : block * BLOCK + len(value)] = value
 
 
-def _verify(mode: str) -> Verify:
+def as_verify(mode: str) -> Verify:
     checked: Verify = msgspec.convert(mode, type=Verify)
     return checked
 
@@ -82,7 +88,11 @@ def _verify(mode: str) -> Verify:
 class Ours(Arm):
     name = "pdserve"
     about = "pdserve's back ends, from `deliver` to `done`"
-    modes = ("shm/off", "shm/sample", "shm/all", "tcp/off", "tcp/sample", "tcp/all")
+    modes: ClassVar[tuple[str, ...]] = (
+        *("shm/off", "shm/sample", "shm/all"),
+        *("tcp/off", "tcp/sample", "tcp/all"),
+    )
+    make_end: ClassVar[type[End]] = End
 
     # ------------------------------------------------------------------ the driver
 
@@ -94,7 +104,7 @@ class Ours(Arm):
         self.loop.run_until_complete(self._connect())
 
     async def _connect(self) -> None:
-        self.end = _End(SOURCE, 1, self._ask_of)
+        self.end = self.make_end(SOURCE, 1, self._ask_of)
         self.paths: dict[str, KvPath] = {}
         for mode, transport in self.end.transports.items():
             self.paths[mode] = await transport.connect(DESTINATION, timeout=_TIMEOUT)
@@ -113,7 +123,7 @@ class Ours(Arm):
         packed = self.partner.ask(request)["ticket"]
         ticket = msgspec.msgpack.decode(bytes.fromhex(packed), type=TransferTicket)
         names = b"".join(number.to_bytes(16, "little") for number in here)
-        part = KvPart(0, 0, list(here), LAYERS, names)
+        part = KvPart(0, 0, list(here), (0, self.end.layout.layers), names)
         elapsed = self.loop.run_until_complete(self._move(self.paths[mode], ticket, part))
         self.partner.ask({"what": "finish", "slot": ticket.slot})
         return elapsed
@@ -129,16 +139,16 @@ class Ours(Arm):
         return elapsed
 
     def mark(self, here: int, value: bytes) -> None:
-        self.end.head(here)[:] = value
+        self.end.mark(here, value)
 
 
-async def _partner() -> None:
+async def _partner(make_end: type[End]) -> None:
     """Runs the destination; it answers while its loop serves the transports."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     if sys.argv[2:]:
         os.sched_setaffinity(0, {int(sys.argv[3])})
-    end = _End(DESTINATION, 2, lambda mode: _no_partner)
+    end = make_end(DESTINATION, 2, lambda mode: _no_partner)
     grants: dict[int, Any] = {}
     lines = asyncio.StreamReader(limit=1 << 24)
     loop = asyncio.get_running_loop()
@@ -150,7 +160,7 @@ async def _partner() -> None:
     os._exit(0)  # its paths need no orderly end
 
 
-async def _answer(end: _End, grants: dict[int, Any], request: dict[str, Any]) -> dict[str, Any]:
+async def _answer(end: End, grants: dict[int, Any], request: dict[str, Any]) -> dict[str, Any]:
     match request["what"]:
         case "control":
             answer = await end.transports[request["mode"]].answer(SOURCE, _control(request))
@@ -166,7 +176,7 @@ async def _answer(end: _End, grants: dict[int, Any], request: dict[str, Any]) ->
             grants.pop(request["slot"]).finish()
             return {}
         case _:
-            return {"bytes": bytes(end.head(request["block"])).hex()}
+            return {"bytes": end.head(request["block"]).hex()}
 
 
 def _control(said: dict[str, Any]) -> TransferControl:
@@ -184,8 +194,13 @@ async def _no_partner(peer: NodeLife, control: TransferControl, timeout: float) 
     raise LinkLost("this process asks nothing")
 
 
-if __name__ == "__main__":
+def main(arm: Ours) -> None:
+    """Runs the process that the command line names."""
     if sys.argv[1] == "partner":
-        uvloop.run(_partner())
+        uvloop.run(_partner(arm.make_end))
     else:
-        run(Ours())
+        run(arm)
+
+
+if __name__ == "__main__":
+    main(Ours())

@@ -21,7 +21,9 @@ import torch
 from bench.gpu import engine, limits, needs, probe, servers, shapes
 from bench.gpu.probes import decoding
 from bench.gpu.probes.base import Probe, Row, Unavailable, guarded
+from pdserve.ids import NodeId, NodeLife
 from pdserve.text.tokenization.tokenizer import Tokenizer
+from tests.support.fake_cuda import FakeCuda
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,6 +65,9 @@ def test_a_dry_run_measures_everything_and_writes_it_down(tmp_path: Path) -> Non
     assert report["limits"]["matmul"] > 0
     assert "the numbers mean nothing" in (tmp_path / "gpu_engine.md").read_text()
     assert "tests/engines/torch/test_cuda.py" in done.stdout
+    moved = json.loads((tmp_path / "gpu_handoff.json").read_text())
+    assert [row["mode"] for row in moved["rows"]] == ["shm/off"]
+    assert all(row["seconds"] > 0 and row["used"] > 0 for row in moved["rows"])
 
 
 @pytest.mark.long
@@ -131,7 +136,7 @@ def test_what_there_is_no_time_for_is_named() -> None:
     report.left_out = budget.left_out
     assert report.left_out == ["tiny: no time was left"]
     assert "- tiny: no time was left" in engine.markdown(report)
-    assert "| m | w | 1000.00 | 1 | 50.0% | 0 |" in engine.markdown(report)
+    assert "| m | w | 1000.000 | 1 | 50.0% | 0 |" in engine.markdown(report)
 
 
 class PlayedEngine:
@@ -187,7 +192,7 @@ def test_an_engine_that_does_not_load_is_a_failure(monkeypatch: pytest.MonkeyPat
 STUB = """#!/bin/bash
 case "$1 $2" in
   "-m pytest") trap 'echo "1 failed so far"; kill $!; exit 2' INT; echo "$@"; sleep 30 & wait ;;
-  "bench/gpu/engine.py "*) echo "engine $@" ;;
+  "bench/gpu/"*) echo "part $@" ;;
   "-c import xdist") exit $NO_XDIST ;;
 esac
 """
@@ -210,7 +215,67 @@ def test_tests_that_take_too_long_say_what_failed_and_the_engine_is_measured(
     assert words in done.stdout
     assert "1 failed so far" in (tmp_path / "out/gpu_tests.txt").read_text()
     assert "the tests took more than 1 s: stopped" in done.stdout
-    assert "engine bench/gpu/engine.py" in done.stdout
+    parts = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("part ")]
+    assert [part for part in parts if part != "bench/gpu/needs.py"] == [
+        "bench/gpu/engine.py",
+        "bench/gpu/handoff.py",
+    ]
+
+
+def test_one_call_measures_everything_that_there_is(tmp_path: Path) -> None:
+    """Every script of the folder that can be called is a part of it."""
+    python = tmp_path / "python"
+    python.write_text(STUB.replace("sleep 30 & wait", "exit 0"))
+    python.chmod(0o755)
+    done = run(tmp_path / "out", "--all", PYTHON=str(python), NO_XDIST="0")
+    assert done.returncode == 0, done.stdout
+    folder = ROOT / "bench/gpu"
+    scripts = {str(path.relative_to(ROOT)) for path in folder.glob("*.py") if is_script(path)}
+    inner = {"bench/gpu/limits.py"}  # engine.py measures them
+    assert {path for path in scripts if f"part {path}" in done.stdout} == scripts - inner
+
+
+def is_script(path: Path) -> bool:
+    return '__name__ == "__main__"' in path.read_text()
+
+
+def test_each_kernel_is_launched_alone_and_moves_what_it_says() -> None:
+    """By Triton's interpreter: only that it computes, and on which bytes."""
+    from bench.gpu import kernels
+    from tests.engines.torch.cuda.interpreted import interpreted
+
+    shape = shapes.SHAPES["tiny"]
+    with interpreted():
+        runs = list(kernels.kernel_runs(shape, torch.device("cpu"), few=True))
+        for one in runs:
+            one.launch(kernels.LAYERS - 1)
+    assert {one.what: one.moved for one in runs} == {
+        "norm of 1": 4 * 2 * shape.hidden,
+        "activation of 1": 3 * 2 * shape.inner,
+        "rotating and storing 1": 2 * 2 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim,
+        "attention 2 × 40": 2 * 40 * shape.kv_bytes(2) // shape.layers,
+    }
+
+
+async def test_a_pool_on_a_device_is_marked_and_moved_by_cuda_ipc(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from bench.transfer_arms import device
+
+    class PlayedEnd(device.DeviceEnd):
+        def make_driver(self) -> Any:
+            return FakeCuda(random.Random(1), b"one", hidden=True)
+
+    monkeypatch.setattr(device, "BLOCKS", 2)
+    end = PlayedEnd(NodeLife(NodeId("source"), 1), 1, lambda mode: None)
+    end.mark(1, b"here")
+    assert end.head(1)[:4] == b"here"
+    assert end.head(0)[:4] != b"here"
+    assert list(end.transports) == list(device.OnDevice.modes)
+    assert device.BLOCK == 32 * 2 * 8 * 32 * 128 * 2
+    for transport in end.transports.values():
+        await transport.close()
+    end.driver.free(end.address)
 
 
 def test_invariant_kernels_are_measured_beside_the_others(
@@ -221,9 +286,10 @@ def test_invariant_kernels_are_measured_beside_the_others(
         engine, "_measure_kernels", lambda name, kernels, plan, *_: taken.append((kernels, plan))
     )
     plan, report = engine.Plan(steps=7), engine.Report({}, limits.Limits(1.0, 1.0, {}, {}))
+    monkeypatch.setattr(engine, "_measure_alone", lambda name, *_: taken.append(("alone", plan)))
     engine._measure_model("tiny", plan, torch.device("cuda"), limits.Budget(9.0), report)
-    (_, whole), (kernels, few) = taken
-    assert (whole, kernels) == (plan, "invariant")
+    (_, whole), (alone, _), (kernels, few) = taken
+    assert (whole, alone, kernels) == (plan, "alone", "invariant")
     named = [
         what
         for what, _ in engine._quantities("m", few, cast("engine.Engine", _Ways), report.limits)
