@@ -93,10 +93,6 @@ class ModelTimes(msgspec.Struct, frozen=True, array_like=True):
     step_token: Amount = 0.0
     fitted: bool = False
     """False: they are defaults, or predict badly; decisions must not rest on them."""
-    transfer_latency: Amount = 0.0
-    """Seconds that a prompt's KV takes to another worker, whatever its length."""
-    transfer_token: Amount = 0.0
-    """Further seconds for each token of it; 0: too few were seen."""
 
 
 class ModelDemand(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

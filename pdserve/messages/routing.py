@@ -198,6 +198,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Recent seconds between two tokens of a sequence; 0: unknown."""
     lanes: tuple[LaneLoad, ...] = ()
     """Lanes of the worker's tiers; empty: it has none."""
+    transfer_token: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds to move a token's KV to this worker, as measured when its paths were made, their
+    median; 0: not measured. Transfers that share a path take longer."""
 
 
 class BookingRecord(msgspec.Struct, frozen=True, array_like=True):

@@ -216,11 +216,6 @@ class Predictor:
             return None
         return found.handoffs.now(queue_of(model))
 
-    def transfer(self, model: str) -> tuple[Seconds, Seconds]:
-        """Latency and seconds per token of moving a prompt's KV; zeros: not known."""
-        found = self._models.get(model)
-        return (found and found.handoffs.learnt_transfer) or (0.0, 0.0)
-
     def in_time(
         self,
         model: str,

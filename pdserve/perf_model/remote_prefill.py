@@ -101,11 +101,6 @@ class RemotePrefillModel:
         self.transfer = fit_nonnegative(self._transfers.rows(), _PRIOR_TRANSFER)
 
     @property
-    def learnt_transfer(self) -> tuple[Seconds, Seconds] | None:
-        """Latency and seconds per token of a transfer; None: there are not enough observations."""
-        return self.transfer[:2] if self._seen >= _ENOUGH else None
-
-    @property
     def known(self) -> bool:
         """Return whether there are enough observations for an estimate."""
         return self._seen >= _ENOUGH and self._believed >= _BELIEVED

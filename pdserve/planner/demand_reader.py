@@ -305,7 +305,6 @@ class DemandReader:
             {node: speed for demand in newest for node, speed in demand.speeds.items()},
             sum(demand.first_tokens for demand in newest),
             best.prediction_poor,
-            transfer=(best.times.transfer_latency, best.times.transfer_token),
         )
 
     def _present(self) -> list[tuple[NodeId, _Router]]:
@@ -515,5 +514,5 @@ def _bucket(
 
 
 def _latency_model(times: ModelTimes) -> LatencyModel:
-    *learnt, _, _ = astuple(times)
+    learnt = astuple(times)
     return LatencyModel(*learnt) if any(learnt) else LatencyModel()

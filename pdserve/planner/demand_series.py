@@ -131,6 +131,3 @@ class DemandSeries:
     """First tokens that the routers have seen since they began."""
     prediction_poor: bool = False
     """True if the predictions behind `times` and `work` have been wrong for a while."""
-    transfer: tuple[Seconds, Seconds] = (0.0, 0.0)
-    """Latency of moving a prompt's KV to another worker, and seconds per token, as learnt by the
-    router of `times`; zeros: not known."""

@@ -109,7 +109,9 @@ class Slot(NamedTuple):
     disagg: str = ""
     """How it decides where the prompts that it decodes are computed; empty: not said."""
     transfer_token: Seconds = 0.0
-    """Seconds to move a token's KV, as long as none has been learnt; 0: unknown."""
+    """Seconds to move a token's KV, where no worker's paths have been measured; 0: unknown."""
+    measured_token: Seconds = 0.0
+    """The same, as measured; 0: it was not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,8 @@ class Worker:
     """How it decides where the prompts that it decodes are computed; empty: not said."""
     transfer_token: Seconds = 0.0
     """Seconds to move a token's KV that its kind of path takes; 0: unknown."""
+    measured_token: Seconds = 0.0
+    """The same, as measured when its paths were made; 0: none was."""
     kv_tokens: int = 0
     """KV that it can hold; 0: unknown."""
     max_sequences: int = 0

@@ -543,7 +543,6 @@ class RouterCore:
             known.step_sequence,
             known.step_token,
             known.fitted,
-            *self.predictor.transfer(model),
         )
         poor = self.predictor.poor(model) is not None
         return LearntTimes(times, self.predictor.speeds(model), poor)

@@ -405,6 +405,7 @@ class WorkerAgent:
             kv_tokens=stats.kv_tokens,
             itl=stats.itl,
             lanes=stats.lanes,
+            transfer_token=0.0 if self.decode is None else self.decode.transfer_token(),
         )
 
     def _publish_kv(self) -> None:

@@ -435,20 +435,19 @@ class TestWhatIsKnown:
             router = Router(name, first_tokens=seen)
             report = router.report(1.0)
             speeds = {NodeId("w1"): base, NodeId(f"of-{name}"): 2.0}
-            times = ModelTimes(base, 1e-4, 1e-9, 0.01, 1e-4, 1e-7, True, 0.002, base * 1e-4)
+            times = ModelTimes(base, 1e-4, 1e-9, 0.01, 1e-4, 1e-7, True)
             model = replace(report.models[0], times=times, speeds=speeds, held=3, held_oldest=base)
             reports.append((router, replace(report, models=(model,))))
         for router, report in reports:
             reader.reported(1.0, router.life, report)
         series = reader.series(1.0, M)
         assert series.times == LatencyModel(0.5, 1e-4, 1e-9, 0.01, 1e-4, 1e-7, fitted=True)
-        assert series.transfer == (0.002, 0.5e-4)
         assert series.speeds == {"w1": 0.5, "of-a": 2.0, "of-b": 2.0}
         assert (series.held, series.held_oldest, series.first_tokens) == (6, 0.5, 520)
 
     def test_nothing_learnt_gives_the_default_times(self) -> None:
         series = _reader("r").series(1.0, M)
-        assert (series.times, series.transfer) == (LatencyModel(), (0.0, 0.0))
+        assert series.times == LatencyModel()
 
     def test_arrivals_are_bounded_and_weigh_as_many(self) -> None:
         reader, router = _reader("r"), Router("r")

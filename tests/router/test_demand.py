@@ -234,13 +234,6 @@ def test_what_is_learnt_is_reported() -> None:
     assert (learnt.times.base, learnt.times.fitted) == (default.base, False)
     assert learnt.times.step_token == default.step_token
     assert not learnt.poor
-    assert (learnt.times.transfer_latency, learnt.times.transfer_token) == (0.0, 0.0)
-    model = made.core.predictor._model("m").handoffs
-    for tokens in range(500, 9000, 50):
-        model.observe(tokens, tokens, 0.1, 0.02 + 1e-4 * tokens, 0.0)
-    times = made.core.learnt_times("m").times
-    assert times.transfer_latency == pytest.approx(0.02, abs=0.01)
-    assert times.transfer_token == pytest.approx(1e-4, rel=0.1)
 
 
 # ---------------------------------------------------------------------- the service

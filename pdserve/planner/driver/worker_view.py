@@ -62,6 +62,7 @@ def worker_view(seen: Sighting, model: str, speeds: Mapping[NodeId, float]) -> W
         share=card.prompt_share,
         disagg=card.disagg,
         transfer_token=_transfer_token(card, block),
+        measured_token=0.0 if load is None else load.transfer_token,
         speed=believed_speed(speeds.get(member.node, 1.0)),
         kv_tokens=0 if load is None else load.blocks_total * block,
         max_sequences=card.max_sequences,
@@ -77,7 +78,7 @@ def worker_view(seen: Sighting, model: str, speeds: Mapping[NodeId, float]) -> W
 
 _RATES: Final = {"cuda_ipc": 100e9, "rdma": 12.5e9, "shm": 5e9, "tcp": 1.25e9}
 """Bytes per second that a path of each kind has at least on usual machines: NVLink, 100 Gb/s, a
-memory copy, 10 Gb/s. They count until routers have seen transfers."""
+memory copy, 10 Gb/s. They count until a decode worker has measured its own."""
 
 
 def _transfer_token(card: NodeCard, block: int) -> Seconds:

@@ -225,6 +225,7 @@ def slot_of(worker: Worker) -> Slot:
         waiting_tokens=worker.waiting_tokens,
         disagg=worker.disagg,
         transfer_token=worker.transfer_token,
+        measured_token=worker.measured_token,
     )
 
 

@@ -57,7 +57,7 @@ class WhatIfJudge:
         seeds: int = 3,
     ) -> None:
         """`handoffs`: how decode workers decide, and how fast KV moves; None: as workers say, and
-        routers have learnt. `idle_factor`: see `LatencyObjective`. `max_batch_tokens`: tokens of a
+        have measured. `idle_factor`: see `LatencyObjective`. `max_batch_tokens`: tokens of a
         step of every worker."""
         self._handoffs = handoffs
         self._idle_factor = idle_factor
@@ -91,7 +91,7 @@ class WhatIfJudge:
             arrivals,
             [(one.prompt_tokens, one.output_tokens) for one in traffic.lengths],
             factor=factor,
-            handoffs=self._handoffs or _handoffs(traffic, candidates),
+            handoffs=self._handoffs or _handoffs(candidates),
             seeds=self._seeds,
         )
         found = []
@@ -120,17 +120,15 @@ class WhatIfJudge:
         )
 
 
-def _handoffs(traffic: DemandSeries, candidates: Sequence[PoolCandidate]) -> Handoffs:
+def _handoffs(candidates: Sequence[PoolCandidate]) -> Handoffs:
     """How decode workers decide, and how fast KV moves. Most workers' word counts."""
     slots = [slot for one in candidates for slot in one.slots]
     said = Counter(slot.disagg for slot in slots if slot.disagg in get_args(Disagg))
     known = Handoffs()
     disagg = cast("Disagg", said.most_common(1)[0][0]) if said else known.disagg
-    latency, token = traffic.transfer
-    if not token:
-        tokens = [slot.transfer_token for slot in slots if slot.transfer_token > 0]
-        latency, token = known.latency, median(tokens) if tokens else known.token
-    return replace(known, disagg=disagg, latency=latency, token=token)
+    measured = [slot.measured_token for slot in slots if slot.measured_token > 0]
+    tokens = measured or [slot.transfer_token for slot in slots if slot.transfer_token > 0]
+    return replace(known, disagg=disagg, token=median(tokens) if tokens else known.token)
 
 
 def _scaled(arrivals: Sequence[RecentArrival], load: Load) -> tuple[float, Seconds]:

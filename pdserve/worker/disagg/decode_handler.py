@@ -41,7 +41,7 @@ from pdserve.runtime.rpc_methods import (
     RENEW,
     WITHDRAW,
 )
-from pdserve.worker.disagg.first_guess import FirstGuess
+from pdserve.worker.disagg.first_guess import FirstGuess, measured_token
 from pdserve.worker.disagg.kv_fetch import KvFetcher
 from pdserve.worker.disagg.local_prompts import LocalPrompts
 from pdserve.worker.disagg.overlap import cached_tokens, fits_message, tokens_of
@@ -464,6 +464,10 @@ class DecodeHandler:
 
     def _in(self, state: DecodeState) -> int:
         return sum(remote.state is state for remote in self._remote.values())
+
+    def transfer_token(self) -> Seconds:
+        """Seconds to move a token's KV here, as measured when paths were made; 0: none was."""
+        return measured_token(self.engine)
 
     def numbers(self) -> HandoffStats:
         """KV handoff counters for status."""

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from pdserve.engine.port import Engine
     from pdserve.ids import Seconds
-    from pdserve.messages.engine import PathState
+    from pdserve.messages.engine import EngineCapabilities, PathState
     from pdserve.net.timers import Timers
     from pdserve.worker.disagg.policy import DisaggPolicy
 
-__all__ = ["PATHS", "FirstGuess", "rate_of"]
+__all__ = ["PATHS", "FirstGuess", "measured_token", "rate_of", "token_seconds"]
 
 PATHS: Final = 3
 """Most paths made in advance: in one cluster they are much alike, and each costs three calls."""
@@ -81,9 +81,9 @@ class FirstGuess:
         self._asked &= lives
         self._ask(lives - self._asked)
         paths = self._engine.paths()
-        rate = rate_of(paths, self._asked)
-        if rate:
-            learnt.guess_transfer(capabilities.block_bytes / capabilities.block_size / rate)
+        token = token_seconds(capabilities, rate_of(paths, self._asked))
+        if token:
+            learnt.guess_transfer(token)
         return any(life not in _known(paths) for life in self._asked)
 
     def _ask(self, lives: Collection[NodeLife]) -> None:
@@ -95,6 +95,20 @@ class FirstGuess:
 
     def _place(self, life: NodeLife) -> tuple[int, NodeLife]:
         return zlib.crc32(f"{self._own} {life}".encode()), life
+
+
+def measured_token(engine: Engine) -> Seconds:
+    """Seconds to move a token's KV here, by the median of the paths that were measured; 0: none
+    was."""
+    rates = [path.measured for path in engine.paths() if path.measured > 0 and not path.down]
+    return token_seconds(engine.capabilities, statistics.median(rates)) if rates else 0.0
+
+
+def token_seconds(capabilities: EngineCapabilities | None, rate: float) -> Seconds:
+    """Seconds of a token's KV at so many bytes per second; 0 if either is not known."""
+    if capabilities is None or rate <= 0:
+        return 0.0
+    return capabilities.block_bytes / capabilities.block_size / rate
 
 
 def rate_of(paths: Iterable[PathState], lives: Iterable[NodeLife]) -> float:

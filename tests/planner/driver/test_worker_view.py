@@ -58,13 +58,15 @@ def test_speeds_that_cannot_be_are_not_believed() -> None:
     assert [seen(speed=one).speed for one in told] == [0.1, 10.0, 1.0, 1.0, 1.4]
 
 
-def test_its_paths_tell_how_fast_kv_moves_until_it_is_learnt() -> None:
+def test_its_paths_tell_how_fast_kv_moves_until_it_is_measured() -> None:
     card = replace(CARD, kv_block_bytes=16 * 320_000, disagg="predict")
     assert (seen(card).disagg, seen(card).transfer_token) == ("predict", 320_000 / 1.25e9)
     for paths, rate in ((("rdma", "tcp"), 12.5e9), (("shm", "tcp"), 1.25e9), (("shm",), 5e9)):
         assert seen(replace(card, transfers=paths)).transfer_token == 320_000 / rate
     for unknown in (replace(card, transfers=("odd",)), replace(card, kv_block_bytes=0), CARD):
         assert seen(unknown).transfer_token == 0.0
+    assert seen(card).measured_token == 0.0
+    assert seen(card, load=replace(READY, transfer_token=2e-5)).measured_token == 2e-5
 
 
 def test_both_is_told_from_aggregated_by_its_share() -> None:

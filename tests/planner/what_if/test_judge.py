@@ -138,17 +138,21 @@ def test_workers_say_how_they_decide():
     assert odd.utilisation["prefill"] > 0
 
 
-def test_transfers_take_what_was_learnt_or_else_what_such_paths_take():
-    pool = PoolCandidate(PAIR)
-    fast = WhatIfJudge().judge(series(), LIMITS, Load(0.5), [pool])[0]
-    learnt = WhatIfJudge().judge(series(transfer=(0.1, 1e-3)), LIMITS, Load(0.5), [pool])[0]
-    assert fast.causes.get("handoff", 0.0) < 0.01
-    assert learnt.causes["handoff"] > 0.5
-    told = PoolCandidate(tuple(slot._replace(transfer_token=1e-3) for slot in PAIR))
-    guessed = WhatIfJudge().judge(series(), LIMITS, Load(0.5), [told])[0]
-    assert guessed.causes["handoff"] > 0.5
-    known = WhatIfJudge().judge(series(transfer=(0.001, 1e-7)), LIMITS, Load(0.5), [told])[0]
-    assert known.causes.get("handoff", 0.0) < 0.01
+def test_transfers_take_what_was_measured_or_else_what_such_paths_take():
+    def handoffs(**about: Any) -> float:
+        told = PoolCandidate(tuple(slot._replace(**about) for slot in PAIR))
+        return WhatIfJudge().judge(series(), LIMITS, Load(0.5), [told])[0].causes.get("handoff", 0)
+
+    assert handoffs() < 0.01
+    assert handoffs(transfer_token=1e-3) > 0.5
+    assert handoffs(transfer_token=1e-3, measured_token=1e-7) < 0.01
+    assert handoffs(measured_token=1e-3) > 0.5
+
+
+def test_one_measured_path_tells_of_the_others():
+    pool = PoolCandidate((Slot("prefill"), Slot("decode", measured_token=1e-3), Slot("decode")))
+    slow = WhatIfJudge().judge(series(), LIMITS, Load(0.5), [pool])[0]
+    assert slow.causes["handoff"] > 0.5
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.ids import NodeId, NodeLife
 from pdserve.messages.engine import PathState
-from pdserve.worker.disagg.first_guess import PATHS, FirstGuess, rate_of
+from pdserve.worker.disagg.first_guess import PATHS, FirstGuess, measured_token, rate_of
 from pdserve.worker.disagg.policy import DisaggPolicy
 
 if TYPE_CHECKING:
@@ -156,3 +156,15 @@ def test_the_device_is_believed_where_nothing_was_measured() -> None:
     wanted = [LIVES[n] for n in (0, 1, 2, 3, 5)]
     assert rate_of(states, wanted) == 4e9
     assert rate_of(states, LIVES[5:6]) == 0.0
+
+
+def test_what_paths_move_is_told_once_one_is_measured() -> None:
+    world = World()
+    engine = cast("Engine", world)
+    world.states = [path(LIVES[0], expected=9e9), path(LIVES[1], measured=1e3, down="it is gone")]
+    assert measured_token(engine) == 0.0
+    for number, rate in enumerate((2e9, 1e9, 4e9), 2):
+        world.states.append(path(LIVES[number], measured=rate))
+    assert measured_token(engine) == 131_072 / 2e9
+    world.capabilities = None
+    assert measured_token(engine) == 0.0
