@@ -7,6 +7,9 @@ every so many of them; in between, models stay the same objects. A worker's firs
 not count, since it warms up. `worker_gone` drops a worker; beyond `max_models`, the model without
 news for longest is dropped.
 
+Decode workers often compute short prompts only, and what a long one takes cannot be told from
+these. So prompts that prefill workers computed count, too, where own ones of that kind are few.
+
 Pure: times are arguments. The router's core owns it, feeds it and shows its verdicts (`poor`,
 `calibration`); policies see models and speeds only in their snapshot.
 """
@@ -14,7 +17,7 @@ Pure: times are arguments. The router's core owns it, feeds it and shows its ver
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import inf, log
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -86,7 +89,10 @@ class Observation(Struct, frozen=True):
     load_age: Seconds = 0.0
     """Age of the load report that the decision was based on."""
     received_tokens: int = 0
-    """Number of tokens that a prefill worker computed."""
+    """Number of tokens whose KV came from another worker; 0: this one computed the prompt."""
+    prefill_cached: int | None = None
+    """With `received_tokens`: cached prompt tokens of the prefill worker that computed the rest in
+    `work_seconds`; None: it computed none of them, but moved what it had."""
     elsewhere_wait: Seconds | None = None
     """Predicted wait in the prefill queue, if a remote prefill was predicted; else None."""
 
@@ -151,6 +157,8 @@ class _Model:
         self.time = LatencyModel()
         """The latency model as policies see it."""
         self.prompts = StratifiedWindow()
+        self.prompts_elsewhere = StratifiedWindow()
+        """Those that prefill workers computed for others."""
         self.steps = StratifiedWindow()
         self.fits = 0
         self.new_prompts = 0
@@ -161,6 +169,10 @@ class _Model:
         self.error = ErrorTracker(config.poor_error, config.poor_after)
         self.token_error = ErrorTracker(config.poor_error, config.poor_after)
         self.handoffs = RemotePrefillModel()
+        self.common = 1.0
+        """The worker's speed that is nearest to 1. Speeds are means over what comes, fits are means
+        over kinds of prompts: where a fit is 5 % too high for the usual ones, all speeds are 0.95.
+        If such speeds scaled the rows, the next fit would be higher still, and so on."""
         self.per_token: tuple[float, float] = (0.0, 0.0)
         """Decaying sums of seconds and of uncached tokens, for a model that only counts tokens."""
 
@@ -292,15 +304,23 @@ class Predictor:
         model.judge()
 
     def _observe_remote(self, seen: Observation) -> None:
-        """Learn from a remote prefill. It tells nothing about local prefills or the decode worker's
-        speed."""
-        self._model(seen.model).handoffs.observe(
+        """Learn from a remote prefill. It tells nothing about the decode worker's speed."""
+        model = self._model(seen.model)
+        model.handoffs.observe(
             seen.prompt_tokens,
             seen.received_tokens,
             seen.prefill_seconds,
             seen.queue_seconds,
             seen.elsewhere_wait or 0.0,
         )
+        if seen.prefill_cached is None or not 0 <= seen.prefill_cached < seen.prompt_tokens:
+            return
+        length, cached = seen.prompt_tokens, seen.prefill_cached
+        work = _believable(model, seen.work_seconds, model.time.prefill(length, cached))
+        stratum, row = _prompt(length, cached, work)
+        fresh = model.prompts_elsewhere.add(stratum, row)
+        self._count(seen.model, model, fresh=fresh and not model.prompts.has(stratum))
+        model.judge()
 
     def report(self, now: Seconds, model: str, worker: NodeLife, load: WorkerLoad) -> None:
         """Learn the decode step time from a worker's load report. Reports made during a prefill, or
@@ -341,7 +361,8 @@ class Predictor:
         worker.ratios.add(seen.work_seconds / predicted)
         uncached = seen.prompt_tokens - seen.cached_tokens
         seconds, tokens = model.per_token
-        model.token_error.add(now, seconds / tokens * uncached, seen.work_seconds)
+        if tokens:  # not before its first own prompt
+            model.token_error.add(now, seconds / tokens * uncached, seen.work_seconds)
         if seen.predicted_ttft:
             ratio = (seen.queue_seconds + seen.prefill_seconds) / seen.predicted_ttft
             model.ratios.add(ratio)
@@ -351,26 +372,23 @@ class Predictor:
     def _learn(self, model: _Model, worker: _Worker, seen: Observation, expected: Seconds) -> None:
         length, cached = seen.prompt_tokens, seen.cached_tokens
         uncached = length - cached
-        work = seen.work_seconds
-        # This limits outliers, such as a pause of the machine.
-        if model.fits:
-            predicted = expected * worker.speed
-            work = min(max(work, predicted / _OUTLIER), predicted * _OUTLIER)
-        row = RegressionRow(uncached, length * length - cached * cached, work)
+        work = _believable(model, seen.work_seconds, expected * worker.speed)
+        stratum, row = _prompt(length, cached, work)
         worker.add(row, expected, self._config.bias_memory)
-        fresh = model.prompts.add(
-            (uncached.bit_length() // 2, cached.bit_length() // 2),
-            row._replace(y=work / worker.speed),
-        )
+        fresh = model.prompts.add(stratum, row._replace(y=work * model.common / worker.speed))
         seconds, tokens = model.per_token
         model.per_token = (seconds * _FADE + work, tokens * _FADE + uncached)
+        self._count(seen.model, model, fresh=fresh)
+
+    def _count(self, name: str, model: _Model, *, fresh: bool) -> None:
+        """One more prompt was learnt from; it is time for a fit after so many of them."""
         model.new_prompts += 1
         enough = self._fit_after(model)
         # After prompts of a new kind, the model is fitted again soon.
         if fresh:
             model.new_prompts = max(model.new_prompts, enough - _SOON)
         if model.new_prompts >= enough:
-            self._refit(seen.model, model)
+            self._refit(name, model)
 
     def _fit_after(self, model: _Model) -> int:
         """Observations from one fit to the next."""
@@ -383,11 +401,17 @@ class Predictor:
     def _refit(self, name: str, model: _Model) -> None:
         model.new_prompts = 0
         model.fits += 1
-        base, per_token, per_pair = fit_nonnegative(model.prompts.rows(), _PRIOR_PREFILL)
+        base, per_token, per_pair = fit_nonnegative(
+            model.prompts.rows_with(model.prompts_elsewhere, _FEW), _PRIOR_PREFILL
+        )
         model.time = replace(model.time, base=base, per_token=per_token, per_pair=per_pair)
+        speeds = []
         for worker in self._workers.values():
             if worker.model == name:
                 worker.compare(model.coefficients, self._config.bias_strength)
+                if worker.count >= self._config.bias_strength:
+                    speeds.append(worker.speed)
+        model.common = min(speeds, key=lambda speed: abs(log(speed)), default=1.0)
 
     def _model(self, name: str) -> _Model:
         found = self._models.pop(name, None) or _Model(self._config)
@@ -404,6 +428,20 @@ class Predictor:
         return found
 
 
+def _believable(model: _Model, work: Seconds, predicted: Seconds) -> Seconds:
+    """Limits outliers, such as a pause of the machine."""
+    if not model.fits:
+        return work
+    return min(max(work, predicted / _OUTLIER), predicted * _OUTLIER)
+
+
+def _prompt(length: int, cached: int, work: Seconds) -> tuple[tuple[int, int], RegressionRow]:
+    """A prompt of `length` tokens, `cached` of them not computed, as a row, and its stratum."""
+    uncached = length - cached
+    row = RegressionRow(uncached, length * length - cached * cached, work)
+    return (uncached.bit_length() // 2, cached.bit_length() // 2), row
+
+
 _PRIOR = LatencyModel()
 _PRIOR_PREFILL = (_PRIOR.base, _PRIOR.per_token, _PRIOR.per_pair)
 _PRIOR_STEP = (_PRIOR.step_base, _PRIOR.step_sequence, _PRIOR.step_token)
@@ -412,6 +450,8 @@ _ENOUGH = 20
 _FOREVER = 3600.0
 _OUTLIER = 8.0
 """Largest ratio to the prediction, either way; a larger one is cut to it."""
+_FEW = 4
+"""Number of a worker's own prompts of one kind from which those computed elsewhere do not count."""
 _SOON = 5
 """Number of observations from the first of a new kind of prompts to the next fit."""
 _FADE = 0.995

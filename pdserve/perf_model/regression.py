@@ -70,8 +70,18 @@ class StratifiedWindow:
         rows.append(row)
         return fresh
 
+    def has(self, stratum: object) -> bool:
+        return stratum in self._rows
+
     def rows(self) -> list[RegressionRow]:
         return [row for rows in self._rows.values() for row in rows]
+
+    def rows_with(self, others: StratifiedWindow, few: int) -> list[RegressionRow]:
+        """All rows, and those of `others` in strata of which fewer than `few` rows are here."""
+        missing = (
+            rows for stratum, rows in others._rows.items() if len(self._rows.get(stratum, ())) < few
+        )
+        return self.rows() + [row for rows in missing for row in rows]
 
 
 def fit_nonnegative(

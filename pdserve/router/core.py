@@ -285,6 +285,7 @@ class RouterCore:
             kv_tokens=dispatch.kv_tokens,
             load_age=dispatch.load_age,
             received_tokens=started.received_tokens,
+            prefill_cached=started.prefill_cached if _computed_remotely(started) else None,
             elsewhere_wait=dispatch.elsewhere_wait,
         )
         self.predictor.observe(now, seen)
@@ -1059,6 +1060,11 @@ def _by_source(plan: Onboarding | None, device: int) -> dict[str, int]:
     """Blocks that a worker would reuse, by where they come from."""
     blocks = BlocksBySource(device) if plan is None else plan.blocks
     return {source: count for source, count in blocks._asdict().items() if count}
+
+
+def _computed_remotely(started: FirstTokenStats) -> bool:
+    """True if a prefill worker computed the prompt; KV that only moves is `moved`."""
+    return bool(started.received_tokens) and started.prefill.startswith("remote")
 
 
 def _is_new(request: RouteRequest) -> bool:

@@ -6,6 +6,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec import structs
 
 from pdserve.messages.handoff import QueueState
 from pdserve.messages.routing import WorkerLoad
@@ -272,6 +273,70 @@ def test_a_new_kind_of_prompts_is_learnt_soon():
     for second in range(60, 66):
         predictor.observe(second, seen(FAST[0], 8000, work_seconds=2.0))
     assert predictor.model("m").prefill(8000) == pytest.approx(2.0, rel=0.15)
+
+
+def long_ones_elsewhere(predictor: Predictor, count: int, start: int = 0) -> None:
+    """A decode worker computes prompts of 100 to 500 tokens; a prefill worker those of 12,000."""
+    random = Random(start)
+    for second in range(start, start + count):
+        length = 12_000 if second % 5 == 0 else random.randint(100, 500)
+        noise = random.uniform(0.7, 1.3)
+        found = seen(FAST[0], length, work_seconds=TRUTH.prefill(length) * noise)
+        if length == 12_000:
+            found = structs.replace(found, received_tokens=length, prefill_cached=0)
+        predictor.observe(second, found)
+
+
+def test_what_only_prefill_workers_compute_is_learnt_from_them():
+    """Short prompts do not tell the price of a long one: it came out five times too high."""
+    predictor = Predictor()
+    long_ones_elsewhere(predictor, 400)
+    found = predictor.model("m")
+    assert found.fitted
+    assert found.prefill(12_000) == pytest.approx(TRUTH.prefill(12_000), rel=0.15)
+    assert found.prefill(300) == pytest.approx(TRUTH.prefill(300), rel=0.15)
+    assert predictor.speed(FAST[0]) == pytest.approx(1.0, abs=0.1)
+
+
+def test_own_prompts_of_a_kind_count_instead_of_those_computed_elsewhere():
+    """Decode workers have slower GPUs than prefill workers here."""
+    predictor = Predictor()
+    long_ones_elsewhere(predictor, 200)
+    for second in range(200, 260):
+        predictor.observe(second, seen(FAST[0], 12_000, work_seconds=3.0))
+    assert predictor.model("m").prefill(12_000) * predictor.speed(FAST[0]) == pytest.approx(
+        3.0, rel=0.15
+    )
+
+
+def test_a_prompts_cached_part_was_not_computed_elsewhere():
+    predictor = Predictor()
+    for second in range(200):
+        work = TRUTH.prefill(12_000, 11_000)
+        cached = seen(FAST[0], 12_000, received_tokens=12_000, prefill_cached=11_000)
+        predictor.observe(second, structs.replace(cached, work_seconds=work))
+    found = predictor.model("m").prefill(12_000, 11_000)
+    assert found == pytest.approx(TRUTH.prefill(12_000, 11_000), rel=0.1)
+
+
+def test_moved_kv_is_no_prefill():
+    predictor = Predictor()
+    for second in range(200):
+        predictor.observe(second, seen(FAST[0], 1000, received_tokens=1000, work_seconds=0.001))
+    assert predictor.model("m") == LatencyModel()
+
+
+def test_speeds_do_not_drift_where_the_form_fits_badly():
+    """Usual prompts take a tenth less than the form allows beside the others: that is the form's
+    error, and no reason for higher prices."""
+    predictor, random = Predictor(), Random(5)
+    for second in range(6000):
+        usual = random.random() < 0.9
+        length = 300 if usual else round(2 ** random.uniform(5, 14))
+        work = TRUTH.prefill(length) * (0.85 if usual else 1.0)
+        predictor.observe(second, seen(random.choice(FAST), length, work_seconds=work))
+    assert predictor.model("m").prefill(12_000) == pytest.approx(TRUTH.prefill(12_000), rel=0.15)
+    assert 0.8 < predictor.speed(FAST[0]) < 1.0
 
 
 def test_prompts_from_elsewhere_teach_nothing_of_those_computed_here():

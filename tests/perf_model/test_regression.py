@@ -100,3 +100,15 @@ def test_prompts_of_nearly_one_length_leave_a_price_to_each_token(seed: int):
     base, each, pair = fit_nonnegative(rows, (0.02, 1e-4, 1e-9))
     assert each * 1500 + pair * 1500**2 > 0.002
     assert base + each * 16 == pytest.approx(0.007, rel=0.25)
+
+
+def test_rows_of_others_count_where_few_are_here():
+    here, there = StratifiedWindow(), StratifiedWindow()
+    for stratum, count in ((1, 3), (2, 4)):
+        for _ in range(count):
+            here.add(stratum, RegressionRow(stratum, 0, 1))
+    for stratum in (1, 2, 3, 3):
+        there.add(stratum, RegressionRow(10 * stratum, 0, 1))
+    assert sorted(row.x1 for row in here.rows_with(there, 4)) == [1, 1, 1, 2, 2, 2, 2, 10, 30, 30]
+    assert here.has(1)
+    assert not here.has(3)
