@@ -92,6 +92,8 @@ class AgentService:
             try:
                 self._look()
                 self.workers.bound_logs()
+                if lacking := self.workers.unwritten:
+                    why = f"{lacking}; make room, or a later agent knows less of them"
             except OSError as error:
                 why = f"{error}; make room or restart"
             except Exception as error:

@@ -100,6 +100,8 @@ class Workers:
         self._records: dict[str, WorkerRecord] = {}
         self._gone: dict[str, Seconds] = {}
         """When the first process of a worker was found to have ended, while its engine runs."""
+        self._unwritten: dict[str, str] = {}
+        """By change: why its record on disk is older than the one here."""
         self._unsure: dict[str, Seconds] = {}
         """Since when it is not known whether an earlier agent has told a worker to end."""
 
@@ -262,6 +264,8 @@ class Workers:
             else:
                 self._watch_gone(self._records[record.change], now, engine_runs=process in left)
         self._forget_old(now)
+        for change in tuple(self._unwritten):
+            self._put(self._records[change])
         self._note_present()
 
     def _note_present(self) -> None:
@@ -328,12 +332,21 @@ class Workers:
         return self._store.exit_status(record.change) if known is None else known
 
     def _put(self, record: WorkerRecord) -> None:
-        """Keeps a record. What cannot be written is told, and found again by its command line."""
+        """Keeps a record. What cannot be written is told, written when it can be, and found again
+        by its command line."""
         self._records[record.change] = record
         try:
             self._store.save(record)
         except OSError as error:
-            _log.warning("the record of worker %s cannot be written: %s", record.change, error)
+            self._unwritten[record.change] = error.strerror or str(error)
+        else:
+            self._unwritten.pop(record.change, None)
+
+    @property
+    def unwritten(self) -> str:
+        """Why records on disk are out of date; empty: they are not."""
+        why = next(iter(self._unwritten.values()), "")
+        return f"{self._store.directory} cannot be written: {why}" if why else ""
 
     def _forget_old(self, now: Seconds) -> None:
         ended = [one for one in self._records.values() if one.ended is not None]
@@ -341,6 +354,7 @@ class Workers:
             self._unsure.pop(record.change, None)
             if now - (record.ended or 0.0) > _KEEP_RECORD:
                 self._store.forget(record.change)
+                self._unwritten.pop(record.change, None)
                 del self._records[record.change]
         ended.sort(key=lambda one: one.ended or 0.0)
         for record in ended[:-_KEEP_LOGS]:

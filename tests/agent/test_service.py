@@ -74,7 +74,11 @@ async def test_it_looks_at_workers_by_itself_and_tells_what_keeps_it_from_it(
             await made.until(lambda: "agent_watch" not in degradations.reasons(), 2.0)
         assert len([record for record in caplog.records if record.exc_info]) == 1
         workers.start(ORDER_B, node.now())
+        (tmp_path / "b.json.new").mkdir()
         processes.end(101, 1)
+        await made.until(partial(told, degradations, "Is a directory; make room"), 2.0)
+        (tmp_path / "b.json.new").rmdir()
+        await made.until(lambda: "agent_watch" not in degradations.reasons(), 2.0)
         await made.until(lambda: workers.running == 0, 2.0)
 
 

@@ -183,6 +183,22 @@ def test_an_order_that_cannot_be_written_down_is_not_carried_out(
     assert not workers.knows("a")
 
 
+def test_a_record_that_cannot_be_written_is_told_and_written_later(
+    tmp_path: Path, workers: Workers, processes: FakeProcesses
+) -> None:
+    workers.start(order("a"), 0.0)
+    (tmp_path / "a.json.new").mkdir()
+    workers.stop("a", 10.0, 0.0)
+    assert workers.unwritten == f"{tmp_path} cannot be written: Is a directory"
+    workers.poll(1.0, {})
+    assert workers.unwritten
+    (tmp_path / "a.json.new").rmdir()
+    workers.poll(2.0, {})
+    assert not workers.unwritten
+    (record,), _ = RecordStore(tmp_path).load()
+    assert (record.kill_at, record.told) == (10.0, True)
+
+
 def test_after_the_grace_it_is_killed_once(workers: Workers, processes: FakeProcesses) -> None:
     workers.start(order("a"), 0.0)
     workers.stop("a", 10.0, 0.0)
