@@ -15,6 +15,7 @@ import asyncio
 import logging
 from contextlib import contextmanager
 from functools import partial
+from math import inf
 from random import Random
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -41,7 +42,15 @@ from pdserve.tracing.sink import NO_SINK
 from pdserve.wire.codec import decoder, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+    from collections.abc import (
+        Awaitable,
+        Callable,
+        Coroutine,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
 
     from pdserve.ids import NodeId, Seconds
     from pdserve.messages.node import NodeCard
@@ -65,6 +74,9 @@ T = TypeVar("T")
 
 _SETTLE: Final[Seconds] = 3.0
 """Most seconds at the beginning in which cards, reports of routers and other planners arrive."""
+_STILL: Final[Seconds] = 5.0
+"""A tick that is late by more shows that the process stood still, as peers do that it declares
+dead meanwhile: what it knows may be old."""
 _LONG: Final[Seconds] = 60.0
 """A decision that takes longer is a defect, or the machine has far too much to do."""
 _SLOW_DISK: Final[Seconds] = 10.0
@@ -119,6 +131,8 @@ class PlannerService:
         self._fixed: dict[str, tuple[NodeId, ...]] = {}
         self._degraded: dict[str, str] = {}
         self._draining = False
+        self._due = inf
+        """When the present tick was to begin."""
         self._enabled: set[str] = set()
         """Kinds that operators have enabled since the last tick."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -199,18 +213,33 @@ class PlannerService:
                 # A defect in a decision must not end all decisions; what is under way goes on.
                 _log.exception("a tick of the planner")
                 self._note({"planner_failed": f"{type(error).__name__} in a decision: see the log"})
-            await asyncio.sleep(until_next(self._node.now(), self.config.tick))
+            pause = until_next(self._node.now(), self.config.tick)
+            self._due = self._node.now() + pause
+            await asyncio.sleep(pause)
 
     async def _settle(self) -> None:
         """Waits until something is known, so that the first decision is none in ignorance."""
-        looked = [self._node.tasks.spawn(_first_look(one), "first look") for one in self.watches]
+        await self._wait_for(_first_look(one) for one in self.watches)
+
+    async def _catch_up(self) -> None:
+        """Looks again if the process stood still: what has happened meanwhile is not known yet, and
+        the time that has passed would count against workers that serve by now."""
+        late = self._node.now() - self._due
+        if late > _PATIENCE + _STILL:
+            _log.warning("stood still for %.0f s: looks again before it decides", late)
+            await self._wait_for(one.look() for one in self.watches)
+
+    async def _wait_for(self, looks: Iterable[Coroutine[None, None, None]]) -> None:
+        """Waits for looks at the actuators, and as long as cards and reports take to arrive."""
+        looking = [self._node.tasks.spawn(one, "look at an actuator") for one in looks]
         await asyncio.sleep(_SETTLE)
-        if looked:
-            await asyncio.wait(looked)
+        if looking:
+            await asyncio.wait(looking)
 
     async def tick(self) -> None:
         """Looks, decides, and sends the orders."""
         self.sight.reports |= await self._reports(self.sight.changing())
+        await self._catch_up()
         now, wall = self._node.now(), self._wall()
         seen = self.sight.look(now, wall, self.operators.wishes, self.orders.taken_refusals())
         core = self._core_of_this_life()
@@ -220,8 +249,8 @@ class PlannerService:
         with self._told_after(_LONG, "planner_failed", words):
             output = await self._offload(lambda: core.tick(now, seen))
         self.measures.ticked(self._node.now() - now)
-        if self._draining or core is not self._core:
-            return  # another planner decides by now
+        if self._draining or core is not self._core or self._core_epoch != self._node.epoch:
+            return  # another planner decides by now, or did while this one was taken for dead
         self._output = output
         self._fixed = fixed_workers(self.config.pools, seen.workers)
         self.operators.note(output.plans)

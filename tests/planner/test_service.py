@@ -11,7 +11,7 @@ import pytest
 from pdserve.errors import ActuatorDenied
 from pdserve.ids import NodeId
 from pdserve.messages.mode import SetMode
-from pdserve.messages.status import DrainOrder, UndoDrain
+from pdserve.messages.status import DrainOrder, NodeReport, UndoDrain
 from pdserve.planner.config import PoolConfig, WorkerModeName
 from pdserve.planner.core import owner_of
 from pdserve.planner.driver.actuator_watch import ActuatorWatch
@@ -21,6 +21,8 @@ from tests.planner.driver.site import MODEL, site
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from pdserve.messages.planner import Instance
 
 
 @virtually
@@ -268,6 +270,65 @@ async def test_a_decision_that_takes_too_long_is_told_until_it_ends() -> None:
         ends.set()
         await asyncio.sleep(10.0)
         assert "planner_failed" not in planner.degradations.reasons()
+
+
+@virtually
+async def test_after_a_standstill_workers_that_serve_by_now_are_not_taken_for_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with site(rate=0.5) as made:
+        planner = await made.planner()
+        await made.until(lambda: bool(planner.report.plans))
+        made.router.rate = 1.5
+        await made.until(lambda: bool(made.starts.started))
+        await made.until(lambda: "booting" in str(planner.report.plans[0].changes), 10.0)
+        # It stands still for 100 s, and sees what there was before for another second.
+        service, resumes = planner.service, planner.node.now() + 100.0
+        members, listed = service.sight._members, service.sight._members()
+        lists, started = made.starts.list, await made.starts.list()
+
+        async def still(nodes: object) -> dict[NodeId, NodeReport]:
+            await asyncio.sleep(max(0.0, resumes - planner.node.now()))
+            return {}
+
+        async def old_list() -> list[Instance]:
+            return started if blind() else await lists()
+
+        def blind() -> bool:
+            return planner.node.now() < resumes + 1.0
+
+        monkeypatch.setattr(service, "_reports", still)
+        monkeypatch.setattr(service.sight, "_members", lambda: listed if blind() else members())
+        monkeypatch.setattr(made.starts, "list", old_list)
+        await made.until(lambda: planner.node.now() > resumes + 30.0, 140.0)
+        assert not made.starts.stopped
+        assert made.serving() >= 2
+
+
+@virtually
+async def test_a_decision_of_before_it_was_taken_for_dead_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with site(rate=0.5) as made:
+        planner = await made.planner()
+        await made.until(lambda: bool(planner.report.plans))
+        usual, orders = planner.service._offload, made.starts.started
+
+        async def meanwhile(work):
+            output = await usual(work)
+            if output.orders:
+                planner.service._offload = usual
+                planner.node._epoch += 1000
+                monkeypatch.setattr(
+                    planner.service.orders, "carry_out", lambda given: orders.append("old")
+                )
+            return output
+
+        planner.service._offload = meanwhile
+        made.router.rate = 2.5
+        await made.until(lambda: planner.service._offload is usual, 60.0)
+        await asyncio.sleep(1.0)
+        assert "old" not in orders
 
 
 @virtually
