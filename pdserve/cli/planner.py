@@ -160,15 +160,18 @@ def _check(name: str) -> int:
     from pdserve.launch.config.planner_file import read_planner_file
 
     config, actuators = read_planner_file(Path(name))
-    models = ", ".join(map(_in_words, config.pools))
+    several = bool(actuators) and len(config.pools) > 1
+    models = ", ".join(_in_words(pool, several=several) for pool in config.pools)
     print(printable(f"{name}: fine: {models}; ways to start workers: {len(actuators)}"))
     return exit_codes.OK
 
 
-def _in_words(pool: PoolConfig) -> str:
+def _in_words(pool: PoolConfig, *, several: bool) -> str:
+    """`several`: workers can be started, and there are other pools."""
     aimless = pool.ttft is None and pool.itl is None
     load = ", whatever the load: it has no objective" if aimless else ""
-    return f"{pool.model} ({pool.min} to {pool.max}{load})"
+    idle = "; nothing is started for it: it names no kinds" if several and not pool.kinds else ""
+    return f"{pool.model} ({pool.min} to {pool.max}{load}{idle})"
 
 
 async def _show(reach: Reach, *, as_records: bool) -> int:

@@ -153,6 +153,11 @@ def test_a_file_is_checked(tmp_path, capsys):
     path.write_text(pool)
     assert main(["planner", "check", str(path)]) == exit_codes.OK
     assert "m (1 to 4, whatever the load: it has no objective); ways" in capsys.readouterr().out
+    second = '[[planner.pool]]\nmodel = "n"\nkinds = ["a"]\n[planner.actuator]\ntype = "agents"\n'
+    path.write_text(f'{pool}slo-ttft = "1s"\n{second}')
+    assert main(["planner", "check", str(path)]) == exit_codes.OK
+    said = capsys.readouterr().out
+    assert "m (1 to 4; nothing is started for it: it names no kinds), n (1 to 64, what" in said
     path.write_text('[planner]\n[[planner.pool]]\nmodl = "m"\n')
     assert main(["planner", "check", str(path)]) == exit_codes.USAGE
     assert "line 3 (planner.pool 1): 'modl': unknown field" in capsys.readouterr().err
