@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pdserve.errors import ConfigError
 from pdserve.launch.config.units import parse_duration, parse_limit, parse_share
+from pdserve.launch.config.worker_flags import check_worker_flags
 from pdserve.planner.actuators import ActuatorType, read_actuator
 from pdserve.planner.config import Floor, PlannerConfig, PoolConfig
 from pdserve.toml import TomlPlaces, nearest, read_toml, readable
@@ -96,6 +97,8 @@ def parse_planner_file(data: bytes, source: str, mode: PlannerMode = "off") -> P
         raise ConfigError(f"{source}: {error.message}", param="planner_file") from None
     actuators = _actuators(table.get("actuator", []), source)
     _check_kinds(config, actuators, source)
+    for _, settings in actuators:
+        _check_worker_flags(settings, f"{source}: [planner.actuator]")
     return PlannerFile(config, actuators)
 
 
@@ -215,6 +218,14 @@ def _check_kinds(
             hint = nearest(kind, known)
             words = f"{source}: {place}: no actuator has kind {readable(kind)!r}; {hint}"
             raise ConfigError(words, param="kinds")
+
+
+def _check_worker_flags(settings: Any, place: str) -> None:
+    """Flags of workers that a command starts: a typing error would be found only as each worker
+    ends at its start. Errors: `ConfigError`."""
+    check_worker_flags(f"{place} worker", getattr(settings, "worker", ()))
+    for name, kind in (getattr(settings, "kinds", None) or {}).items():
+        check_worker_flags(f"{place} kinds.{name} worker", getattr(kind, "worker", ()))
 
 
 # ---------------------------------------------------------------------- values

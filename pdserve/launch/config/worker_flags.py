@@ -1,4 +1,4 @@
-"""Composes the command lines of workers that an agent starts.
+"""Composes the command lines of workers that an agent starts, and checks those of actuators.
 
 A worker gets its agent's own worker and cluster options, then the flags of its kind. Nothing that
 another node says becomes a flag, but for the mode and the change, which have fixed forms.
@@ -12,14 +12,15 @@ from pdserve.errors import ConfigError
 from pdserve.launch.config.options import BY_NAME
 from pdserve.launch.config.resolve import closest_match, resolve, unknown_option
 from pdserve.net.address import join, split, without_port
+from pdserve.toml import readable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pdserve.launch.cluster.addresses import ClusterConfig
     from pdserve.launch.config.resolve import Config
 
-__all__ = ["as_arguments", "joining_flags", "kind_flags", "shared_flags"]
+__all__ = ["as_arguments", "check_worker_flags", "joining_flags", "kind_flags", "shared_flags"]
 
 _ALSO: Final = ("log-format", "log-level", "drain-timeout", "metrics-names", "metrics-host")
 """Options outside of the worker's own that a worker uses."""
@@ -33,13 +34,7 @@ def kind_flags(kind: str, words: Sequence[str]) -> dict[str, str]:
     Errors: `ConfigError` names the kind, the flag and the nearest one that is possible.
     """
     place = f"agent-worker {kind}"
-    flags: dict[str, str] = {}
-    rest = list(words)
-    while rest:
-        name, text = _next_flag(place, rest)
-        option = BY_NAME[name]
-        earlier = flags.get(name, "") if option.many else ""
-        flags[name] = f"{earlier}{text}\n" if option.many else text
+    flags = _read(place, words, _check_kind_flag)
     try:
         resolve(flags, {"PDSERVE_CONFIG": "none"})
     except ConfigError as error:
@@ -47,7 +42,36 @@ def kind_flags(kind: str, words: Sequence[str]) -> dict[str, str]:
     return flags
 
 
-def _next_flag(place: str, rest: list[str]) -> tuple[str, str]:
+def check_worker_flags(place: str, words: Sequence[str]) -> None:
+    """Checks flags of workers that may run on another host: their names and each value by itself.
+    No file is looked for. A flag that workers do not use is none that ends them, so it is let pass.
+
+    Errors: `ConfigError` names the place, the flag and the nearest one that is possible.
+    """
+    for name, text in _read(place, words, _check_known).items():
+        try:
+            BY_NAME[name].parse(text)
+        except ValueError as error:
+            raise ConfigError(f"{place}: --{name}: {readable(str(error))}") from None
+
+
+def _read(
+    place: str, words: Sequence[str], check: Callable[[str, str, str], None]
+) -> dict[str, str]:
+    """Texts by option; `check` is called with the place, each option's name and its word."""
+    flags: dict[str, str] = {}
+    rest = list(words)
+    while rest:
+        name, text = _next_flag(place, rest, check)
+        option = BY_NAME[name]
+        earlier = flags.get(name, "") if option.many else ""
+        flags[name] = f"{earlier}{text}\n" if option.many else text
+    return flags
+
+
+def _next_flag(
+    place: str, rest: list[str], check: Callable[[str, str, str], None]
+) -> tuple[str, str]:
     """Takes one flag and its value from the front of `rest`."""
     word, equals, value = rest.pop(0).partition("=")
     name = word.removeprefix("--")
@@ -55,7 +79,7 @@ def _next_flag(place: str, rest: list[str]) -> tuple[str, str]:
         raise ConfigError(f"{place}: {word!r} is no flag; write --name=value")
     if name.startswith("no-") and name not in BY_NAME and not equals:
         name, equals, value = name.removeprefix("no-"), "=", "false"
-    _check_name(place, name, word)
+    check(place, name, word)
     if BY_NAME[name].switch and not equals:
         return name, "true"
     if not equals:
@@ -65,15 +89,19 @@ def _next_flag(place: str, rest: list[str]) -> tuple[str, str]:
     return name, value
 
 
-def _check_name(place: str, name: str, word: str) -> None:
-    if name in _BY_AGENT:
-        raise ConfigError(f"{place}: {word} is set by the agent for each worker; leave it out")
+def _check_known(place: str, name: str, word: str) -> None:
     if name not in BY_NAME:
         near = closest_match(name, [one for one in BY_NAME if _is_workers(one)])
         if near is not None:
             raise ConfigError(f"{place}: {word} is unknown, did you mean --{near}?")
         error = unknown_option(name, word, lambda option: option.flag)
         raise ConfigError(f"{place}: {error.message}")
+
+
+def _check_kind_flag(place: str, name: str, word: str) -> None:
+    if name in _BY_AGENT:
+        raise ConfigError(f"{place}: {word} is set by the agent for each worker; leave it out")
+    _check_known(place, name, word)
     if not _is_workers(name):
         raise ConfigError(f"{place}: {word} is no option of a worker; leave it out")
 

@@ -151,3 +151,18 @@ def test_what_never_ends_is_not_read(tmp_path: Path) -> None:
             read_planner_file(tmp_path / name)
     with pytest.raises(ConfigError, match="cannot be read: it is no file"):
         read_planner_file(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize("kind", ["slurm", "systemd"])
+@pytest.mark.parametrize("own", [True, False], ids=["a kind's own", "all kinds'"])
+def test_flags_of_workers_are_checked_before_one_starts(kind: str, own: bool) -> None:
+    flags = 'worker = ["--engine=sim", "--modell=/m"]\n'
+    directory = 'directory = "/shared"\n' if kind == "slurm" else ""
+    text = f"[planner]\n{POOL}[planner.actuator]\ntype = '{kind}'\n{directory}"
+    text += f"{'' if own else flags}[planner.actuator.kinds.gpu]\n{flags if own else ''}"
+    with pytest.raises(ConfigError) as raised:
+        parsed(text)
+    where = "[planner.actuator] kinds.gpu worker" if own else "[planner.actuator] worker"
+    says = f"planner.toml: {where}: --modell is unknown, did you mean --model?"
+    assert raised.value.message == says
+    parsed(text.replace("--modell", "--model"))

@@ -9,7 +9,12 @@ import pytest
 from pdserve.cli.serve import read_flags
 from pdserve.errors import ConfigError
 from pdserve.launch.config.resolve import resolve
-from pdserve.launch.config.worker_flags import as_arguments, kind_flags, shared_flags
+from pdserve.launch.config.worker_flags import (
+    as_arguments,
+    check_worker_flags,
+    kind_flags,
+    shared_flags,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,6 +53,31 @@ def test_flags_that_cannot_be(words: tuple[str, ...], says: str) -> None:
     with pytest.raises(ConfigError) as raised:
         kind_flags("gpu", words)
     assert says in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--modell=/m",), "here: --modell is unknown, did you mean --model?"),
+        (("--engin", "vllm"), "here: --engin is unknown, did you mean --engine?"),
+        (("model",), "here: 'model' is no flag"),
+        (("--model",), "here: --model needs a value"),
+        (("--kv-memory=4G",), "here: --kv-memory: "),
+        (("--engine-option", "blocks"), "here: --engine-option: "),
+        (("--drain-timeout", "soon"), "here: --drain-timeout: "),
+    ],
+)
+def test_flags_that_no_command_line_takes(words: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_worker_flags("here", words)
+    assert raised.value.message.startswith(says)
+
+
+def test_flags_of_another_host_are_not_compared_with_this_one() -> None:
+    files = ("--model=/nowhere/m", "--config=/nowhere/f.toml", "--cluster-key-file", "/nowhere/k")
+    own = ("--listen=10.0.0.1:0", "--node-name=a", "--metrics-port=0", "--no-prefix-cache")
+    options = ("--engine-option=a=1", "--engine-option", "b=2")
+    check_worker_flags("here", (*files, *own, *options, "--port=80"))
 
 
 def test_workers_get_what_concerns_workers_and_nothing_else(tmp_path: Path) -> None:
