@@ -69,6 +69,18 @@ def test_the_mode_that_gives_a_worker_keeps_room():
     assert "begin mode w10>prefill" in ordered(2, 3, 4.7, 0.48)
 
 
+def test_a_worker_keeps_its_mode_for_dwell():
+    """The ratio is wrong from the beginning, and the workers were first seen then."""
+    bench = Bench(config(pool(modes=("prefill", "decode"), max=5), dwell=90.0))
+    bench.judge.decode_weight = 0.48
+    bench.see(*crowd(2, "prefill"), *crowd(3, "decode", 10))
+    bench.load(4.7)
+    orders = [actions(output) for output in bench.until(130)]
+    first = next(at for at, lines in enumerate(orders) if lines)
+    assert orders[first] == ["begin mode w10>prefill"]
+    assert 5.0 * first >= 90.0, "after the tick at which they were first seen"
+
+
 def test_a_worker_is_not_switched_more_than_four_times_in_an_hour():
     bench = Bench(config(pool(modes=("prefill", "decode"), max=4), stable=1.0, dwell=1.0))
     workers = [*crowd(2, "prefill"), *crowd(2, "decode", 10)]
