@@ -639,7 +639,7 @@ def _read_shard(
     try:
         _load_weights(opened, leader, progress, shard)
         progress("waiting for the other ranks", None)
-        leader.connect()
+        leader.connect(opened.digest())
     except BaseException:
         leader.close()
         raise

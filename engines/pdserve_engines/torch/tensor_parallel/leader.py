@@ -127,9 +127,17 @@ class LeaderModel:
     def place(self, param: Param, parts: Iterable[torch.Tensor]) -> None:
         self._model.place(param, parts)
 
-    def connect(self) -> None:
-        """Wait until the other ranks have loaded, and join them. Raises `EngineDied`."""
+    def connect(self, digest: bytes) -> None:
+        """Wait until the other ranks have loaded, and join them. `digest` is that of the checkpoint
+        that rank 0 has read. Raises `EngineDied`, also if a rank has read another one: files may be
+        replaced while an engine loads."""
         self._loaded = self.ranks.wait_loaded()
+        for rank, one in enumerate(self._loaded, 1):
+            if one.checkpoint != digest:
+                raise self.ranks.end(
+                    f"rank {rank} has read another checkpoint than rank 0: files of the model were "
+                    "replaced while it was loaded"
+                )
         self._model.join(self.ranks.join(self._placement))
 
     def sibling(self, settings: TorchSettings) -> None:

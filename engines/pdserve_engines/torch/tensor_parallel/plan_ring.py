@@ -54,8 +54,12 @@ class PlanRing:
         size = _PAGE + _SLOTS * self._slot_bytes
         self.fd = os.memfd_create("pdserve-plans", os.MFD_CLOEXEC)
         """Descriptor that readers attach to."""
-        os.ftruncate(self.fd, size)
-        self._memory = mmap.mmap(self.fd, size)
+        try:
+            os.ftruncate(self.fd, size)
+            self._memory = mmap.mmap(self.fd, size)
+        except BaseException:
+            os.close(self.fd)
+            raise
         self.bells = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(readers)]
         """Event descriptors, one for each reader."""
         self._written = 0

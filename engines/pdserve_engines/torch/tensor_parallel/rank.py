@@ -161,7 +161,8 @@ def _load(link: RankLink, owned: ExitStack) -> Rank:
             opened.config, opened.checkpoint, model.place, lambda *_: heartbeat.tick(), shard
         )
         layout = kv_block_shape(spec, shard.config, settings)
-    link.send(loaded_message(model.weight_bytes, measure_memory(device)))
+        digest = opened.digest()
+    link.send(loaded_message(model.weight_bytes, measure_memory(device), digest))
     _expect(link, JoinRanks)
     model.join(join_group(placement, store, order.rank, order.patience))
     rank = Rank(model, layout, settings, reader, heartbeat)
@@ -169,11 +170,11 @@ def _load(link: RankLink, owned: ExitStack) -> Rank:
     return rank
 
 
-def loaded_message(weight_bytes: Bytes, room: AvailableMemory) -> RankLoaded:
+def loaded_message(weight_bytes: Bytes, room: AvailableMemory, digest: bytes) -> RankLoaded:
     """What a rank says when it has loaded. Host memory is measured by rank 0 for all."""
     if not room.total:
-        return RankLoaded(weight_bytes)
-    return RankLoaded(weight_bytes, room.free, room.total, room.own)
+        return RankLoaded(weight_bytes, checkpoint=digest)
+    return RankLoaded(weight_bytes, room.free, room.total, room.own, digest)
 
 
 def _expect(link: RankLink, kind: type[M]) -> tuple[M, list[int]]:

@@ -57,6 +57,8 @@ class RankLoaded(msgspec.Struct, frozen=True, tag=2):
     total: int = 0
     own: int = 0
     """Bytes of the GPU that the rank has taken."""
+    checkpoint: bytes = b""
+    """Tells checkpoints apart (`OpenedModel.digest`)."""
 
 
 class JoinRanks(msgspec.Struct, frozen=True, tag=3):

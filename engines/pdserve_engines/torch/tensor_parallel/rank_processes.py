@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import select
 import subprocess
 import sys
 import time
@@ -16,7 +17,8 @@ from contextlib import suppress
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from pdserve.errors import EngineDied
+from pdserve.errors import ConfigError, EngineDied
+from pdserve.limits.sizes import approximate_size
 from pdserve.observe.heartbeat import HeartbeatPage
 from pdserve_engines.torch.tensor_parallel.collectives import join_group
 from pdserve_engines.torch.tensor_parallel.plan_ring import PlanRing
@@ -34,7 +36,7 @@ from pdserve_engines.torch.tensor_parallel.rank_plan import encode_plan
 from pdserve_engines.torch.tensor_parallel.rank_watch import RankWatch, look_interval
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from pdserve.ids import Bytes, Seconds
     from pdserve.messages.engine import EngineSpec
@@ -51,10 +53,8 @@ _REAP: Seconds = 5.0
 """Seconds for a killed rank to end."""
 _MODULE: Final = "pdserve_engines.torch.tensor_parallel.rank"
 _LOAD: Seconds = 1800.0
-"""Longest load of a rank; as long as the node waits for the whole engine by default."""
+"""Longest load of a rank. The node ends the engine after `--start-timeout`, if that is shorter."""
 _ALLOCATE: Seconds = 60.0
-_LOOK: Seconds = 0.5
-"""How often a rank that loads is asked whether it lives."""
 _STOP: Seconds = 2.0
 """Longest orderly end of a rank, before it is killed."""
 _LAST_WORDS: Seconds = 0.5
@@ -120,13 +120,20 @@ class RankProcesses:
 
     def __init__(self, spec: EngineSpec, plan_bytes: Bytes, patience: Seconds) -> None:
         """Start the processes, which begin to load at once. `plan_bytes`: most bytes of a plan;
-        `patience`: longest wait for a rank within a step. Raises `EngineDied`."""
+        `patience`: longest wait for a rank within a step. Raises `EngineDied`, and `ConfigError` if
+        there is no memory for plans."""
         self._patience = patience
         self._count = spec.tensor_parallel
-        self._ring = PlanRing(plan_bytes, self._count - 1)
-        self._store = os.memfd_create("pdserve-ranks", os.MFD_CLOEXEC)
         self._ranks: list[_Rank] = []
         self._closed = False
+        try:
+            self._ring = PlanRing(plan_bytes, self._count - 1)
+        except OSError as error:
+            raise ConfigError(
+                f"no memory for the plans of ranks ({approximate_size(plan_bytes)} each): {error}; "
+                "lower --max-model-len or --max-sequences"
+            ) from error
+        self._store = os.memfd_create("pdserve-ranks", os.MFD_CLOEXEC)
         try:
             for number in range(1, self._count):
                 self._start(spec, number)
@@ -208,7 +215,10 @@ class RankProcesses:
         until = time.monotonic() + _LAST_WORDS
         while not (reason := self._reason()) and time.monotonic() < until:
             time.sleep(0.01)
-        reason = reason or f"{self._slowest()}: {error}"
+        return self.end(reason or f"{self._slowest()}: {error}")
+
+    def end(self, reason: str) -> EngineDied:
+        """End all ranks for this reason; returns the error that says so."""
         _log.error("tensor parallel: %s", reason)
         self.close()
         return EngineDied(f"tensor parallel: {reason}")
@@ -228,14 +238,26 @@ class RankProcesses:
         self._ring.close()
         os.close(self._store)
 
-    def _answers(self, kind: type[M], patience: Seconds) -> Iterator[tuple[M, list[int]]]:
-        """The answer of each rank, in order."""
+    def _answers(self, kind: type[M], patience: Seconds) -> list[tuple[M, list[int]]]:
+        """The answers of all ranks, in order. A rank that ends is noticed at once, also while a
+        slower one is waited for."""
         until = time.monotonic() + patience
-        for rank in self._ranks:
-            try:
-                yield _answer(rank, kind, until)
-            except (RankLinkClosed, TimeoutError) as error:
-                raise self.lost(error) from error
+        waiting = {rank.link.fileno(): rank for rank in self._ranks}
+        found: dict[int, tuple[M, list[int]]] = {}
+        try:
+            while waiting:
+                rest = until - time.monotonic()
+                ready = select.select(list(waiting), [], [], max(0.0, rest))[0]
+                if not ready:
+                    raise TimeoutError(f"{next(iter(waiting.values()))} gives no answer")
+                for rank in map(waiting.pop, ready):
+                    found[rank.number] = _answer(rank, kind)
+        except (EngineDied, RankLinkClosed, TimeoutError) as error:
+            for fd in (fd for _, fds in found.values() for fd in fds):
+                os.close(fd)
+            said = isinstance(error, EngineDied)
+            raise (self.end(str(error)) if said else self.lost(error)) from error
+        return [found[rank.number] for rank in self._ranks]
 
     def _check_alive(self) -> None:
         if reason := self._reason():
@@ -260,17 +282,16 @@ class RankProcesses:
         return f"no progress for {self._patience:g} s; {rank} is in {reading.what}"
 
 
-def _answer(rank: _Rank, kind: type[M], until: Seconds) -> tuple[M, list[int]]:
-    while True:
-        found = rank.link.receive(_LOOK)
-        if found is not None:
-            message, fds = found
-            if isinstance(message, RankFailed):
-                raise RankLinkClosed(f"{rank} failed: {message.reason}")
-            assert isinstance(message, kind), f"{rank} answered {type(message).__name__}"
-            return message, fds
-        if time.monotonic() > until:
-            raise TimeoutError(f"{rank} gives no answer")
+def _answer(rank: _Rank, kind: type[M]) -> tuple[M, list[int]]:
+    """The message of a rank that has sent one, or has closed its link. Raises `EngineDied` with the
+    rank's own reason, and `RankLinkClosed`."""
+    answer = rank.link.receive(0.0)
+    assert answer is not None, f"{rank} has sent nothing"
+    message, fds = answer
+    if isinstance(message, RankFailed):
+        raise EngineDied(f"{rank} failed: {message.reason}")
+    assert isinstance(message, kind), f"{rank} answered {type(message).__name__}"
+    return message, fds
 
 
 def _last_words(rank: _Rank) -> str:

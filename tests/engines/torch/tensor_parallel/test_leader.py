@@ -7,12 +7,16 @@ from __future__ import annotations
 import ctypes
 import gc
 import random
+import shutil
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pdserve.clock import ManualClock
 from pdserve.engine_core.engine_loader import load_core
@@ -36,6 +40,7 @@ from pdserve_engines.torch.tensor_parallel.placement import RankPlacement
 from pdserve_engines.torch.tensor_parallel.rank import Rank
 from pdserve_engines.torch.tensor_parallel.rank_link import RankLoaded
 from pdserve_engines.torch.tensor_parallel.rank_model import RankModel
+from pdserve_engines.torch.tensor_parallel.rank_processes import RankProcesses
 from pdserve_engines.torch.tensor_parallel.shard import Shard
 from tests.engines.torch.checkpoints import TINY, VOCAB, checkpoint
 from tests.engines.torch.driver import Driver, loaded, sequence, spec
@@ -43,8 +48,10 @@ from tests.engines.torch.tensor_parallel.thread_ranks import ranks_as_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from pdserve.engine_core.executor import StepResult
+    from pdserve.messages.engine import EngineSpec
     from pdserve_engines.torch.executor import TorchExecutor
     from pdserve_engines.torch.tensor_parallel.rank_plan import RankPlan
 
@@ -209,7 +216,74 @@ def test_a_rank_that_cannot_load_says_why() -> None:
         loaded(checkpoint("llama")[0], tensor_parallel=2)
 
 
+def test_the_words_of_a_rank_that_cannot_load_are_the_engines() -> None:
+    """Rank 0 itself has loaded by then."""
+    place = RankModel.place
+
+    def placed(model: RankModel, param: Any, parts: Any) -> None:
+        if model._shard.rank:
+            raise MemoryError("too large")
+        place(model, param, parts)
+
+    with (
+        mock.patch.object(RankModel, "place", placed),
+        pytest.raises(EngineDied, match=r"rank 1 \(process \d+\) failed: MemoryError: too large"),
+    ):
+        loaded(checkpoint("llama")[0], tensor_parallel=2)
+
+
+def test_a_rank_that_fails_is_noticed_while_a_slower_one_loads() -> None:
+    place, end = RankModel.place, RankProcesses.end
+    failure, late = threading.Event(), []
+
+    def placed(model: RankModel, param: Any, parts: Any) -> None:
+        if model._shard.rank == 1 and not failure.wait(20):
+            late.append(param.key)
+        if model._shard.rank == 3:
+            raise MemoryError("too large")
+        place(model, param, parts)
+
+    def ended(ranks: RankProcesses, reason: str) -> EngineDied:
+        failure.set()
+        return end(ranks, reason)
+
+    with (
+        mock.patch.object(RankModel, "place", placed),
+        mock.patch.object(RankProcesses, "end", ended),
+        pytest.raises(EngineDied, match=r"rank 3 .* failed: MemoryError: too large"),
+    ):
+        loaded(checkpoint("llama")[0], tensor_parallel=4)
+    assert not late
+
+
+def test_ranks_compute_with_the_checkpoint_that_rank_0_has_read(tmp_path: Path) -> None:
+    """Somebody replaces files while an engine loads: shapes are the same, numbers are not."""
+    first, second = (tmp_path / name for name in ("first", "second"))
+    for directory in (first, second):
+        shutil.copytree(checkpoint("llama")[0], directory)
+    weights = load_file(second / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, second / "model.safetensors", metadata={"format": "pt"})
+
+    def started(spec: EngineSpec, *others: Any) -> RankProcesses:
+        return RankProcesses(msgspec.structs.replace(spec, model=str(second)), *others)
+
+    with (
+        mock.patch.object(leader, "RankProcesses", started),
+        pytest.raises(EngineDied, match=r"rank 1 has read another checkpoint .* were replaced"),
+    ):
+        loaded(first, tensor_parallel=2)
+
+
+def test_plans_that_no_memory_holds_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no memory for the plans of ranks .*--max-sequences"):
+        loaded(checkpoint("llama")[0], tensor_parallel=2, max_sequences=1 << 50)
+
+
 # ------------------------------------------------------------------ on GPUs, without one
+
+
+DIGEST = b"of the checkpoint"
 
 
 class PlayedRanks:
@@ -221,7 +295,7 @@ class PlayedRanks:
         self.memories: list[Any] = []
 
     def wait_loaded(self) -> list[RankLoaded]:
-        return [RankLoaded(weight_bytes=30, free=50 << 30, total=80 << 30, own=9 << 30)]
+        return [RankLoaded(30, free=50 << 30, total=80 << 30, own=9 << 30, checkpoint=DIGEST)]
 
     def join(self, placement: RankPlacement) -> mock.Mock:
         return mock.Mock()
@@ -242,7 +316,7 @@ def leader_on(placement: RankPlacement) -> tuple[LeaderModel, PlayedRanks]:
     driver = mock.Mock()
     driver.export.side_effect = lambda address, size: (address, size)
     model = LeaderModel(RankModel(shard, settings), shard, ranks, placement, driver)
-    model.connect()
+    model.connect(DIGEST)
     return model, ranks
 
 
