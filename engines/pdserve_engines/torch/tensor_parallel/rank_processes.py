@@ -218,8 +218,11 @@ class RankProcesses:
         return self.end(reason or f"{self._slowest()}: {error}")
 
     def end(self, reason: str) -> EngineDied:
-        """End all ranks for this reason; returns the error that says so."""
+        """Kill all ranks for this reason; returns the error that says so. It comes before the node
+        counts the engine as stalled, so a rank that stands still is not asked to end in order."""
         _log.error("tensor parallel: %s", reason)
+        for rank in self._ranks:
+            rank.process.kill()
         self.close()
         return EngineDied(f"tensor parallel: {reason}")
 

@@ -44,7 +44,7 @@ from pdserve_engines.torch.tensor_parallel.rank_processes import RankProcesses
 from pdserve_engines.torch.tensor_parallel.shard import Shard
 from tests.engines.torch.checkpoints import TINY, VOCAB, checkpoint
 from tests.engines.torch.driver import Driver, loaded, sequence, spec
-from tests.engines.torch.tensor_parallel.thread_ranks import ranks_as_threads
+from tests.engines.torch.tensor_parallel.thread_ranks import RankThread, ranks_as_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -191,6 +191,29 @@ def test_a_core_whose_rank_fails_ends_so_that_its_requests_go_on_elsewhere() -> 
     assert "rank 1" in event.message
     assert error_of(event).retryable
     core.close()
+
+
+def test_ranks_that_failed_are_killed_before_they_are_waited_for() -> None:
+    """One that stands still never ends in order, and the node's patience is short."""
+    calls: list[str] = []
+    executor = loaded(checkpoint("llama")[0], block_size=BLOCK, tensor_parallel=2)
+    assert isinstance(executor._model, LeaderModel)
+    wait = RankThread.wait
+
+    def killed(_thread: RankThread) -> None:
+        calls.append("kill")
+
+    def waited(thread: RankThread, timeout: float) -> int | None:
+        calls.append("wait")
+        return wait(thread, timeout)
+
+    with (
+        mock.patch.object(RankThread, "kill", killed),
+        mock.patch.object(RankThread, "wait", waited),
+    ):
+        executor._model.ranks.end("a test ends them")
+    executor.close()
+    assert calls[:2] == ["kill", "wait"]
 
 
 @pytest.mark.parametrize(
