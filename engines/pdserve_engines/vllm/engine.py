@@ -491,8 +491,9 @@ class Engine:
     def warm_up(self) -> None:
         """Compute some tokens with logprobs while the engine loads. vLLM compiles a function for
         the first request that wants them, which may take longer than the node waits for a step.
-        Raises `EngineDied`, and what vLLM raises."""
-        if "generate" not in self._tasks:
+        With a KV connector nothing is computed before its staging blocks are there. Raises
+        `EngineDied`, and what vLLM raises."""
+        if "generate" not in self._tasks or self._scheduler.connector is not None:
             return
         keys = [f"warm-up-{tokens}" for tokens in _WARM_UP_TOKENS]
         try:
