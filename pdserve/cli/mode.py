@@ -63,7 +63,6 @@ def run(arguments: list[str]) -> int:
         "--share",
         metavar="SHARE",
         type=float,
-        default=0.5,
         help="With both: the part of a step that other workers' prompts may fill; one that is "
         "longer comes alone (default: 0.5).",
     )
@@ -79,7 +78,7 @@ def run(arguments: list[str]) -> int:
     order = SetMode(
         mode=_checked(parsed.mode),
         last=parsed.last,
-        share=_within("--share", parsed.share, 1.0),
+        share=_share(parsed.mode, parsed.share),
         timeout=_within("--timeout", parsed.timeout, 3600.0),
     )
     return asyncio.run(_change(reach_of(parsed), parsed.node, order, wait=parsed.wait))
@@ -91,6 +90,14 @@ def _checked(mode: str) -> str:
         hint = f", did you mean {close!r}?" if close else f": use one of {', '.join(LIVE_MODES)}"
         raise ConfigError(f"mode {mode!r} is unknown{hint}")
     return mode
+
+
+def _share(mode: str, share: float | None) -> float:
+    if share is None:
+        return 0.5
+    if mode != "both":
+        raise ConfigError(f"--share is for mode both, and a {mode} worker has none: leave it out")
+    return _within("--share", share, 1.0)
 
 
 def _within(flag: str, value: float, most: float) -> float:

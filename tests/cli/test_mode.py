@@ -53,6 +53,11 @@ def test_what_cannot_be_is_refused_before_anybody_is_asked(arguments, capsys):
     assert "unknown" in (said := capsys.readouterr().err) or "must be greater than 0" in said
 
 
+def test_a_share_is_refused_where_it_would_be_ignored(capsys):
+    assert main(["mode", "w", "decode", "--share", "0.3"]) == exit_codes.USAGE
+    assert "--share is for mode both, and a decode worker has none" in capsys.readouterr().err
+
+
 def test_status_shows_the_mode_and_where_it_leads():
     changing = ModeReport(mode="decode", generation=1, state="leaving", target="prefill")
     text = render(status(member("w", "worker", NodeReport(mode=changing, worker=LOAD))))

@@ -401,7 +401,9 @@ async def test_a_pause_reaches_all_planners_and_outlives_the_one_that_heard_it()
 
 
 @virtually
-async def test_an_order_that_makes_no_sense_is_refused_with_what_would() -> None:
+async def test_an_order_that_makes_no_sense_is_refused_with_what_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with site(rate=0.5) as made:
         planner = await made.planner()
         await made.until(lambda: made.serving() == 1)
@@ -413,6 +415,10 @@ async def test_an_order_that_makes_no_sense_is_refused_with_what_would() -> None
         ):
             assert says in (await planner.asked(verb, **fields)).refused
         assert not (await planner.asked("enable", kind="gpu")).refused
+        monkeypatch.setattr("pdserve.planner.driver.wishes._MOST", 1)
+        assert not (await planner.asked("pause", model=MODEL)).refused
+        assert "as many pauses and pins" in (await planner.asked("pause")).refused
+        assert not (await planner.asked("resume", model=MODEL)).refused
         assert (planner.report.paused, planner.report.pins) == ({}, {})
 
 

@@ -97,6 +97,11 @@ class Operators:
                 f"it must hold for more than 0 s, and for {LONGEST:.0f} s at most: what must last "
                 "stands in the planner file"
             )
+        if order.verb in ("pause", "pin") and self.wishes.full(order.model, order.verb):
+            return (
+                "as many pauses and pins are remembered as there can be: those that have ended are "
+                "forgotten after an hour"
+            )
         if order.verb == "enable":
             return self._kind_problem(order.kind)
         return self._pin_problem(order) if order.verb == "pin" else ""

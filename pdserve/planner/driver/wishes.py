@@ -42,6 +42,10 @@ class Wishes:
         """Every wish that is known, ended ones included, for the other planners."""
         return tuple(self._known[key] for key in sorted(self._known))
 
+    def full(self, model: str, sort: str) -> bool:
+        """True if a wish of this sort for `model` would be one too many."""
+        return len(self._known) >= _MOST and (model, sort) not in self._known
+
     def enter(
         self,
         wall: float,
@@ -71,7 +75,7 @@ class Wishes:
             known = self._known.get(key)
             if known is not None and _order(known) >= _order(wish):
                 continue
-            if known is None and len(self._known) >= _MOST:
+            if self.full(*key):
                 continue
             self._known[key] = wish
             news = True

@@ -55,6 +55,10 @@ def test_there_are_only_so_many() -> None:
     many = [PlannerWish(model=f"m{i}", sort="pause", at=1.0, until=9.0) for i in range(600)]
     wishes.hear(2.0, many)
     assert len(wishes.all) == 512
+    assert wishes.full("m600", "pause")
+    assert wishes.full("m0", "pin")
+    assert not wishes.full("m0", "pause")
+    assert not Wishes().full("m0", "pause")
 
 
 def said(wishes: Wishes, wall: float, seconds: float = 0.0) -> None:
