@@ -119,7 +119,7 @@ def attend_decodes(
         BLOCK_SIZE=block_size,
         CAPS=rules.cap is not None,
         SEGMENT=SEGMENT,
-        **_tiles(heads // kv_heads, head_dim, qkv.itemsize),
+        **_tiles(heads // kv_heads, head_dim, qkv.itemsize, pool.itemsize),
     )
     if inputs.splits:
         _merge_kernel[(count * heads,)](
@@ -136,16 +136,24 @@ def attend_decodes(
         )
 
 
-def _tiles(group: int, head_dim: int, itemsize: int) -> Mapping[str, int]:
-    """Sizes of a program. Keys and values of `num_stages` tiles lie in shared memory, of which the
-    smallest GPU gives a program 99 KiB. `TILE` is a divisor of `SEGMENT`."""
-    dims = _padded(head_dim)
+def _tiles(group: int, head_dim: int, itemsize: int, kv_itemsize: int) -> Mapping[str, int]:
+    """Sizes of a program, for numbers of so many bytes in queries and in the pool. Keys and values
+    of `num_stages` tiles lie in shared memory, of which the smallest GPU gives a program 99 KiB.
+    `TILE` is a divisor of `SEGMENT`."""
+    dims, rows = _padded(head_dim), max(_LEAST, int(triton.next_power_of_2(group)))
+    tile = min(64, (16 << 10) // (dims * itemsize))
+    # Numbers are widened in registers, and without tensor cores multiplied from there. Tiles that
+    # are loaded ahead would take more of them.
+    widens, multiplies = kv_itemsize < itemsize, itemsize == 4
+    many = rows > _LEAST and (widens or multiplies)
+    if many:
+        tile = _LEAST if multiplies else tile // 2
     return {
-        "ROWS": max(_LEAST, triton.next_power_of_2(group)),
+        "ROWS": rows,
         "DIMS": dims,
-        "TILE": min(64, (16 << 10) // (dims * itemsize)),
-        "num_warps": 4,
-        "num_stages": 3,
+        "TILE": tile,
+        "num_warps": 8 if many else 4,
+        "num_stages": 1 if widens and multiplies else 2 if many else 3,
     }
 
 

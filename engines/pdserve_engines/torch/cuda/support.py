@@ -10,9 +10,11 @@ from pdserve_engines.torch.models.cpu_model import unknown_fields
 if TYPE_CHECKING:
     from pdserve_engines.torch.model_loader.config import ModelConfig
 
-__all__ = ["unsupported_reason"]
+__all__ = ["MAX_GROUP", "MAX_HEAD_DIM", "unsupported_reason"]
 
-_MAX_HEAD_DIM: Final = 256
+MAX_HEAD_DIM: Final = 256
+MAX_GROUP: Final = 32
+"""Query heads of a KV head. The rows of a larger group need more registers than threads have."""
 
 _KNOWN: Final = frozenset(
     {
@@ -45,7 +47,9 @@ def unsupported_reason(config: ModelConfig) -> str | None:
     """Why the kernels cannot compute this model; None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if config.head_dim > _MAX_HEAD_DIM:
-        return f"its heads have more than {_MAX_HEAD_DIM} dimensions"
+    if config.head_dim > MAX_HEAD_DIM:
+        return f"its heads have more than {MAX_HEAD_DIM} dimensions"
+    if config.groups > MAX_GROUP:
+        return f"more than {MAX_GROUP} of its query heads share a KV head"
     unknown = unknown_fields(config, _KNOWN)
     return f"they know no {unknown[0]}, which {config.family} has" if unknown else None

@@ -22,6 +22,10 @@ CONFIG = parse_config(LLAMA)
         (replace(CONFIG, whole_qk_norm=True), "they know no whole_qk_norm, which llama has"),
         (replace(CONFIG, parallel=True), "they know no parallel, which llama has"),
         (replace(CONFIG, head_dim=258), "its heads have more than 256 dimensions"),
+        (
+            replace(CONFIG, num_heads=66, kv_heads=2),
+            "more than 32 of its query heads share a KV head",
+        ),
         (replace(CONFIG, head_dim=256, sliding_window=9, embed_scale=3.0), None),
     ],
 )

@@ -71,7 +71,7 @@ def _launch(
 ) -> None:
     columns, depth = weight.shape[-2:]
     assert weight.is_contiguous()
-    sizes = _sizes(x.itemsize)
+    sizes = _sizes(x.itemsize, depth)
     row_tiles = triton.cdiv(len(out), ROWS) if routed is None else len(routed.experts)
     _linear_kernel[(row_tiles * triton.cdiv(columns, sizes["COLUMNS"]),)](
         aligned(x),
@@ -92,13 +92,15 @@ def _launch(
     )
 
 
-def _sizes(itemsize: int) -> Mapping[str, int]:
-    """Sizes of a program. They depend on the dtype alone. `num_stages` tiles of both factors lie in
-    shared memory, of which the smallest GPU gives a program 99 KiB."""
+def _sizes(itemsize: int, depth: int) -> Mapping[str, int]:
+    """Sizes of a program. They depend on the dtype and the matrix alone. `num_stages` tiles of both
+    factors lie in shared memory, of which the smallest GPU gives a program 99 KiB."""
+    # Rows that begin anywhere are loaded number by number, each with an address in a register.
+    warps = 8 if depth % 16 else 4
     if itemsize == 4:
         # Without tensor cores every thread multiplies by itself, from registers.
-        return {"COLUMNS": 32, "DEPTH": 32, "num_warps": 4, "num_stages": 3}
-    return {"COLUMNS": 64, "DEPTH": 64, "num_warps": 4, "num_stages": 4}
+        return {"COLUMNS": 32, "DEPTH": 32, "num_warps": warps, "num_stages": 3}
+    return {"COLUMNS": 64, "DEPTH": 64, "num_warps": warps, "num_stages": 4}
 
 
 @triton.jit(do_not_specialize=["rows"])

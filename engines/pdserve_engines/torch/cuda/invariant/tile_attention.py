@@ -86,14 +86,14 @@ def attend_tiles(
         DIM=head_dim,
         BLOCK_SIZE=block_size,
         CAPS=rules.cap is not None,
-        **_sizes(heads // kv_heads, head_dim, qkv.itemsize),
+        **_sizes(heads // kv_heads, head_dim, qkv.itemsize, pool.itemsize),
     )
 
 
-def _sizes(group: int, head_dim: int, itemsize: int) -> Mapping[str, int]:
-    """Sizes of a program. They depend on the model alone. Keys and values of `num_stages` tiles lie
-    in shared memory, of which the smallest GPU gives a program 99 KiB; larger ones would not leave
-    enough registers, either."""
+def _sizes(group: int, head_dim: int, itemsize: int, kv_itemsize: int) -> Mapping[str, int]:
+    """Sizes of a program, for numbers of so many bytes in queries and in the pool. They depend on
+    the model alone. Keys and values of `num_stages` tiles lie in shared memory, of which the
+    smallest GPU gives a program 99 KiB; larger ones would not leave enough registers, either."""
     dims = max(_LEAST, int(triton.next_power_of_2(head_dim)))
     return {
         "MEMBERS": _members(group),
@@ -101,7 +101,8 @@ def _sizes(group: int, head_dim: int, itemsize: int) -> Mapping[str, int]:
         "DIMS": dims,
         "TILE": max(_LEAST, min(64, (8 << 10) // (dims * itemsize))),
         "num_warps": 4 if dims * itemsize < 512 else 8,
-        "num_stages": 2,
+        # As in `decode_attention`.
+        "num_stages": 1 if kv_itemsize < itemsize == 4 else 2,
     }
 
 
