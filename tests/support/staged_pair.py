@@ -25,6 +25,7 @@ from pdserve.messages.engine import (
 from pdserve.testing.fake_mover import FakeMover, FakeNet, FreeGuard
 from pdserve.testing.inline_engine import InlineEngine
 from pdserve.testing.transfer_support import CallCarrier
+from pdserve.transfer.backends import TransferBackend
 from pdserve.transfer.base import Region
 from tests.support.disagg_pair import DisaggPair, PairedCore
 from tests.support.fake_cuda import FakeCuda
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdserve.messages.engine import Event
-    from pdserve.transfer.backends import TransferBackend
     from pdserve.transfer.cuda.driver import CudaDriver
 
 MEMORY = "host"
@@ -149,18 +149,22 @@ class TransportPair(StagedPair):
 
 
 def make_transport_pair(
-    backends: Sequence[TransferBackend], devices: Sequence[CudaDriver]
+    backends: Sequence[TransferBackend | Sequence[TransferBackend]],
+    devices: Sequence[CudaDriver | None],
+    spec: EngineSpec = SPEC,
 ) -> TransportPair:
-    """Create P and D, each with its back end and the driver of its device."""
+    """Create P and D, each with its back end, or several, best first, and the driver of its device;
+    None: it is in host memory."""
     moved = threading.Event()
     ends = []
     carriers = [CallCarrier(NodeLife(NodeId(name), 1)) for name in "pd"]
-    for carrier, backend, device in zip(carriers, backends, devices, strict=True):
-        mover = ThreadKvConnector([backend], moved.set, carrier.end.theirs)
+    for carrier, given, device in zip(carriers, backends, devices, strict=True):
+        own = [given] if isinstance(given, TransferBackend) else given
+        mover = ThreadKvConnector(own, moved.set, carrier.end.theirs)
         clock = ManualClock()
         core = ToyEngine(clock, device)
         core.use_connector(mover)
-        engine = InlineEngine(core, SPEC)
+        engine = InlineEngine(core, spec)
         core.handle(SetNodeLife(*carrier.life))
         ends.append(TransportEnd(engine, mover, None, clock))  # type: ignore[arg-type]
     pair = TransportPair(FakeNet(), ends[0], ends[1])

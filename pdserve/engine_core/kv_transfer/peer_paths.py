@@ -419,7 +419,8 @@ class PeerPaths:
         if isinstance(control, PathReady) and path is not None:
             stats = self.path_stats.meter(path).stats
             stats.why, stats.expected = "the peer chose it", self._rates[backend]
-            stats.degraded = self._staged(backend, stats.why)
+            lacking = "; ".join(f"{k}: {why} (here)" for k, why in self._offers.lacking.items())
+            stats.degraded = self._staged(backend, lacking or stats.why)
             self._changed()
         return answer
 

@@ -292,7 +292,10 @@ class KvReceiver:
         count, wanted = len(dict(attempt.handoff.checksums)), len(attempt.fresh)
         if count == wanted:
             return ""
-        return f"it has checksums of {count} blocks of {wanted}, and --verify-kv=all is set here"
+        return (
+            f"it has checksums of {count} blocks of {wanted}, and --verify-kv=all is set here; "
+            "KV in GPU memory has none, and --verify-kv=sample takes it"
+        )
 
     def _fault_of_bytes(self, attempt: FillAttempt, tokens: int) -> str:
         handoff, region, size = attempt.handoff, self._region, self._pool.block_size

@@ -9,17 +9,18 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
-from pdserve.messages.engine import AbortAttempt
-from pdserve.transfer.backends import TransferBackend
+from pdserve.messages.engine import AbortAttempt, TransferSpec
+from pdserve.transfer.backends import TransferBackend, make_backends
 from pdserve.transfer.cuda import nvidia
 from pdserve.transfer.same_host.cuda_ipc import CudaIpcTransport
 from pdserve.transfer.tcp.transport import TcpTransport
 from tests.engine_core.kv_transfer.test_handoff import prompt_of, request
 from tests.support.fake_cuda import FakeCuda
 from tests.support.staged_engine import reference
-from tests.support.staged_pair import TransportPair, make_transport_pair
+from tests.support.staged_pair import SPEC, TransportPair, make_transport_pair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +40,7 @@ def cuda_ipc(driver: CudaDriver) -> TransferBackend:
     )
 
 
-def tcp(driver: CudaDriver) -> TransferBackend:
+def tcp(driver: CudaDriver | None) -> TransferBackend:
     return TransferBackend(
         name="tcp",
         make=lambda key, regions, ask: TcpTransport(
@@ -104,3 +105,33 @@ def test_blocks_come_back_after_an_attempt_that_was_given_up(both: TransportPair
     both.open(handle)
     both.until(lambda: ledger.done)
     assert ledger.tokens == [reference(ledger.request)]
+
+
+@pytest.mark.parametrize("places", [("device", "device"), ("device", "host"), ("host", "device")])
+def test_workers_of_one_host_say_that_and_why_shared_memory_does_not_join_them(
+    places: tuple[str, str], seed: int
+) -> None:
+    """`cuda_ipc` joins none of these pools, `shm` moves host memory only, `tcp` stages."""
+    fakes = [FakeCuda(Random(seed + n), name) for n, name in enumerate((b"p", b"d"))]
+    drivers = [
+        fake if place == "device" else None for fake, place in zip(fakes, places, strict=True)
+    ]
+    better = make_backends(TransferSpec(backends=("cuda_ipc", "shm")))
+    # An engine computes no checksums of device memory: a peer must not demand them.
+    spec = msgspec.structs.replace(SPEC, transfer=TransferSpec(verify="sample"))
+    pair = make_transport_pair([[*better, tcp(each)] for each in drivers], drivers, spec)
+    try:
+        ledger = pair.submit(request(prompt_of(LENGTH)))[1]
+        pair.until(lambda: ledger.done and len(pair.sent) == 1)
+        assert ledger.tokens == [reference(ledger.request)]
+        assert pair.d.stats.received_tokens == LENGTH
+        for end, place in zip((pair.p, pair.d), places, strict=True):
+            (path,) = end.mover.paths()
+            assert path.backend == "tcp"
+            assert bool(path.degraded) == (place == "device"), path
+            if place == "device":
+                assert "KV in GPU memory is copied through host memory" in path.degraded
+                assert "shm: the pool is in device memory" in path.degraded, path.degraded
+    finally:
+        pair.close()
+    assert [fake.mapped for fake in fakes] == [0, 0]
