@@ -29,6 +29,7 @@ from pdserve_engines.torch import warm_up
 from pdserve_engines.torch.cuda.graphs.graph_choice import make_graphs
 from pdserve_engines.torch.cuda.model_choice import make_gpu_model
 from pdserve_engines.torch.cudnn_attention import CudnnAttentionOff
+from pdserve_engines.torch.device_memory import pool_memory
 from pdserve_engines.torch.kv_budget import measure_memory, out_of_memory
 from pdserve_engines.torch.kv_pool import KvPool
 from pdserve_engines.torch.model_info import kv_block_shape, model_info, plan_kv_budget
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.request import SamplingParams, TokenLogprob
     from pdserve_engines.torch.cuda.graphs.decode_graphs import DecodeGraphs
+    from pdserve_engines.torch.device_memory import DriverMemory
     from pdserve_engines.torch.kv_budget import AvailableMemory
     from pdserve_engines.torch.model_loader.classifier import ClassificationHead
     from pdserve_engines.torch.model_loader.config import ModelConfig
@@ -117,6 +119,8 @@ class TorchExecutor:
         """What a sibling would share: before `load` the owner's, then this executor's own."""
         self._cudnn_attention = CudnnAttentionOff()
         self._stream: torch.cuda.Stream | None = None
+        self._memory: DriverMemory | None = None
+        """That of the pool, on a GPU whose driver this process can use."""
         """None: the device's default stream."""
         self._sampled: torch.Tensor | None = None
         """On the device, the tokens of the last step that `sample` was called for."""
@@ -284,8 +288,14 @@ class TorchExecutor:
         if isinstance(self._model, LeaderModel):
             layout = self._model.allocate(layout, num_blocks)
         with self._in_stream():
+            self._memory = pool_memory(num_blocks * layout.block_bytes, settings.device)
             self.pool = KvPool(
-                layout, num_blocks, settings.kv_dtype, settings.device, settings.kv_scales
+                layout,
+                num_blocks,
+                settings.kv_dtype,
+                settings.device,
+                settings.kv_scales,
+                None if self._memory is None else self._memory.bytes,
             )
             # The pool has to be zeroed before a peer writes to it, on any stream.
             self._settle()
@@ -396,6 +406,9 @@ class TorchExecutor:
         if self.pool is not None:
             self.pool.close()
             self.pool = None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
         if self._settings is not None and self._settings.device.type == "cuda":
             # Otherwise torch keeps the memory, and a core that restarts in this process finds none.
             torch.cuda.empty_cache()

@@ -304,11 +304,12 @@ def test_the_zeros_of_a_pool_are_there_before_anybody_writes(
     made = module.TorchExecutor()
     device = SimpleNamespace(type="cuda")
     vars(made).update(
-        info=SimpleNamespace(layout=None),
+        info=SimpleNamespace(layout=SimpleNamespace(block_bytes=16)),
         _stream=SimpleNamespace(),
         _settings=SimpleNamespace(kv_dtype=None, kv_scales=(), device=device),
         _model=SimpleNamespace(bind=lambda pool: done.append("bound")),
     )
+    monkeypatch.setattr(module, "pool_memory", lambda size, device: None)
     monkeypatch.setattr(module, "KvPool", lambda *_: done.append("zeros"))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: Stream())
     current = SimpleNamespace(synchronize=lambda: done.append("waited"))

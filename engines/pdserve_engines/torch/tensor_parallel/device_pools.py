@@ -7,17 +7,15 @@ register it with an adapter. It never ran on GPUs so far.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from pdserve.errors import ConfigError
 from pdserve.transfer.cuda.driver import CudaError
+from pdserve_engines.torch.device_memory import DriverMemory, bytes_at, keeping_current
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from pdserve.ids import Bytes
     from pdserve.transfer.cuda.driver import CudaDriver, CudaIpcExport
 
@@ -38,26 +36,24 @@ class RankDevicePool:
 
     def __init__(self, size: Bytes, device: torch.device, driver: CudaDriver) -> None:
         """Raises `ConfigError` if the memory is short or cannot be exported."""
+        self._memory: DriverMemory | None = None
         try:
-            with _leaving_current(device):
-                self._memory = torch.zeros(size, dtype=torch.uint8, device=device)
-                self.address = self._memory.data_ptr()
-                """Its address in this process."""
+            self._memory = DriverMemory(size, device, driver)
+            self.address = self._memory.address
+            """Its address in this process."""
+            with keeping_current(device):
                 self.export: CudaIpcExport = driver.export(self.address, size)
-        except (torch.cuda.OutOfMemoryError, CudaError) as error:
+        except CudaError as error:
+            self.close()
             raise ConfigError(
                 f"{device} has no room for a rank's KV ({error}); lower --kv-memory"
             ) from error
 
     def close(self) -> None:
         """Free the memory, which its rank no longer maps. Idempotent."""
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-
-def _leaving_current(device: torch.device) -> AbstractContextManager[object]:
-    """The thread's current GPU is the same after the block, which computes on `device`. The driver
-    makes the GPU of an address current, and rank 0 computes on another one afterwards."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
 
 class OpenedPool:
@@ -68,7 +64,7 @@ class OpenedPool:
         self._driver, self._exported = cuda_driver(), exported
         self._beside = torch.empty(1, device=device)
         self._address = self._driver.open(exported, self._beside.data_ptr())
-        self.memory = torch.as_tensor(_Mapped(self._address, size), device=device)
+        self.memory = bytes_at(self._address, size, device)
         """All bytes, as a tensor."""
 
     def close(self) -> None:
@@ -77,15 +73,3 @@ class OpenedPool:
             self.memory = torch.empty(0, dtype=torch.uint8)
             self._driver.close(self._exported, self._address, self._beside.data_ptr())
             self._address = 0
-
-
-class _Mapped:
-    """Tells torch about memory that it did not allocate."""
-
-    def __init__(self, address: int, size: Bytes) -> None:
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }

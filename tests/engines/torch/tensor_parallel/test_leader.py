@@ -336,7 +336,7 @@ def leader_on(placement: RankPlacement) -> tuple[LeaderModel, PlayedRanks]:
     ranks: Any = PlayedRanks()
     shard = Shard(config, 0, 2)
     settings = resolve_settings(spec(checkpoint("llama")[0], tensor_parallel=2), config)
-    driver = mock.Mock()
+    driver = mock.Mock(wraps=PlayedDriver())
     driver.export.side_effect = lambda address, size: (address, size)
     model = LeaderModel(RankModel(shard, settings), shard, ranks, placement, driver)
     model.connect(DIGEST)
@@ -365,6 +365,17 @@ def test_rank_0_allocates_the_pools_of_all_gpus_and_moves_them() -> None:
 
 class PlayedDriver:
     """Exports host memory; ranks are threads and find it at its address."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Any] = {}
+
+    def allocate(self, size: int, device: int) -> int:
+        memory = (ctypes.c_uint8 * size)()
+        self._held[ctypes.addressof(memory)] = memory
+        return ctypes.addressof(memory)
+
+    def free(self, address: int) -> None:
+        del self._held[address]
 
     def export(self, address: int, size: int) -> CudaIpcExport:
         return CudaIpcExport(b"", b"", b"", 0, address)
@@ -408,7 +419,8 @@ def test_ranks_compute_in_the_memory_that_rank_0_moves() -> None:
         assert isinstance(model, LeaderModel)
         (pool,) = model._device_pools
         assert [one.address for one in divided.executor.region().pools][1] == pool.address
-        assert pool._memory.any()
+        assert pool._memory is not None
+        assert pool._memory.bytes.any()
         divided.executor.close()
         alone.executor.close()
     assert outputs[0] == outputs[1]
