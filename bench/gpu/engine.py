@@ -7,7 +7,8 @@ The executor runs plans as the scheduler makes them, with random weights of real
 A decode step reads every weight and the KV of every sequence once: these bytes per second are
 compared with those of a copy. Each is measured in up to four ways: with CUDA graphs and without,
 and begun before the step before has ended or after. Invariant kernels are measured at few sizes. A
-prefill's products and attention per second are compared with the best product. Each of the
+prefill's products and attention per second are compared with the best product. Streams that
+decode beside a long prompt are compared with a target time between two tokens. Each of the
 engine's own kernels is also measured by itself, beside a copy. Both limits are measured in the same
 call. Times are medians; no time is a pass or fail. What the time does not
 suffice for is named, and so is who computes each model. What fails is named, too, and the rest is
@@ -39,6 +40,7 @@ import torch
 from bench.gpu import limits, shapes
 from bench.machine import facts
 from pdserve.engine_core.executor import ScheduledChunk, StepPlan
+from pdserve.engine_core.scheduler.mixed_step_budget import MixedStepBudget
 from pdserve.engine_core.scheduler.sequence import Sequence
 from pdserve.errors import ConfigError
 from pdserve.messages.engine import EngineSpec
@@ -60,6 +62,10 @@ ITEM = 2
 """Bytes of a number in bfloat16."""
 WARM = 3
 """Steps before those that are timed."""
+TARGET = 0.025
+"""Target seconds between two tokens of a stream while a prompt is computed."""
+LEAST = 64
+"""Fewest prompt tokens of a step beside streams."""
 LOADING = 60.0
 """Seconds that have to be left for a model to be begun."""
 SAMPLING = SamplingParams(max_tokens=10**6, temperature=0.0)
@@ -76,13 +82,15 @@ class Plan:
     mixed: tuple[int, int] | None = (256, 2048)
     """The shortest and the longest sequence of batches whose sequences differ in length."""
     prompts: tuple[int, ...] = (512, 2048, 8192, 32768)
+    beside: tuple[int, int, int] | None = (32, 512, 32768)
+    """Streams, with so many tokens each, that decode while a prompt of so many is computed."""
     steps: int = 30
     """Number of decode steps, each timed on its own."""
 
 
-FEW = Plan(batches=(1, 64), contexts=(2048,), mixed=None, prompts=(2048,))
+FEW = Plan(batches=(1, 64), contexts=(2048,), mixed=None, prompts=(2048,), beside=None)
 """What is measured of invariant kernels, which are there for reproducible tokens."""
-DRY = Plan(("tiny",), (1, 3), (40,), (10, 40), (24, 64), 4)
+DRY = Plan(("tiny",), (1, 3), (40,), (10, 40), (24, 64), (2, 24, 200), 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +274,11 @@ def _tokens(plan: Plan) -> int:
     lengths: list[int] = [*plan.contexts, *(plan.mixed or ())]
     longest = max(lengths)
     widest = max(plan.batches) * (longest + plan.steps + 2 * BLOCK)
-    return max(widest, max(plan.prompts) + BLOCK)
+    beside = 0
+    if plan.beside:
+        streams, tokens, prompt = plan.beside
+        beside = prompt + streams * (tokens + WARM + prompt // LEAST + 2 * BLOCK)
+    return max(widest, beside, max(plan.prompts) + BLOCK)
 
 
 class Engine:
@@ -417,6 +429,10 @@ def _quantities(
     for tokens in plan.prompts:
         what = f"prefill {tokens}"
         yield what, partial(_prefill, name, what, engine, found, tokens)
+    if plan.beside:
+        streams, context, tokens = plan.beside
+        what = f"{streams} × {context} beside a prompt of {tokens}, 99th percentile"
+        yield what, partial(_beside, name, what, engine, [context] * streams, tokens)
 
 
 def _decode(
@@ -459,6 +475,40 @@ def _prefill(name: str, what: str, engine: Engine, found: Limits, tokens: int) -
     return Row(name, what, seconds, tokens / seconds, used, peak())
 
 
+def _beside(name: str, what: str, engine: Engine, contexts: list[int], tokens: int) -> Row:
+    """Measures steps that decode streams and compute as much of a prompt as the engine would to
+    keep `TARGET`: the time that 99 % of the streams' tokens come within."""
+    budget = MixedStepBudget(TARGET, EngineSpec(engine="", model="").max_batch_tokens)
+    lengths = [*(context + 1 for context in contexts), tokens]
+    *rows, prompt = engine.sequences(lengths, WARM + tokens // LEAST + 1)
+    for each, context in zip(rows, contexts, strict=True):
+        each.num_computed = context
+    times: list[float] = []
+
+    def turn(size: int) -> float:
+        chunks = [ScheduledChunk(each, each.num_computed, 1, True) for each in rows]
+        if size:
+            last = prompt.num_computed + size == tokens
+            chunks.append(ScheduledChunk(prompt, prompt.num_computed, size, last))
+        begin = time.perf_counter()
+        result = engine.executor.execute(StepPlan(chunks))
+        took = time.perf_counter() - begin
+        for each, token in zip(rows, result.tokens, strict=False):
+            each.num_computed += 1
+            each.tokens.append(token)
+        prompt.num_computed += size
+        budget.note(size, took)
+        return took
+
+    with limits.peak_memory(engine.device) as peak:
+        for _ in range(WARM):
+            turn(0)
+        while prompt.num_computed < tokens:
+            times.append(turn(min(budget.tokens, tokens - prompt.num_computed)))
+    seconds = sorted(times)[int(0.99 * len(times))]
+    return Row(name, what, seconds, tokens / sum(times), seconds / TARGET, peak())
+
+
 # ---------------------------------------------------------------- the report
 
 
@@ -486,7 +536,8 @@ def markdown(report: Report, *, dry: bool = False) -> str:
     lines += [
         "",
         "A decode step of a batch × context and a kernel alone are compared with copying, a "
-        "prefill with the product.",
+        "prefill with the product. Streams beside a prompt are compared with the target of "
+        f"{TARGET * 1e3:.0f} ms; their tokens/s are the prompt's.",
         "",
         "| model | step | ms, median | tokens/s | of the limit | peak memory, MiB |",
         "|---|---|---|---|---|---|",

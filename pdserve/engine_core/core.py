@@ -34,6 +34,7 @@ from pdserve.engine_core.kv_transfer.sender import KvSender
 from pdserve.engine_core.loras import check_loras
 from pdserve.engine_core.pool_sizing import size_pool
 from pdserve.engine_core.scheduler.block_hasher import BlockHasher
+from pdserve.engine_core.scheduler.mixed_step_budget import MixedStepBudget
 from pdserve.engine_core.scheduler.prefill_budget import PrefillBudget
 from pdserve.engine_core.scheduler.scheduler import Scheduler
 from pdserve.engine_core.scheduler.scheduler_state import SchedulerLimits
@@ -218,6 +219,8 @@ class EngineCore:
         self.scheduler = Scheduler(self.pool, limits, self._names)
         self._pace = PrefillBudget(limits.max_batch_tokens, slow=info.device.startswith("cpu"))
         self.scheduler.prefill_tokens = self._pace.tokens
+        self._beside = MixedStepBudget(spec.itl_target, limits.max_batch_tokens)
+        self.scheduler.prefill_tokens_beside = self._beside.tokens
         self.scheduler.steerable = getattr(self._executor, "ready", None)
         if getattr(self._executor, "runs_ahead", False):
             device = cast("SupportsRunAhead", self._executor)
@@ -714,9 +717,12 @@ class EngineCore:
             plan, result = self._settle(plan, result, plan.gate, now)
         else:  # one that waits says nothing about computing
             self._pace.note(tokens, took)
+            if decodes:  # each chunk of a stream is one token
+                self._beside.note(tokens - len(plan.chunks), took)
             if self._onboarder is not None:
                 self._step_cost.note(plan, tokens, took)
         self.scheduler.prefill_tokens = self._pace.tokens
+        self.scheduler.prefill_tokens_beside = self._beside.tokens
         if result.faults:
             plan, result = self._set_aside(plan, result)
         self._count(took, decodes)

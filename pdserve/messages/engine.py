@@ -88,6 +88,8 @@ class EngineSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Tiers of KV below the device; None: what the device evicts is lost."""
     tensor_parallel: int = 1
     """Processes that compute the model together, each with a part of its weights and KV heads."""
+    itl_target: float = 0.0
+    """Target seconds between two tokens of a stream, for what steps compute beside it; 0: none."""
 
     @property
     def moves_optionally(self) -> bool:

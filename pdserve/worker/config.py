@@ -161,8 +161,9 @@ class WorkerConfig:
     has.
     """
     itl_target: Seconds = 0.0
-    """Target seconds between two tokens of a stream. If streams are slower for a while, the worker
-    asks to move some of them to another worker; 0: no target.
+    """Target seconds between two tokens of a stream; 0: no target. Engines with pdserve's scheduler
+    compute so much of prompts in a step that streams keep it. If they are slower for a while, the
+    worker asks to move some of them to another worker.
     """
     pooling: PoolingOption = "auto"
     """How the worker pools hidden states into embeddings; `auto`: as the sentence-transformers

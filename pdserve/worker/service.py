@@ -207,6 +207,7 @@ class WorkerService:
             transfer=config.transfer,
             tiers=config.tiers,
             tensor_parallel=config.tensor_parallel,
+            itl_target=config.itl_target,
         )
 
     async def _read_adapters(self, model: LocalModel, note: ProgressFn) -> tuple[LoraAdapter, ...]:

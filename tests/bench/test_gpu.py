@@ -58,6 +58,7 @@ def test_a_dry_run_measures_everything_and_writes_it_down(tmp_path: Path) -> Non
             for way in ("", ", one step ahead")  # graphs need a GPU
         ),
         *(f"prefill {tokens}" for tokens in plan.prompts),
+        "2 × 24 beside a prompt of 200, 99th percentile",
     ]
     assert all(row["seconds"] > 0 and row["rate"] > 0 and row["used"] > 0 for row in report["rows"])
     assert report["left_out"] == []

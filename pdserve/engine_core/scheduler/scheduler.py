@@ -71,6 +71,8 @@ class Scheduler(RemoteAdmission, FastForward, RunAhead):
         super().__init__(pool, limits, names)
         self.prefill_tokens = limits.max_batch_tokens
         """Most prompt tokens in a step; the owner may change it between steps."""
+        self.prefill_tokens_beside = limits.max_batch_tokens
+        """Most prompt tokens in a step that decodes streams, too; the same."""
         self.unsteered = 0
         """Sequences that `steerable` kept out of the last plan or cut short in it."""
         self._copying: list[tuple[int, int]] = []
@@ -218,6 +220,8 @@ class Scheduler(RemoteAdmission, FastForward, RunAhead):
         preemptions = self.counters.preemptions
         prefills = self._plan_decodes(plan)
         budget = min(self.limits.max_batch_tokens - len(plan.chunks), self.prefill_tokens)
+        if plan.chunks:
+            budget = min(budget, self.prefill_tokens_beside)
         for sequence in prefills:
             if budget <= 0:
                 break

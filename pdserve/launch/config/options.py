@@ -532,8 +532,8 @@ OPTIONS: tuple[Option, ...] = (
         "itl-target",
         "worker.itl_target",
         "engine",
-        "Target time between two tokens of a stream; a slower worker asks to move some "
-        "requests to others.",
+        "Target time between two tokens of a stream: engines torch and sim compute less of "
+        "prompts beside it, and a slower worker asks to move some requests to others.",
         "TIME",
         lambda text: 0.0 if text.strip().lower() == "off" else units.parse_duration(text),
         units.format_duration,

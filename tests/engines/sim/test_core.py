@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
@@ -98,6 +99,37 @@ def test_long_prompts_are_chunked_and_decodes_go_on_beside_them():
             ),
             rel=1e-2,
         )
+
+
+@pytest.mark.parametrize("target", [0.0, 0.025])
+def test_streams_keep_a_target_beside_a_long_prompt(target: float):
+    """Sixteen streams, and a prompt of 16,384 tokens on one H100 that serves 8B."""
+    long = 16_384
+    wide = spec(
+        itl_target=target,
+        max_batch_tokens=2048,
+        max_sequences=32,
+        max_model_len=20_000,
+        blocks=8000,
+    )
+    with Driver(wide) as driver:
+        streams = [driver.submit(request(max_tokens=2000)) for _ in range(16)]
+        driver.run_until(1.0)
+        prompt = driver.submit(request([4 + n % 80 for n in range(long)], max_tokens=1))
+        one, ends = driver.story.ledgers[streams[0]], [1.0]
+        while not driver.story.ledgers[prompt].done:
+            before = len(one.tokens[0])
+            driver.run_until(driver.clock.now() + 1e-3)
+            if len(one.tokens[0]) > before:
+                ends.append(driver.clock.now())
+        gaps = sorted(b - a for a, b in itertools.pairwise(ends))
+        alone = prompt_seconds(long)
+        assert driver.story.ended[(prompt, 0)] - 1.0 < 4 * alone
+        for handle in streams:
+            driver.abort(handle)
+        driver.run()
+    p99 = gaps[int(0.99 * len(gaps))]
+    assert p99 <= 1.2 * 0.025 if target else p99 > 0.05
 
 
 def test_who_comes_during_a_step_waits_for_its_end():
