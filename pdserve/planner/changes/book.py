@@ -36,6 +36,9 @@ _UNDO: Final[Seconds] = 20.0
 """A worker answers an undone drain once it serves again, and is waited for as long."""
 _LONGEST: Final[Seconds] = 86_400.0
 """Longest drain that a worker is given because it says so: a day."""
+_LEAST_READY: Final[Seconds] = 15.0
+"""A start has at least this long from its process to a ready worker, however fast others were: a
+host that is busy for a moment makes a start of 2 s one of 7."""
 _UNSEEN: Final = 2
 """Ticks in a row that a healthy list must lack an instance before it is gone."""
 _SEEN_INSTANCE: Final[Mapping[str, ChangeEvent]] = {
@@ -207,13 +210,17 @@ class ChangeBook:
         and workers that served and whose engine has not come back for as long as a start may
         take."""
         ending = {one.id for one in self.of(model) if one.state is S.ENDING}
-        most = self._config.ready_factor
         broken = {
             change
             for change, (kind, since) in self._broken.items()
-            if now - since >= most * self._times.p90("boot", kind)
+            if now - since >= self._ready_limit(kind)
         }
         return frozenset(ending | broken)
+
+    def _ready_limit(self, kind: str) -> Seconds:
+        """Longest time that a worker of this kind may take to become ready."""
+        usual = self._config.ready_factor * self._times.p90("boot", kind)
+        return max(_LEAST_READY, usual)
 
     def ready_in(self, now: Seconds, change: str, kind: str) -> Seconds:
         """Seconds until a start whose process runs is expected to serve."""
@@ -328,7 +335,7 @@ class ChangeBook:
         if one.state in (S.ASKED, S.PENDING) and now - one.began >= config.pending_timeout:
             self._health.away(kind, now + config.pending_timeout, "a start was pending for ever")
             return f"nobody ran it within {config.pending_timeout:.0f} s"
-        limit = config.ready_factor * self._times.p90("boot", kind)
+        limit = self._ready_limit(kind)
         since = max(one.booted if one.booted is not None else now, one.alone)
         if one.state in (S.BOOTING, S.JOINED) and now - since >= limit:
             reason = f"it was not ready {limit:.0f} s after its process began"

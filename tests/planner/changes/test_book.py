@@ -123,6 +123,18 @@ def test_a_worker_that_never_becomes_ready_is_ended_and_counts_as_a_failure(book
     assert "was not ready 90 s after" in ended.change.reason, "it was killed because of that"
 
 
+def test_a_kind_that_starts_fast_has_time_for_a_busy_moment(books):
+    for _ in range(20):
+        books.times.add("boot", "gpu", 2.0)
+    one = books.start()
+    books.see(joined(state="loading"), instances=running())
+    books.see(joined(state="loading"), instances=running(), seconds=14.0)
+    assert state_of(one) is S.JOINED
+    books.see(joined(state="loading"), instances=running(), seconds=1.0)
+    assert state_of(one) is S.ENDING
+    assert "was not ready 15 s after" in books.health.blocked("gpu", books.now)
+
+
 def test_three_failures_disable_the_kind(books):
     for _ in range(3):
         books.start()
