@@ -303,10 +303,8 @@ def test_a_later_agent_finds_what_runs(tmp_path: Path, processes: FakeProcesses)
     assert processes.signals == [("TERM", 101), ("KILL", 101)], "the grace goes on"
 
 
-def test_an_agent_that_was_killed_before_it_knew_the_process_finds_it(
-    tmp_path: Path, processes: FakeProcesses, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = make(tmp_path, processes)
+def start_and_die(first: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent starts a worker, and is killed before it has noted the process."""
 
     def killed(record: object) -> None:
         raise KeyboardInterrupt
@@ -314,6 +312,12 @@ def test_an_agent_that_was_killed_before_it_knew_the_process_finds_it(
     monkeypatch.setattr(first, "_put", killed)
     with pytest.raises(KeyboardInterrupt):
         first.start(order("a"), 0.0)
+
+
+def test_an_agent_that_was_killed_before_it_knew_the_process_finds_it(
+    tmp_path: Path, processes: FakeProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_and_die(make(tmp_path, processes), monkeypatch)
     second = make(tmp_path, processes)
     second.adopt(1.0)
     assert one(second, "a", 1.0).ref == "pid 100"
@@ -424,14 +428,7 @@ def test_a_later_agent_reads_the_status_that_a_worker_has_left(
 def test_a_worker_that_ended_before_its_process_was_written_down_says_how(
     tmp_path: Path, processes: FakeProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = make(tmp_path, processes)
-
-    def killed(record: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(first, "_put", killed)
-    with pytest.raises(KeyboardInterrupt):
-        first.start(order("a"), 0.0)
+    start_and_die(make(tmp_path, processes), monkeypatch)
     processes.end(100, None)
     (tmp_path / "a.exit").write_text("2\n")
     second = make(tmp_path, processes)

@@ -56,8 +56,12 @@ class DriverMemory:
             torch.cuda.empty_cache()  # what torch keeps for later is not free for the driver
         with keeping_current(device):
             self.address = driver.allocate(size, device.index or 0)
-            self.bytes = bytes_at(self.address, size, device)
-            self.bytes.zero_()
+            try:
+                self.bytes = bytes_at(self.address, size, device)
+                self.bytes.zero_()
+            except Exception:
+                self.close()
+                raise
 
     def close(self) -> None:
         """Free the memory, which nothing views or maps any more. Idempotent."""

@@ -49,6 +49,17 @@ def test_memory_is_zeroed_shared_and_given_back_once() -> None:
     assert not driver.held
 
 
+def test_memory_that_cannot_be_viewed_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("no view")
+
+    monkeypatch.setattr(device_memory, "bytes_at", fail)
+    driver: Any = PlayedDriver()
+    with pytest.raises(RuntimeError, match="no view"):
+        DriverMemory(64, CPU, driver)
+    assert not driver.held
+
+
 def test_too_little_memory_is_said_with_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = PlayedDriver("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY")
     monkeypatch.setattr(device_memory, "_driver_of", lambda device: driver)
