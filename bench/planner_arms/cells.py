@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pdserve.sim.replay.run import ReplayResult
     from pdserve.sim.workloads.trace_request import TraceRequest
 
-__all__ = ["ARMS", "KIND", "MOST", "SLOTS", "Cell", "run_one"]
+__all__ = ["ARMS", "KIND", "LOOSE", "MOST", "PLANNERS", "SHARE", "SLOTS", "Cell", "run_one"]
 
 KIND: Final = KINDS[1]
 """h100-70b-tp4: a first token within 1 s + twice the prompt's own time, tokens within 40 ms."""
@@ -47,6 +47,10 @@ MOST: Final = 8
 SHARE: Final = 0.98
 """Share of the requests that is to keep the objective, of arms that take one: about what the best
 fixed size keeps."""
+LOOSE: Final = 0.9
+"""The same for a planner that may miss more, as rules without such an objective do."""
+PLANNERS: Final = {"pdserve": SHARE, f"pdserve {LOOSE:.0%}": LOOSE}
+"""Arms with the product's planner, and the share that they are to keep."""
 SLOTS: Final = 6
 """Requests that one worker bears: what each of four has on average at the highest constant load at
 which 95% of the requests are good, as the page's table of constant loads shows. Rules over
@@ -58,7 +62,7 @@ _WARM: Final[Seconds] = 30.0
 _IDLE_ITL: Final[Seconds] = 0.016
 ARMS: Final = (
     *("HPA 70%", "KEDA", "AIBrix KPA", "AIBrix APA", "llm-d", "Dynamo (rewritten)"),
-    *("pdserve", "clairvoyant"),
+    *(*PLANNERS, "clairvoyant"),
 )
 """Arms that scale."""
 
@@ -135,7 +139,7 @@ def _planner(cell: Cell) -> PlannerScaler:
         model=MODEL,
         ttft=KIND.ttft,
         itl=KIND.itl,
-        share=SHARE,
+        share=PLANNERS[cell.arm],
         modes=("prefill", "decode") if split else ("aggregated",),
         min=split.workers if split else 1,
         max=split.workers if split else MOST,
@@ -165,7 +169,7 @@ def _config(cell: Cell, load: Load) -> ReplayConfig:
 def run_one(cell: Cell, files: Mapping[str, Path] = MappingProxyType({})) -> dict[str, Any]:
     """Replays one cell and returns what the page shows. `files`: public traces by name."""
     trace, load = cell.trace(files), load_of(cell.load)
-    planner = _planner(cell) if cell.arm == "pdserve" else None
+    planner = _planner(cell) if cell.arm in PLANNERS else None
     scaler = planner or RuleScaler(_rule(cell, trace), cell.start(), MOST)
     watched = Watched(scaler) if load.split else scaler
     result = replay(_config(cell, load), iter(trace), scaler=watched)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from bench.planner_arms.cells import ARMS, MOST, SHARE, SLOTS
+from bench.planner_arms.cells import ARMS, LOOSE, MOST, SHARE, SLOTS
 from bench.planner_arms.loads import STEADY, load_of
 from bench.planner_arms.tables import OURS, is_static, static_mean, tables
 from bench.planner_arms.verdict import row, verdict
@@ -44,6 +44,7 @@ def page(
 def _world() -> Iterator[str]:
     yield "h100-70b-tp4: first tokens within 1 s + twice the prompt's time, others within 40 ms"
     yield f"pdserve and clairvoyant are to keep it for {SHARE:.0%} of the requests"
+    yield f"*pdserve {LOOSE:.0%}* is to keep it for {LOOSE:.0%}"
     yield f"at most {MOST} workers; rules over requests or utilisation reckon with {SLOTS} a worker"
     yield "start-ups are lognormal, p90 a third above the median, one seed for all arms"
     yield "workers at the beginning have served before; no rule knows anything of the load then"

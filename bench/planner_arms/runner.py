@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pdserve
 from bench.machine import commit
-from bench.planner_arms.cells import MOST, SHARE, SLOTS, run_one
+from bench.planner_arms.cells import MOST, PLANNERS, SHARE, SLOTS, run_one
 from bench.planner_arms.loads import load_of, requests
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ __all__ = ["Results"]
 
 _NICE: Final = 15
 _RULES: Final = ("aibrix", "base", "driver", "dynamo", "fixed", "hpa", "llm_d")
-_PLANNING: Final = ("pdserve", "clairvoyant")
+_PLANNING: Final = (*PLANNERS, "clairvoyant")
 """Arms that use the product's planner."""
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
+from bench.planner_arms.cells import PLANNERS
 from bench.planner_arms.loads import load_of
 from bench.planner_arms.tables import OURS, THEIRS
 
@@ -35,19 +36,27 @@ def verdict(made: Sequence[Table]) -> Iterator[str]:
     ours = [one for one in made if OURS in one.arms]
     failed = sum(int(one.arms[OURS]["failed"]) for one in ours)
     yield f"- Requests failed with pdserve: {failed} in {len(ours)} cells (duty: 0)."
-    both = [one for one in ours if THEIRS in one.arms]
-    won = sum(one.wins(OURS, THEIRS) for one in both)
-    share = f" ({_reached(won >= _WINS * len(both))})" if both else ""
-    yield (
-        f"- As much attainment as Dynamo's rule at no more worker-hours: {won} of {len(both)} "
-        f"cells, aim {_WINS:.0%}{share}."
-    )
+    for arm, share in PLANNERS.items():
+        yield from _beside_dynamo(arm, share, made)
     for one in ours:
         if load_of(one.load).split is not None:
             yield from _switching(one)
     yield from _beside_best([one for one in ours if load_of(one.load).split is None])
     yield from ("", "## Losing cells", "", "An arm keeps as much as pdserve at no higher cost.", "")
     yield from list(_lost(ours)) or ["- none"]
+
+
+def _beside_dynamo(arm: str, share: float, made: Sequence[Table]) -> Iterator[str]:
+    """In how many cells `arm`, which is to keep `share`, is as good and as cheap."""
+    both = [one for one in made if arm in one.arms and THEIRS in one.arms]
+    if not both:
+        return
+    won = sum(one.wins(arm, THEIRS) for one in both)
+    yield (
+        f"- With an objective of {share:.0%}, as much attainment as Dynamo's rule at no more "
+        f"worker-hours: {won} of {len(both)} cells, aim {_WINS:.0%} "
+        f"({_reached(won >= _WINS * len(both))})."
+    )
 
 
 def _reached(is_so: bool) -> str:
@@ -118,7 +127,7 @@ def _lost(ours: Sequence[Table]) -> Iterator[str]:
         better = [
             f"{arm} {one.good(arm):.1%} at {one.hours(arm):.2f} h"
             for arm in one.arms
-            if arm not in (OURS, "clairvoyant") and one.wins(arm, OURS)
+            if arm not in (*PLANNERS, "clairvoyant") and one.wins(arm, OURS)
         ]
         if better:
             yield (

@@ -101,11 +101,14 @@ def test_the_page_says_who_loses_and_what_did_not_run() -> None:
         replace(cell, arm="static 2"): numbers(0.90, 0.5),
         replace(cell, arm="HPA 70%"): numbers(0.95, 0.9),
         replace(cell, arm="Dynamo (rewritten)"): numbers(0.95, 1.1),
+        replace(cell, arm="pdserve 90%"): numbers(0.94, 0.7),
         replace(cell, start_up=300.0): numbers(0.5, 2.0),
         Cell(load="steady 0.8", arm="static 4"): numbers(0.95, 1.0) | {"in_flight": 6.12},
     }
     text = page(found, planned(), ["a fact"], ["how"])
-    assert "no more worker-hours: 1 of 1 cells, aim 80% (reached)" in text
+    won = "as much attainment as Dynamo's rule at no more worker-hours"
+    assert f"With an objective of 98%, {won}: 1 of 1 cells, aim 80% (reached)" in text
+    assert f"With an objective of 90%, {won}: 0 of 1 cells, aim 80% (not reached)" in text
     assert "| step | 60 | 1 | static 3 | 99.0% | 125% | 8.0 s |" in text
     lost = "- step, start-up 60 s, seed 1, pdserve 96.0% at 1.00 h: static 3 97.0% at 0.80 h\n"
     assert lost in text
@@ -113,7 +116,7 @@ def test_the_page_says_who_loses_and_what_did_not_run() -> None:
     assert "| step | 300 | 1 | 97.0% at 0.80 | 50.0% at 2.00 |" in text
     assert "| 0.8 | 95.0% | 6.1 |" in text
     assert "- step, start-up 60 s, seed 1: static 4, static 5, KEDA, AIBrix KPA" in text
-    assert "- Azure code, start-up 300 s, seed 1: pdserve, HPA 70%" in text
+    assert "- Azure code, start-up 300 s, seed 1: pdserve, pdserve 90%, HPA 70%" in text
 
 
 def test_the_page_says_how_soon_modes_followed() -> None:
