@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import astuple
@@ -47,6 +48,10 @@ __all__ = [
     "DemandSeries",
     "RecentArrival",
 ]
+
+
+_OLDER: Final = 100
+"""Finished requests whose lengths are kept, of each number of bits of the prompt's length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +137,8 @@ class _Model:
     arrivals: RecentArrivals
     lengths: deque[FinishedRequest]
     changed: Seconds
+    older: dict[int, deque[FinishedRequest]] = field(default_factory=dict)
+    """The newest lengths of prompts of each number of bits: what is rare now may come back."""
 
 
 class DemandReader:
@@ -298,6 +305,7 @@ class DemandReader:
             _bucket(self._began, now - self._began, known.ring.total, {}),
             known.arrivals.since(now),
             tuple(known.lengths),
+            tuple(chain.from_iterable(known.older.values())),
             sum(demand.held for demand in newest),
             sum(demand.held_work for demand in newest),
             max((demand.held_oldest for demand in newest), default=0.0),
@@ -468,7 +476,10 @@ def _remember(
     offset: Seconds,
 ) -> None:
     """Keeps single arrivals and lengths. `weight`: arrivals that each of them stands for."""
-    model.lengths.extend(ended)
+    for known in ended:
+        model.lengths.append(known)
+        alike = model.older.setdefault(known.prompt_tokens.bit_length(), deque(maxlen=_OLDER))
+        alike.append(known)
     for one in recent:
         cached = min(one.cached_tokens, one.prompt_tokens)
         model.arrivals.add(

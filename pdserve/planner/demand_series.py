@@ -117,6 +117,8 @@ class DemandSeries:
     """Arrivals of the last 300 s, the oldest first."""
     lengths: tuple[FinishedRequest, ...] = ()
     """Lengths of the newest finished requests, the oldest first."""
+    older_lengths: tuple[FinishedRequest, ...] = ()
+    """Lengths of the newest finished requests of each order of prompt lengths."""
     held: int = 0
     """Requests that wait in routers now."""
     held_work: Seconds = 0.0

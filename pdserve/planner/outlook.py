@@ -187,7 +187,7 @@ class QuantilesAt(Protocol):
 
 
 class Forecaster(Protocol):
-    """Continues one model's work per second."""
+    """Continues one model's requests per second."""
 
     def observe(self, at: Seconds, value: float) -> None:
         """One more bucket."""

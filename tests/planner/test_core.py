@@ -1588,3 +1588,37 @@ def test_a_busy_pool_does_not_shrink_because_its_objective_cannot_be_kept():
     assert "100.0% of the requests have prompts that take longer" in binding(bench.last)
     bench.load(1.5)
     assert ["begin stop w1"] in [actions(output) for output in bench.until(65)]
+
+
+def test_longer_prompts_are_forecast_as_work_at_once():
+    """The forecast knows as many requests as before, and each is five times the work."""
+    bench = Bench(config(pool(max=10)))
+    bench.see(*crowd(2))
+    bench.load(1.0, request_work=0.1)
+    bench.until(60)
+    assert bench.last.plans[0].forecast["0.5"] == pytest.approx(1.0)
+    bench.forecast.frozen = True
+    bench.load(5.0, request_work=0.5)
+    bench.tick()
+    assert bench.last.plans[0].forecast["0.5"] == pytest.approx(5.0)
+
+
+def test_switches_are_judged_at_each_tick_while_one_is_under_way():
+    """None may begin then, which does not make them futile: the next must not wait when it ends."""
+    bench = Bench(config(pool(modes=("prefill", "decode"), max=6)))
+    bench.judge.decode_weight = 0.1
+    prefill, decode = crowd(1, "prefill"), crowd(5, "decode", 10)
+    bench.see(*prefill, *decode)
+    bench.load(20.0)
+    while not bench.tick().orders:
+        assert bench.now < 1200.0
+    changing = bench.last.orders[0].change.node
+    leaving = [
+        replace(one, target="prefill", state="leaving") if one.node == changing else one
+        for one in decode
+    ]
+    bench.see(*prefill, *leaving)
+    for _ in range(3):
+        bench.judge.asked.clear()
+        bench.tick()
+        assert any(len(candidates) > 1 for _, candidates in bench.judge.asked)

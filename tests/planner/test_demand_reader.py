@@ -63,8 +63,9 @@ class Router:
             self.recent = [*self.recent, Arrival(at - self.clock, 100, 10, 1, work)]
         self.recent = self.recent[-RECENT_LIMIT:]
 
-    def finish(self, cause: str = "") -> None:
-        self.ended = [*self.ended, FinishedRequest(100, 10, len(self.ended) + 1)][-RECENT_LIMIT:]
+    def finish(self, cause: str = "", prompt_tokens: int = 100) -> None:
+        ended = FinishedRequest(prompt_tokens, 10, len(self.ended) + 1)
+        self.ended = [*self.ended, ended][-RECENT_LIMIT:]
         if cause:
             self.missed[cause] += 1
         else:
@@ -177,6 +178,19 @@ class TestSums:
         assert (series.total.kept, series.total.missed) == ({"both": 1}, {"both": {"held": 2}})
         assert series.total.missed_for("both") == 2
         assert [one.output_tokens for one in series.lengths] == [1, 2, 3]
+
+    def test_lengths_of_rare_prompts_are_kept(self) -> None:
+        reader, router = _reader("r"), Router("r")
+        _tell(reader, 1.0, router)
+        router.finish(prompt_tokens=300)
+        for second in range(2, 12):
+            for _ in range(100):
+                router.finish(prompt_tokens=9_000)
+            _tell(reader, float(second), router)
+        series = reader.series(12.0, M)
+        assert {one.prompt_tokens for one in series.lengths} == {9_000}
+        older = Counter(one.prompt_tokens for one in series.older_lengths)
+        assert older == {300: 1, 9_000: 100}
 
     def test_several_routers_add_up(self) -> None:
         reader = _reader("a", "b")

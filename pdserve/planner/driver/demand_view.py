@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from math import ceil
-from typing import TYPE_CHECKING, Final
+from math import ceil, inf
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pdserve.planner.demand_series import believed_speed
 from pdserve.planner.outlook import DemandView
 from pdserve.planner.steady_load import Stretch, mean_work, running, steady
+from pdserve.planner.what_if.newest_mix import newest_mix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,6 +29,19 @@ _FEW: Final = 6
 """Buckets that tell a level of the past."""
 _NEWEST: Final[Seconds] = 60.0
 """Time whose buckets decisions see one by one."""
+_HALF: Final = 0.5
+"""Part of a bucket that has to come after a shift of lengths, so that the bucket is of the new."""
+
+
+class _Mix(NamedTuple):
+    """What requests are like."""
+
+    work: Seconds
+    """Mean work of one; 0: unknown."""
+    spread: Seconds
+    """`DemandView.request_spread`."""
+    since: Seconds = -inf
+    """Since when; -inf: as long as was looked."""
 
 
 def demand_view(
@@ -39,10 +53,12 @@ def demand_view(
     width = buckets[-1].seconds if buckets else _RECENT
     recent = buckets[-max(1, ceil(stable / width)) :]
     stretches = [Stretch(one.seconds, one.arrivals, one.work) for one in buckets[-_MOST:]]
-    total = sum(stretches, Stretch(0.0, 0.0, 0.0))
-    request = _over(total.work, total.arrivals)
-    spread = _over(sum(one.work_squared for one in buckets[-_MOST:]), total.work)
-    levels = _levels(stretches, len(recent), request, spread)
+    usual = _usual(buckets[-_MOST:])
+    mix = _newest(series) or usual
+    levels = _levels(stretches, len(recent), usual)
+    since = sum(one.at + _HALF * one.seconds >= mix.since for one in buckets[-_RANGE:])
+    if mix is not usual and since:
+        levels[0] = (0.0, _level(stretches, len(stretches) - since, mix))
     return DemandView(
         known=bool(buckets) and _complete(series.health),
         faults="; ".join(_faults(series)),
@@ -52,8 +68,8 @@ def demand_view(
         work=buckets[-1].work_rate if buckets else 0.0,
         level=levels[0][1],
         recent=_recent(stretches[-max(1, round(_NEWEST / width)) :], series.rest),
-        request_work=request,
-        request_spread=spread,
+        request_work=mix.work,
+        request_spread=mix.spread,
         work_300=_rate(recent),
         peak_300=max(level for _, level in levels),
         levels=tuple(levels),
@@ -98,20 +114,43 @@ def _faults(series: DemandSeries) -> Iterator[str]:
             yield f"routers take {node} for {told:g} times as slow as usual, and {counts:g} counts"
 
 
+def _usual(buckets: Sequence[DemandBucket]) -> _Mix:
+    """The requests of these buckets."""
+    work = sum(one.work for one in buckets)
+    squared = sum(one.work_squared for one in buckets)
+    return _Mix(_over(work, sum(one.arrivals for one in buckets)), _over(squared, work))
+
+
+def _newest(series: DemandSeries) -> _Mix | None:
+    """The requests since lengths last shifted; None: they have not. What requests were like before
+    would hide for minutes how much work they are now."""
+    newest = newest_mix(series.arrivals)
+    if len(newest) == len(series.arrivals):
+        return None
+    work = sum(one.weight * one.work for one in newest)
+    squared = sum(one.weight * one.work**2 for one in newest)
+    number = sum(one.weight for one in newest)
+    return _Mix(_over(work, number), _over(squared, work), newest[0].at)
+
+
 def _over(sum_: float, number: float) -> float:
     return sum_ / number if number > 0 else 0.0
 
 
-def _levels(
-    stretches: Sequence[Stretch], recent: int, request: Seconds, spread: Seconds
-) -> list[tuple[Seconds, float]]:
+def _level(stretches: Sequence[Stretch], first: int, mix: _Mix) -> float:
+    """The level of the load now, from this stretch on at most."""
+    newest = steady(running(stretches), first, len(stretches), mix.spread)
+    return mean_work(newest, mix.work)
+
+
+def _levels(stretches: Sequence[Stretch], recent: int, mix: _Mix) -> list[tuple[Seconds, float]]:
     """The level of the load now, and every 15 s before as far as peaks are looked for, while there
     is enough of the load to tell; each with its age."""
     sums, last = running(stretches), len(stretches)
     past = range(last - _EVERY, max(last - recent, _FEW) - 1, -_EVERY)
     found = []
     for end in (last, *past):
-        level = mean_work(steady(sums, max(0, end - _RANGE), end, spread), request)
+        level = mean_work(steady(sums, max(0, end - _RANGE), end, mix.spread), mix.work)
         found.append(((sums[last] - sums[end]).seconds, level))
     return found
 

@@ -20,7 +20,7 @@ _MONDAY: Final[Seconds] = 4 * 86400.0
 
 
 class LoadForecaster:
-    """Continues one model's work per second. Implements `outlook.Forecaster`."""
+    """Continues one model's requests per second. Implements `outlook.Forecaster`."""
 
     def __init__(self, wall: Callable[[], float]) -> None:
         """`wall`: Unix seconds, for the time of the week."""

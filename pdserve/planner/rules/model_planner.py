@@ -108,6 +108,8 @@ class ModelPlanner:
     def __init__(self, config: PlannerConfig, forecaster: Forecaster) -> None:
         self._config = config
         self._forecaster = forecaster
+        self._request: Seconds = 1.0
+        """Mean work of a request, as last known."""
         self._sanity = Sanity(config)
         self._votes = Votes()
         self._last_switch = LastSwitch(config.stable, config.reversal_ticks, config.reversal_gain)
@@ -186,16 +188,20 @@ class ModelPlanner:
 
     def _watch(self, scene: Scene, demand: DemandView) -> None:
         """Compares the load with its forecast, and feeds the forecast."""
+        self._request = demand.request_work or self._request
         self._surge.see(scene.now, demand, self._at(0.0).p50, self._window(scene))
         if self._surge.shifted(scene.now):
             self._forecaster.shifted()
-        # Not the buckets of 5 s: they differ by chance far more than a pool should.
-        self._forecaster.observe(scene.now, demand.level)
+        # Not the buckets of 5 s: they differ by chance far more than a pool should. And requests,
+        # not their work: when prompts become longer, their number is what it was.
+        self._forecaster.observe(scene.now, demand.level / self._request)
 
     def _at(self, horizon: Seconds) -> Horizon:
-        """The forecast; nothing before the first observation."""
+        """The forecast of the work; nothing before the first observation."""
         found = self._forecaster.at(horizon)
-        return Horizon(0.0, 0.0, 0.0) if found is None else Horizon(found.p50, found.p90, found.p95)
+        if found is None:
+            return Horizon(0.0, 0.0, 0.0)
+        return Horizon(*(one * self._request for one in (found.p50, found.p90, found.p95)))
 
     def _panic_binding(self, now: Seconds) -> Binding:
         surge = self._surge
@@ -271,7 +277,8 @@ class ModelPlanner:
         self._votes.clear()  # what is ordered now must have been taken in before more is
         horizon, judged = scene.start_p90 + _SETTLE, not self._futile.hold(scene, load)
         raised = raise_capacity(scene, load, expected, stay, horizon, switches_too=judged)
-        if judged and not raised.enough and not raised.steps:
+        # While one change is under way no other begins, which does not make switches futile.
+        if judged and not (raised.enough or raised.steps or scene.removing):
             self._futile.found(scene, load)
         if raised.enough:
             figures = {"value": raised.after.miss, "limit": scene.most_misses}

@@ -130,7 +130,11 @@ class EngineModel:
         """Tokens of prompts that have begun, and of reservations."""
         self.work: Seconds = 0.0
         """Predicted seconds of the prompts here."""
-        self.busy: Seconds = 0.0
+        self.computing: Seconds = 0.0
+        """Seconds of the steps with prompts in them."""
+        self.filled: Seconds = 0.0
+        """Seconds of all steps, each times the part of the sequences or of the KV that was in use:
+        a worker with one stream is at work all the time, and has room for many."""
         self.peak = 0.0
         self.computed: list[ModelledRequest] = []
         """Prompts whose computation has ended since the owner emptied it."""
@@ -266,7 +270,10 @@ class EngineModel:
 
     def _land(self, now: Seconds) -> bool:
         begin, steps, took = self._begin, self._steps, now - self._begin
-        self.busy += took
+        if self._chunks is not None:
+            self.computing += took
+        used, limit = (self.kv + self.held) / self.capacity, self.worker.max_sequences
+        self.filled += took * max(used, self.streams / limit)
         before = self._tokens
         self._tokens = after = before + steps
         self.kv += self.streams * steps

@@ -53,12 +53,13 @@ class WhatIf:
         recent: Sequence[RecentRequest],
         finished: Iterable[tuple[int, int]],
         *,
+        older: Iterable[tuple[int, int]] = (),
         factor: float = 1.0,
         handoffs: Handoffs | None = None,
         seeds: int = _SEEDS,
         most: int = MOST_REQUESTS,
     ) -> None:
-        """`recent`: arrivals in order of time. `finished`: prompt and output tokens of requests.
+        """`recent`: arrivals in order of time. `finished`, `older`: see `OutputLengths`.
         `factor`: forecast load over that of `recent`. `most`: requests of a replay.
 
         Errors: `ConfigError` for an objective that cannot be, `ValueError` for such a factor.
@@ -67,7 +68,7 @@ class WhatIf:
         self._model = model
         self._objective = objective
         self._handoffs = handoffs or Handoffs()
-        self._lengths = OutputLengths(finished)
+        self._lengths = OutputLengths(finished, older)
         self._loads = [
             make_load(recent, self._lengths, factor, seed, most) for seed in range(seeds)
         ]
@@ -212,7 +213,8 @@ class ReplayTally:
             there = sum(
                 max(0.0, min(until, engine.worker.leaves) - engine.worker.ready) for engine in own
             )
-            self.busy[mode] = sum(engine.busy for engine in own) / max(there, 1e-9)
+            computing = sum(engine.computing for engine in own)
+            self.busy[mode] = max(computing, sum(e.filled for e in own)) / max(there, 1e-9)
             self.kv_used[mode] = max(
                 engine.peak / engine.capacity if engine.capacity < inf else 0.0 for engine in own
             )

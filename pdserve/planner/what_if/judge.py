@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from math import ceil
 from statistics import median
 from typing import TYPE_CHECKING, Final, cast, get_args
 
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 __all__ = ["WhatIfJudge"]
 
+_REPLAYED: Final[Seconds] = 60.0
+"""Time of arrivals that is replayed at least after lengths have shifted: longer than most answers
+take."""
 _LEAST_SPAN: Final[Seconds] = 5.0
 """Arrivals of a shorter time than this do not tell a rate."""
 _SEQUENCES: Final = 256
@@ -79,7 +83,7 @@ class WhatIfJudge:
         """
         if not isinstance(traffic, DemandSeries):
             raise TypeError(f"a what-if replays a DemandSeries, not a {type(traffic).__name__}")
-        arrivals = even_load(newest_mix(traffic.arrivals))
+        arrivals = _newest(traffic.arrivals)
         factor, mean = _scaled(arrivals, load)
         if factor <= 0:
             return [PoolOutcome(miss=0.0) for _ in candidates]
@@ -90,6 +94,7 @@ class WhatIfJudge:
             objective,
             arrivals,
             [(one.prompt_tokens, one.output_tokens) for one in traffic.lengths],
+            older=[(one.prompt_tokens, one.output_tokens) for one in traffic.older_lengths],
             factor=factor,
             handoffs=self._handoffs or _handoffs(candidates),
             seeds=self._seeds,
@@ -129,6 +134,23 @@ def _handoffs(candidates: Sequence[PoolCandidate]) -> Handoffs:
     measured = [slot.measured_token for slot in slots if slot.measured_token > 0]
     tokens = measured or [slot.transfer_token for slot in slots if slot.transfer_token > 0]
     return replace(known, disagg=disagg, token=median(tokens) if tokens else known.token)
+
+
+def _newest(arrivals: Sequence[RecentArrival]) -> list[RecentArrival]:
+    """The arrivals since lengths last shifted, at the newest ones' rate. Where that was a short
+    time ago they are repeated: queues and streams grow for longer than some seconds."""
+    newest = newest_mix(arrivals)
+    even = even_load(newest)
+    if len(newest) == len(arrivals) or len(even) <= 1:
+        return even
+    span = even[-1].at - even[0].at
+    period = span * len(even) / (len(even) - 1)
+    times = min(ceil((_REPLAYED - span) / period), MOST_REQUESTS // len(even)) if span > 0 else 0
+    return [
+        one._replace(at=one.at - back * period)
+        for back in range(max(0, times), -1, -1)
+        for one in even
+    ]
 
 
 def _scaled(arrivals: Sequence[RecentArrival], load: Load) -> tuple[float, Seconds]:

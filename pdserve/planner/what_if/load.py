@@ -57,23 +57,33 @@ class RecentRequest(Protocol):
 class OutputLengths:
     """Output lengths by prompt length, as finished requests had them."""
 
-    def __init__(self, finished: Iterable[tuple[int, int]]) -> None:
-        """`finished`: prompt tokens and output tokens of each request."""
-        self._known = sorted((prompt, output) for prompt, output in finished if output > 0)
+    def __init__(
+        self, finished: Iterable[tuple[int, int]], older: Iterable[tuple[int, int]] = ()
+    ) -> None:
+        """Prompt tokens and output tokens of requests. `finished`: the newest ones, which are as
+        frequent as they are now; `older`: others, of prompts that are rare now."""
+        self._finished = [(prompt, output) for prompt, output in finished if output > 0]
+        more = [(prompt, output) for prompt, output in older if output > 0]
+        self._known = sorted(self._finished + more)
 
     def draw(self, prompt_tokens: int, random: Random) -> int:
-        """The output length of one of the finished requests whose prompts are nearest in rank."""
+        """The output length of one of the finished requests whose prompts are nearest in rank; of
+        those that are half as long to twice as long, if there are any."""
         known = self._known
         if not known:
             return _UNKNOWN
         middle = bisect_left(known, (prompt_tokens, 0))
         begin = max(0, min(middle - _NEIGHBOURS // 2, len(known) - _NEIGHBOURS))
         end = min(len(known), begin + _NEIGHBOURS)
+        low = max(begin, bisect_left(known, (prompt_tokens // 2, 0)))
+        high = min(end, bisect_left(known, (2 * prompt_tokens + 1, 0)))
+        if low < high:
+            begin, end = low, high
         return known[begin + int(random.random() * (end - begin))][1]
 
     def rest(self, random: Random) -> int:
         """What a stream that is under way still brings: long ones are met more often."""
-        known = self._known
+        known = self._finished
         if not known:
             return max(1, int(random.random() * _UNKNOWN))
         output = max(random.choice(known)[1], random.choice(known)[1])

@@ -166,7 +166,8 @@ class Outcome:
     causes: Mapping[MissCause, float] = field(default_factory=dict)
     """Share that misses by cause; they add up to `miss`."""
     busy: Mapping[PoolMode, float] = field(default_factory=dict)
-    """Mean share of the time in which workers compute, by mode."""
+    """How full the workers are, by mode, on average: the share of the time in which they compute
+    prompts, or that of the sequences or the KV in use, whichever is more."""
     kv_used: Mapping[PoolMode, float] = field(default_factory=dict)
     """Largest share of a worker's KV that was in use, by mode."""
     ttft_p95: Seconds = 0.0

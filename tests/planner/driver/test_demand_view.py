@@ -9,6 +9,7 @@ from pdserve.ids import NodeId
 from pdserve.perf_model.latency_model import LatencyModel
 from pdserve.planner.demand_series import DemandBucket, DemandHealth, DemandSeries
 from pdserve.planner.driver.demand_view import demand_view
+from pdserve.planner.recent_arrivals import RecentArrival
 
 HEALTHY = DemandHealth(age=1.0)
 LEARNT = replace(LatencyModel(), per_token=1e-3, fitted=True)
@@ -106,3 +107,36 @@ def test_what_waits_and_what_was_missed_is_summed() -> None:
     assert (seen.kept, seen.missed) == (24, {"queue": 3, "prefill": 3})
     assert (seen.held, seen.held_work, seen.held_wait) == (4, 2.0, 1.5)
     assert seen.queued_work == pytest.approx(0.5)
+
+
+def shifted(seconds: float, before: float = 0.1, after: float = 0.9) -> DemandSeries:
+    """Four requests a second for 300 s, of 0.1 s, whose work is another one in the last seconds."""
+    end, arrivals, buckets = 300.0, [], []
+    for number in range(1200):
+        at = 0.25 * number
+        work = after if at >= end - seconds else before
+        arrivals.append(RecentArrival(at, int(10_000 * work) + number % 50, work=work))
+    for at in range(60):
+        own = [one.work for one in arrivals[20 * at : 20 * (at + 1)]]
+        squared = sum(work**2 for work in own)
+        buckets.append(DemandBucket(5.0 * at, 5.0, 20, work=sum(own), work_squared=squared))
+    return series(buckets=tuple(buckets), arrivals=tuple(arrivals))
+
+
+@pytest.mark.parametrize("seconds", [10.0, 25.0])
+@pytest.mark.parametrize(("before", "after"), [(0.1, 0.9), (0.9, 0.1)])
+def test_longer_or_shorter_prompts_are_known_work_at_once(
+    seconds: float, before: float, after: float
+) -> None:
+    """Their number is what it was, and their mean is not made of those before."""
+    seen = demand_view(shifted(seconds, before, after))
+    assert seen.request_work == pytest.approx(after, rel=0.01)
+    assert seen.request_spread == pytest.approx(after, rel=0.01)
+    assert seen.level == pytest.approx(4 * after, rel=0.01)
+    assert seen.peak_300 >= 4 * max(before, after) * 0.7, "what was before stays a peak"
+
+
+def test_a_shift_of_the_last_seconds_is_not_known_yet() -> None:
+    seen = demand_view(shifted(2.0))
+    assert seen.request_work < 0.2
+    assert seen.level < 1.0

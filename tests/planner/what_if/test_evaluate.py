@@ -92,7 +92,7 @@ def test_more_workers_miss_less():
     assert misses[0] > 0.9
     assert misses[-1] < 0.1
     assert all(later <= earlier + 0.02 for earlier, later in pairwise(misses))
-    assert outcomes[0].busy["aggregated"] > 0.95
+    assert outcomes[0].busy["aggregated"] > 0.9
 
 
 def test_shares_add_up():

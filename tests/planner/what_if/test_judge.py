@@ -178,3 +178,37 @@ def test_absurd_figures_take_no_longer_than_sensible_ones(load, slot, other):
     judge = WhatIfJudge(seeds=1)
     (outcome,) = judge.judge(series(**other), LIMITS, load, [slots("aggregated", 2, **slot)])
     assert 0.0 <= outcome.miss <= 1.0
+
+
+def lengthened(seconds: float) -> DemandSeries:
+    """Four prompts a second; those of the last seconds are ten times as long, with long answers."""
+    arrivals = []
+    for number in range(1200):
+        at = 0.25 * number
+        tokens = 6000 if at >= 300.0 - seconds else 600
+        arrivals.append(RecentArrival(at, tokens + number % 50, work=MODEL.prefill(tokens)))
+    lengths = tuple(FinishedRequest(6000, 0, 2000) for _ in range(100))
+    return series(arrivals=tuple(arrivals), lengths=lengths)
+
+
+def test_a_new_mix_is_replayed_for_longer_than_it_has_lasted():
+    """Streams of 2,000 tokens fill eight sequences only after seconds."""
+    pool = slots("aggregated", 4, max_sequences=8)
+    work = 4 * MODEL.prefill(6000)
+    (soon,), (later,) = (
+        WhatIfJudge().judge(lengthened(seconds), LIMITS, Load(work), [pool])
+        for seconds in (6.0, 60.0)
+    )
+    assert soon.miss == pytest.approx(later.miss, abs=0.1)
+    assert soon.miss > 0.5
+
+
+def test_a_worker_with_streams_has_room_for_more():
+    """It is at work all the time, and four of its 256 sequences are in use."""
+    traffic = series(1.0, lengths=tuple(FinishedRequest(2000, 0, 400) for _ in range(50)))
+    pair = PoolCandidate((Slot("prefill", max_sequences=256), Slot("decode", max_sequences=256)))
+    (outcome,) = WhatIfJudge(Handoffs("always")).judge(traffic, LIMITS, Load(0.1), [pair])
+    assert outcome.utilisation["decode"] < 0.1
+    full = PoolCandidate((Slot("prefill"), Slot("decode", max_sequences=1)))
+    (outcome,) = WhatIfJudge(Handoffs("always")).judge(traffic, LIMITS, Load(0.1), [full])
+    assert outcome.utilisation["decode"] > 0.5

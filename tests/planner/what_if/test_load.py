@@ -89,3 +89,17 @@ def test_streams_under_way_still_owe_something():
     assert min(rests) == 1
     assert max(rests) <= 100
     assert mean(rests) > 25
+
+
+def test_rare_prompts_have_the_lengths_that_they_had_before():
+    """The newest requests are long prompts; chats, which were frequent once, are coming back."""
+    newest = [(9_000, 50)] * 200
+    older = [(300, 2_000)] * 100
+    random = Random(3)
+    assert OutputLengths(newest).draw(300, random) == 50
+    known = OutputLengths(newest, older)
+    assert known.draw(300, random) == 2_000
+    assert known.draw(9_000, random) == 50
+    assert max(known.rest(random) for _ in range(200)) <= 50, (
+        "streams under way are the newest ones"
+    )

@@ -58,8 +58,8 @@ def test_a_prompt_is_computed_by_a_prefill_worker_and_moves():
     assert request.computed == pytest.approx(own, rel=0.02)
     assert request.first == pytest.approx(request.computed + 0.003 + 2048 * 2e-6)
     prefill, decode = replay.engines
-    assert prefill.busy == pytest.approx(own, rel=0.02)
-    assert decode.busy < 0.02
+    assert prefill.computing == pytest.approx(own, rel=0.02)
+    assert decode.computing < 0.02
 
 
 def test_a_slow_link_delays_the_first_token_by_the_whole_prompt():
@@ -91,21 +91,21 @@ def test_the_rule_says_where_a_prompt_is_computed(disagg: Disagg, length: int, a
     decode = worker("decode", streams=20, stream_tokens=4000)
     handoffs = Handoffs(disagg, latency=0.003, token=2e-6)
     replay = replayed([worker("prefill"), decode], [request], handoffs)
-    assert (replay.engines[0].busy > 0) == away
+    assert (replay.engines[0].computing > 0) == away
 
 
 def test_a_full_prefill_queue_keeps_prompts_where_they_are():
     requests = [ModelledRequest(0.0, 4000, 0, 2) for _ in range(20)]
     workers = [worker("prefill"), worker("decode"), worker("decode")]
     replay = replayed(workers, requests, Handoffs("rule", max_queue=2))
-    assert all(engine.busy > 0.2 for engine in replay.engines)
+    assert all(engine.computing > 0.2 for engine in replay.engines)
 
 
 def test_a_prompt_that_waits_too_long_is_computed_at_home():
     requests = [ModelledRequest(0.0, 30_000, 0, 2) for _ in range(6)]
     replay = replayed([worker("prefill"), worker("decode")], requests, Handoffs("rule"))
     assert all(one.end > 0 for one in requests)
-    assert replay.engines[1].busy > MODEL.prefill(30_000)
+    assert replay.engines[1].computing > MODEL.prefill(30_000)
 
 
 def test_a_prompt_waits_for_kv_where_it_will_be_decoded():
@@ -144,18 +144,18 @@ def test_a_worker_that_starts_serves_when_it_is_ready():
     requests = [ModelledRequest(0.04 * n, 2000, 0, 2) for n in range(200)]
     replay = replayed([worker("aggregated"), worker("aggregated", ready=5.0)], requests)
     late = replay.engines[1]
-    assert late.busy > 0
+    assert late.computing > 0
     alone = [ModelledRequest(0.04 * n, 2000, 0, 2) for n in range(200)]
     late_only = replayed([worker("aggregated", ready=5.0)], alone)
     assert min(one.begun for one in alone) == 5.0
-    assert late_only.engines[0].busy > late.busy
+    assert late_only.engines[0].computing > late.computing
 
 
 def test_a_worker_that_leaves_finishes_what_it_has():
     requests = [ModelledRequest(0.05 * n, 2000, 0, 40) for n in range(40)]
     replay = replayed([worker("aggregated"), worker("aggregated", leaves=0.5)], requests)
     left = replay.engines[1]
-    assert 0 < left.busy < replay.engines[0].busy
+    assert 0 < left.computing < replay.engines[0].computing
     assert all(one.end > 0 for one in requests)
 
 
@@ -175,7 +175,7 @@ def test_what_a_worker_has_comes_first():
 def test_of_many_workers_all_are_used():
     requests = [ModelledRequest(0.001 * n, 3000, 0, 5) for n in range(400)]
     replay = replayed([worker("aggregated")] * 40, requests)
-    assert all(engine.busy > 0 for engine in replay.engines)
+    assert all(engine.computing > 0 for engine in replay.engines)
 
 
 @pytest.mark.parametrize("number", range(40))
@@ -211,4 +211,4 @@ def test_every_request_ends_and_nothing_is_left(number: int):
     for engine in replay.engines:
         assert engine.streams == engine.pending == engine.uncomputed == 0
         assert abs(engine.held) < 1e-6
-        assert engine.busy <= replay.now + 1e-9
+        assert engine.computing <= replay.now + 1e-9
