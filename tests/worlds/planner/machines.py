@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, cast
 from msgspec.structs import replace as with_fields
 
 from pdserve.agent.processes import Started
+from pdserve.agent.records import RecordStore
 from pdserve.ids import NodeId
 from pdserve.testing.actuators.fake import FakeHosts
 
@@ -34,12 +35,14 @@ __all__ = ["BatchHosts", "Machine", "VirtualProcesses"]
 NEVER: Final[Seconds] = 1e6
 
 
-class MemoryStore:
-    """Records of one machine's workers, as `agent.records.RecordStore` without a disk."""
+class MemoryStore(RecordStore):
+    """Records of one machine's workers without a disk."""
 
-    def __init__(self, name: str) -> None:
-        self.directory = Path("/nowhere") / name
+    def __init__(self, name: str, left: Callable[[str], int | None]) -> None:
+        """`left`: the status that a worker which ended by itself has written down."""
+        super().__init__(Path("/nowhere") / name)
         self._records: dict[str, WorkerRecord] = {}
+        self._left = left
 
     def load(self) -> tuple[list[WorkerRecord], list[Path]]:
         return list(self._records.values()), []
@@ -50,11 +53,8 @@ class MemoryStore:
     def forget(self, change: str) -> None:
         self._records.pop(change, None)
 
-    def log(self, change: str) -> Path:
-        return self.directory / f"{change}.log"
-
-    def logs(self, change: str) -> tuple[Path, Path]:
-        return self.log(change), self.directory / f"{change}.log.1"
+    def exit_status(self, change: str) -> int | None:
+        return self._left(change)
 
 
 class Machine:
@@ -64,8 +64,8 @@ class Machine:
         self.name = name
         self.group = "gpu"
         self.slots = slots
-        self.store = MemoryStore(name)
         self.processes = VirtualProcesses(world, name)
+        self.store = MemoryStore(name, self.processes.left)
         for slot in range(slots):
             host = world.add(f"{name}-{self.group}-{slot}", "worker", settings)
             host.wanted = False
@@ -80,6 +80,8 @@ class VirtualProcesses:
         self._words: dict[Started, tuple[VirtualHost, int, tuple[str, ...]]] = {}
         self._own: set[Started] = set()
         """Processes that the present agent has started."""
+        self._left: dict[str, int | None] = {}
+        """Exit statuses of earlier processes, by change; None: they were killed."""
         self.asked = 0
         """Starts."""
         self.fails = False
@@ -101,6 +103,8 @@ class VirtualProcesses:
         if self.fails:
             raise OSError(12, "Cannot allocate memory")
         host = self._world.hosts[environ["NODE"]]
+        if host.settings.change:
+            self._left[host.settings.change] = self.left(host.settings.change)
         life = launch(self._world, host, environ["MODE"], environ["CHANGE"], never=self.never_ready)
         started = Started(100 + len(self._words), life)
         self._words[started] = (host, life, tuple(command))
@@ -123,6 +127,16 @@ class VirtualProcesses:
         host, life, _ = self._words[process]
         known = process in self._own and host.lives == life and not self.runs(process)
         return host.status if known else None
+
+    def left(self, change: str) -> int | None:
+        """The exit status of this change's worker, if it ended by itself; None: it did not."""
+        words = f"--change={change}"
+        ended = (one for one, (_, _, said) in self._words.items() if words in said)
+        process = next((one for one in ended if not self.runs(one)), None)
+        if process is None or change in self._left:
+            return self._left.get(change)
+        host, life, _ = self._words[process]
+        return host.status if host.lives == life and host.status >= 0 else None
 
     def terminate(self, process: Started) -> None:
         if self.runs(process):

@@ -244,7 +244,7 @@ class Agent:
         self.workers = Workers(
             slots,
             slots,
-            machine.store,  # type: ignore[arg-type]
+            machine.store,
             machine.processes,
             _command,
             self.node.id,
