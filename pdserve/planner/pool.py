@@ -225,6 +225,8 @@ def gather(
         price = prices.get(one.kind, 1.0)
         if one.state in _ALIVE and one.change not in given_up:
             coming[one.change] = _coming(one, price, ready_in(one.change, one.kind))
+        elif one.state == "unknown" and one.change in coming:
+            continue  # its host does not answer: it may run, and is charged until it is given up
         else:
             coming.pop(one.change, None)
             others += price if one.state in (*_ALIVE, "ending") else 0.0

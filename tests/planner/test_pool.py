@@ -75,6 +75,16 @@ def test_an_asked_start_is_charged_until_a_list_shows_it():
     assert (failed.cost, failed.size) == (0.0, 0)
 
 
+def test_an_asked_start_is_charged_while_its_host_does_not_answer():
+    """Else another one was started at each tick, beyond the budget."""
+    asked = [Coming(change=name(1), kind="gpu", mode="decode", state="asked", price=2.0)]
+    unknown = look(asked=asked, instances=[instance(name(1), "unknown")])
+    assert (unknown.cost, unknown.size) == (2.0, 1)
+    assert [one.ready_in for one in unknown.coming] == [None]
+    lost = look(instances=[instance(name(1), "unknown")])
+    assert lost.size == 0, "a worker that served on a host that has died is replaced"
+
+
 def test_a_draining_worker_costs_and_does_not_serve():
     found = look([worker(1, kind="gpu"), worker(2, kind="gpu", state="draining")])
     assert (found.size, found.cost, found.mix) == (1, 4.0, {"aggregated": 1})

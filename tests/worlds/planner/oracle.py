@@ -323,8 +323,10 @@ class PlannerOracle:
             self._modes[part.node.id] = before if before[0] == mode else (mode, now)
 
     def _counts(self, key: str, host: VirtualHost, now: Seconds) -> bool:
-        """Whether a planner must have known it: one that was just started by hand it did not."""
-        return not host.wanted or now - self._alive[key] > _LAG
+        """Whether a planner must have known it: of those that were started by hand it knows neither
+        one that was started just now, nor one that has left the cluster and is about to end."""
+        by_hand = not host.settings.change
+        return not by_hand or (now - self._alive[key] > _LAG and not host.busy)
 
     def _keeps_budget(self, alive: list[str]) -> None:
         budget, most = self._config.budget, sum(pool.max for pool in self._config.pools)
