@@ -49,6 +49,8 @@ class DemandView:
     """Work per second of the newest complete bucket of 5 s."""
     level: float = 0.0
     """Mean work per second since the load last changed, of at most 300 s: `steady_load`."""
+    rate: float = 0.0
+    """Mean requests per second of the same time; 0: unknown, or none."""
     recent: tuple[Stretch, ...] = ()
     """The complete buckets of the last 60 s, the oldest first; the last one with what was reported
     since. Empty: only `level` is known."""

@@ -229,7 +229,8 @@ def gather(
             continue  # its host does not answer: it may run, and is charged until it is given up
         else:
             coming.pop(one.change, None)
-            others += price if one.state in (*_ALIVE, "ending") else 0.0
+            lost = one.state == "unknown" and one.change in given_up
+            others += price if lost or one.state in (*_ALIVE, "ending") else 0.0
     for worker in mine:
         if worker.state == "loading" and worker.change:
             price = prices.get(worker.kind, 1.0)

@@ -7,7 +7,7 @@ from pdserve.planner.pool import Coming, Pool, gather, serves, valid_mix
 from tests.planner.support import MODEL, instance, worker
 
 
-def look(workers=(), instances=(), asked=(), boot: float = 30.0) -> Pool:
+def look(workers=(), instances=(), asked=(), boot: float = 30.0, given_up=()) -> Pool:
     return gather(
         MODEL,
         workers,
@@ -15,6 +15,7 @@ def look(workers=(), instances=(), asked=(), boot: float = 30.0) -> Pool:
         asked,
         prices={"gpu": 2.0},
         ready_in=lambda change, kind: boot,
+        given_up=given_up,
     )
 
 
@@ -81,6 +82,8 @@ def test_an_asked_start_is_charged_while_its_host_does_not_answer():
     unknown = look(asked=asked, instances=[instance(name(1), "unknown")])
     assert (unknown.cost, unknown.size) == (2.0, 1)
     assert [one.ready_in for one in unknown.coming] == [None]
+    given_up = look(asked=(), instances=[instance(name(1), "unknown")], given_up=[name(1)])
+    assert (given_up.cost, given_up.size) == (2.0, 0), "it may run, and nothing is expected of it"
     lost = look(instances=[instance(name(1), "unknown")])
     assert lost.size == 0, "a worker that served on a host that has died is replaced"
 

@@ -87,6 +87,8 @@ class Underway:
     instance: str = ""
     """Id of the change that started the worker which it is about."""
     unseen: int = 0
+    lost: Seconds | None = None
+    """Of a start: since when its host does not answer; None: it does."""
     left: bool = False
     """Of a switch: the worker was seen to leave its mode."""
     blamed: bool = False
@@ -314,6 +316,8 @@ class ChangeBook:
             event = E.GONE if one.unseen >= _UNSEEN else None
         if _isolated(seen):
             one.alone = now
+        silent = instance is not None and instance.state == "unknown"
+        one.lost = (now if one.lost is None else one.lost) if silent else None
         if event in (None, E.PENDING, E.BOOTING, E.LOADING) and (late := self._late(now, one)):
             one.failure = late
             return E.LATE
@@ -332,6 +336,10 @@ class ChangeBook:
     def _late(self, now: Seconds, one: Underway) -> str:
         """Why a start has waited for too long; empty: it has not."""
         kind, config = one.step.kind, self._config
+        if one.lost is not None:  # which says nothing against the kind
+            lasts = now - one.lost
+            late = lasts >= self._ready_limit(kind)
+            return f"its host has not answered for {lasts:.0f} s" if late else ""
         if one.state in (S.ASKED, S.PENDING) and now - one.began >= config.pending_timeout:
             self._health.away(kind, now + config.pending_timeout, "a start was pending for ever")
             return f"nobody ran it within {config.pending_timeout:.0f} s"

@@ -29,8 +29,9 @@ _FEW: Final = 6
 """Buckets that tell a level of the past."""
 _NEWEST: Final[Seconds] = 60.0
 """Time whose buckets decisions see one by one."""
-_HALF: Final = 0.5
-"""Part of a bucket that has to come after a shift of lengths, so that the bucket is of the new."""
+_DOUBT: Final = 20.0
+"""Requests of a new mix after which their own mean work counts as much as the usual one: until then
+they may be a burst of one client."""
 
 
 class _Mix(NamedTuple):
@@ -53,12 +54,11 @@ def demand_view(
     width = buckets[-1].seconds if buckets else _RECENT
     recent = buckets[-max(1, ceil(stable / width)) :]
     stretches = [Stretch(one.seconds, one.arrivals, one.work) for one in buckets[-_MOST:]]
-    usual = _usual(buckets[-_MOST:])
-    mix = _newest(series) or usual
+    usual = _usual(buckets[-_RANGE:])
+    mix = _newest(series, usual)
     levels = _levels(stretches, len(recent), usual)
-    since = sum(one.at + _HALF * one.seconds >= mix.since for one in buckets[-_RANGE:])
-    if mix is not usual and since:
-        levels[0] = (0.0, _level(stretches, len(stretches) - since, mix))
+    present = _present(stretches, len(_since(buckets, mix)), mix)
+    levels[0] = (0.0, mean_work(present, mix.work))
     return DemandView(
         known=bool(buckets) and _complete(series.health),
         faults="; ".join(_faults(series)),
@@ -67,6 +67,7 @@ def demand_view(
         first_tokens=series.first_tokens,
         work=buckets[-1].work_rate if buckets else 0.0,
         level=levels[0][1],
+        rate=_over(present.arrivals, present.seconds),
         recent=_recent(stretches[-max(1, round(_NEWEST / width)) :], series.rest),
         request_work=mix.work,
         request_spread=mix.spread,
@@ -121,26 +122,35 @@ def _usual(buckets: Sequence[DemandBucket]) -> _Mix:
     return _Mix(_over(work, sum(one.arrivals for one in buckets)), _over(squared, work))
 
 
-def _newest(series: DemandSeries) -> _Mix | None:
-    """The requests since lengths last shifted; None: they have not. What requests were like before
-    would hide for minutes how much work they are now."""
+def _newest(series: DemandSeries, usual: _Mix) -> _Mix:
+    """The requests since lengths last shifted; else the usual ones. What requests were like before
+    would hide for minutes how much work they are now. Of silent routers there are no arrivals, so
+    their silence would look like a shift."""
     newest = newest_mix(series.arrivals)
-    if len(newest) == len(series.arrivals):
-        return None
-    work = sum(one.weight * one.work for one in newest)
+    estimated = any(one.estimated for one in series.buckets[-_RANGE:])
+    if len(newest) == len(series.arrivals) or estimated or series.health.silent:
+        return usual
+    number = sum(one.weight for one in newest) + _DOUBT
+    work = sum(one.weight * one.work for one in newest) + _DOUBT * usual.work
     squared = sum(one.weight * one.work**2 for one in newest)
-    number = sum(one.weight for one in newest)
-    return _Mix(_over(work, number), _over(squared, work), newest[0].at)
+    squared += _DOUBT * usual.work * usual.spread
+    mix = _Mix(_over(work, number), _over(squared, work), newest[0].at)
+    return mix if _since(series.buckets, mix) else usual
+
+
+def _since(buckets: Sequence[DemandBucket], mix: _Mix) -> Sequence[DemandBucket]:
+    """The buckets of a level that begin with the mix or later."""
+    return [one for one in buckets[-_RANGE:] if one.at >= mix.since]
 
 
 def _over(sum_: float, number: float) -> float:
     return sum_ / number if number > 0 else 0.0
 
 
-def _level(stretches: Sequence[Stretch], first: int, mix: _Mix) -> float:
-    """The level of the load now, from this stretch on at most."""
-    newest = steady(running(stretches), first, len(stretches), mix.spread)
-    return mean_work(newest, mix.work)
+def _present(stretches: Sequence[Stretch], most: int, mix: _Mix) -> Stretch:
+    """The newest stretches in which the load has not changed, at most so many, as one."""
+    last = len(stretches)
+    return steady(running(stretches), last - most, last, mix.spread)
 
 
 def _levels(stretches: Sequence[Stretch], recent: int, mix: _Mix) -> list[tuple[Seconds, float]]:

@@ -188,12 +188,14 @@ class ModelPlanner:
 
     def _watch(self, scene: Scene, demand: DemandView) -> None:
         """Compares the load with its forecast, and feeds the forecast."""
-        self._request = demand.request_work or self._request
+        if demand.rate > 0:
+            self._request = demand.level / demand.rate or self._request
         self._surge.see(scene.now, demand, self._at(0.0).p50, self._window(scene))
         if self._surge.shifted(scene.now):
             self._forecaster.shifted()
         # Not the buckets of 5 s: they differ by chance far more than a pool should. And requests,
-        # not their work: when prompts become longer, their number is what it was.
+        # not their work: when prompts become longer, their number is what it was. Now the work of
+        # both is the same, `level`.
         self._forecaster.observe(scene.now, demand.level / self._request)
 
     def _at(self, horizon: Seconds) -> Horizon:

@@ -41,6 +41,8 @@ __all__ = ["WhatIfJudge"]
 _REPLAYED: Final[Seconds] = 60.0
 """Time of arrivals that is replayed at least after lengths have shifted: longer than most answers
 take."""
+_REPEATED: Final = 3
+"""How often they are replayed at most: what is new may be a burst of one client."""
 _LEAST_SPAN: Final[Seconds] = 5.0
 """Arrivals of a shorter time than this do not tell a rate."""
 _SEQUENCES: Final = 256
@@ -145,7 +147,7 @@ def _newest(arrivals: Sequence[RecentArrival]) -> list[RecentArrival]:
         return even
     span = even[-1].at - even[0].at
     period = span * len(even) / (len(even) - 1)
-    times = min(ceil((_REPLAYED - span) / period), MOST_REQUESTS // len(even)) if span > 0 else 0
+    times = min(ceil((_REPLAYED - span) / period), _REPEATED - 1) if span > 0 else 0
     return [
         one._replace(at=one.at - back * period)
         for back in range(max(0, times), -1, -1)

@@ -27,6 +27,8 @@ MOST_REQUESTS: Final = 2000
 """Requests of one load: beyond, a replay takes longer than a tick may."""
 _NEIGHBOURS: Final = 40
 """Finished requests of the nearest prompt lengths from which one is drawn."""
+_FEWEST: Final = 5
+"""Finished requests of a prompt's own length that are enough to draw from."""
 _UNKNOWN: Final = 256
 """Output tokens while no request has finished: `router.policies.ttft.Ttft.output_tokens`."""
 
@@ -72,12 +74,16 @@ class OutputLengths:
         known = self._known
         if not known:
             return _UNKNOWN
-        middle = bisect_left(known, (prompt_tokens, 0))
+        first = bisect_left(known, (prompt_tokens, 0))
+        last = bisect_left(known, (prompt_tokens + 1, 0))
+        if last - first >= _NEIGHBOURS:  # as many are as long: any of them
+            return known[first + int(random.random() * (last - first))][1]
+        middle = (first + last) // 2
         begin = max(0, min(middle - _NEIGHBOURS // 2, len(known) - _NEIGHBOURS))
         end = min(len(known), begin + _NEIGHBOURS)
         low = max(begin, bisect_left(known, (prompt_tokens // 2, 0)))
         high = min(end, bisect_left(known, (2 * prompt_tokens + 1, 0)))
-        if low < high:
+        if high - low >= _FEWEST:
             begin, end = low, high
         return known[begin + int(random.random() * (end - begin))][1]
 

@@ -40,6 +40,8 @@ _FINER: Final = 1.2
 class _Moments(NamedTuple):
     """Sums over arrivals, of the tokens that no cache has."""
 
+    kept: float
+    """Arrivals that were kept: what chance depends on, however many each stands for."""
     weight: float
     tokens: float
     squares: float
@@ -74,7 +76,7 @@ def newest_mix(arrivals: Sequence[RecentArrival]) -> Sequence[RecentArrival]:
 
 def _moments(one: RecentArrival) -> _Moments:
     tokens = max(0, one.prompt_tokens - one.cached_tokens)
-    return _Moments(one.weight, one.weight * tokens, one.weight * tokens**2)
+    return _Moments(1.0, one.weight, one.weight * tokens, one.weight * tokens**2)
 
 
 def _plus(one: _Moments, two: _Moments) -> _Moments:
@@ -96,5 +98,5 @@ def _difference(before: _Moments, after: _Moments) -> float:
     if high < _FACTOR * low or high <= 0:
         return 0.0
     variance = max(before.variance, after.variance)
-    error = sqrt(variance * (1 / before.weight + 1 / after.weight))
+    error = sqrt(variance * (1 / before.kept + 1 / after.kept))
     return (high - low) / error if error > 0 else float("inf")

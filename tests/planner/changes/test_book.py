@@ -135,6 +135,25 @@ def test_a_kind_that_starts_fast_has_time_for_a_busy_moment(books):
     assert "was not ready 15 s after" in books.health.blocked("gpu", books.now)
 
 
+@pytest.mark.parametrize("state", ["pending", "booting"])
+def test_a_start_on_a_host_that_is_silent_is_given_up_and_its_kind_not_blamed(books, state):
+    """The host is at fault, and its kind may start elsewhere."""
+    for _ in range(20):
+        books.times.add("boot", "gpu", 10.0)
+    one = books.start()
+    books.see(instances=running(state))
+    books.see(instances=running("unknown"))
+    books.see(instances=running("unknown"), seconds=25.0)
+    books.see(instances=running(state))
+    assert state_of(one) is not S.ENDING, "it has answered meanwhile"
+    books.see(instances=running("unknown"), seconds=1.0)
+    books.see(instances=running("unknown"), seconds=31.0)
+    assert state_of(one) is S.ENDING
+    assert "its host has not answered for 31 s" in one.failure
+    assert not books.health.blocked("gpu", books.now)
+    assert books.health.disabled() == {}
+
+
 def test_three_failures_disable_the_kind(books):
     for _ in range(3):
         books.start()

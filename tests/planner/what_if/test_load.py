@@ -103,3 +103,11 @@ def test_rare_prompts_have_the_lengths_that_they_had_before():
     assert max(known.rest(random) for _ in range(200)) <= 50, (
         "streams under way are the newest ones"
     )
+
+
+def test_equal_prompts_have_all_their_lengths():
+    """Not the shortest ones, which come first in order."""
+    finished = [(1024, output) for output in range(1, 501)]
+    random = Random(4)
+    for lengths in (OutputLengths(finished), OutputLengths([*finished, *[(100, 5)] * 50])):
+        assert mean(lengths.draw(1024, random) for _ in range(400)) == pytest.approx(250, rel=0.1)

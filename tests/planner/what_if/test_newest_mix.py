@@ -75,9 +75,23 @@ def test_only_what_is_to_be_computed_counts() -> None:
     assert newest_mix(every)[0].at == pytest.approx(60, abs=5)
 
 
-def test_one_that_stands_for_several_counts_as_many() -> None:
-    every = [RecentArrival(float(n), 100 + 1000 * (n % 2)) for n in range(24)]
-    more = [RecentArrival(24.0 + n, 1200) for n in range(12)]
-    assert len(newest_mix([*every, *more])) == len(every) + len(more)
-    assert newest_mix([*every, *(one._replace(weight=9.0) for one in more)])[0].at >= 22
+def test_one_that_stands_for_several_is_one_draw() -> None:
+    """Of many requests each 64th is kept: what it tells of chance is that of one."""
+    shifts = 0
+    for seed in range(40):
+        random = Random(seed)
+        drawn = [int(random.lognormvariate(6.0, 1.2)) for _ in range(1200)]
+        kept = [RecentArrival(0.25 * n, one, weight=64.0) for n, one in enumerate(drawn)]
+        shifts += len(newest_mix(kept)) < len(kept)
+    assert shifts <= 1
+    longer = [RecentArrival(0.25 * n, 500 if n < 900 else 5000, weight=64.0) for n in range(1200)]
+    assert len(newest_mix(longer)) == pytest.approx(300, abs=60)
+
+
+def test_the_means_are_those_of_all_that_they_stand_for() -> None:
+    every = [RecentArrival(float(n), 100 + n % 2) for n in range(60)]
+    mixed = [RecentArrival(60.0 + n, 100 + 900 * (n % 5 > 0)) for n in range(40)]
+    assert len(newest_mix([*every, *mixed])) < 60
+    rare = [one._replace(weight=0.01) if one.prompt_tokens > 900 else one for one in mixed]
+    assert len(newest_mix([*every, *rare])) == 100
     assert newest_mix([]) == []
