@@ -215,8 +215,6 @@ class PlannerConfig:
     blind_wait: float = 0.5
     """Held requests that wait longer than this part of the TTFT objective add a worker while no
     demand is known."""
-    stale: Seconds = 3.0
-    """A router's report is out of date after so long: it publishes each second."""
     min_first_tokens: int = 20
     """First tokens that must have been seen before predictions are trusted."""
     alarm: Seconds = 60.0
@@ -323,7 +321,7 @@ _SHARES: Final = ("reversal_gain", "donor_headroom")
 _POSITIVE: Final = (
     *("tick", "slow_tick", "stable", "dwell", "switches_per_hour", "reversal_ticks", "hold"),
     *("remove_interval", "remove_ttft", "remove_itl", "break_even", "fast_up", "queued_limit"),
-    *("panic", "blind_wait", "stale", "min_first_tokens", "alarm", "start_prior", "drain_prior"),
+    *("panic", "blind_wait", "min_first_tokens", "alarm", "start_prior", "drain_prior"),
     *("pending_timeout", "ready_factor", "start_backoff", "start_backoff_most", "start_failures"),
     *("drain_timeout", "switch_timeout", "switch_retry", "lease_slack"),
 )

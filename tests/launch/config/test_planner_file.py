@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.launch.config.planner_file import parse_planner_file, read_planner_file
+from pdserve.planner.config import PlannerConfig
 
 EXAMPLE = Path(__file__).parents[3] / "examples/planner.toml"
 POOL = '[[planner.pool]]\nmodel = "m"\n'
@@ -166,3 +170,15 @@ def test_flags_of_workers_are_checked_before_one_starts(kind: str, own: bool) ->
     says = f"planner.toml: {where}: --modell is unknown, did you mean --model?"
     assert raised.value.message == says
     parsed(text.replace("--modell", "--model"))
+
+
+def test_the_page_has_every_key_with_its_default() -> None:
+    page = (Path(__file__).parents[3] / "docs/planner.md").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^\| `([a-z-]+)` \| (\d\S*) \|", page, re.MULTILINE))
+    usual = PlannerConfig()
+    names = {one.name for one in dataclasses.fields(PlannerConfig)} - {"mode", "pools", "prices"}
+    assert {name.replace("_", "-") for name in names} == {*told}
+    text = "[planner]\n" + "".join(
+        f"{key} = {value if value[-1].isdigit() else repr(value)}\n" for key, value in told.items()
+    )
+    assert replace(parsed(text + POOL).config, pools=()) == replace(usual, mode="act")

@@ -41,7 +41,6 @@ QUICK: Final = PlannerConfig(
     reversal_ticks=2,
     remove_interval=5.0,
     hold=8.0,
-    stale=3.0,
     min_first_tokens=5,
     alarm=10.0,
     start_prior=3.0,
