@@ -8,6 +8,7 @@ silent agent said last. A silent agent's workers may run: they are `unknown`, no
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -84,7 +85,11 @@ class AgentsActuator:
         """When each order was given that no report has shown yet."""
 
     async def kinds(self) -> Sequence[Kind]:
-        return merge_kinds(await self._reports())
+        reports = await self._reports()
+        # Workers of silent agents are listed, and take no slot of those that answer.
+        silent = Counter(one.kind for one in self._missing(reports))
+        kinds = merge_kinds(reports)
+        return [replace(one, slots=one.slots + silent[one.name]) for one in kinds]
 
     async def start(self, kind: str, mode: str, change: str) -> Instance:
         check_order(mode, change)

@@ -113,6 +113,17 @@ async def test_a_lost_agents_workers_may_run(lab: AgentLab) -> None:
     assert await lab.processes("x1") == 1
 
 
+async def test_a_lost_agents_workers_take_no_slot_of_the_others(lab: AgentLab) -> None:
+    await start(lab, "x1")
+    await lab.crash_agent("agent-a")
+    await lab.add_agent("agent-b", {"gpu": ("0", "1")})
+    await lab.until_known("agent-b")
+    (gpu,) = await lab.actuator.kinds()
+    listed = await _list_when_it_answers(lab)
+    assert gpu.slots - len(listed) == 2
+    assert await start(lab, "x2", "x3") == ["agent-b", "agent-b"]
+
+
 async def _list_when_it_answers(lab: AgentLab) -> list[Instance]:
     async with asyncio.timeout(lab.patience):
         while True:
