@@ -186,18 +186,23 @@ def _no_victim(scene: Scene) -> Binding:
 
 def _smaller(scene: Scene, present: Mix, least: int) -> list[Mix]:
     """Mixes with fewer workers around the present one, the smallest change first: what one removal
-    cannot do, two will not. `least`: fewest workers, besides the floor."""
+    cannot do, two will not. `least`: fewest workers, besides the floor. Where there is none in
+    which every worker has something to do, as among many decode workers whose prefill workers have
+    died, any that serves will do."""
     modes = sorted({*scene.modes, *present})
     size = sum(present.values())
     found: list[tuple[int, int, Mix]] = []
+    idle: list[tuple[int, int, Mix]] = []
     for delta in product(range(-_AROUND, _AROUND + 1), repeat=len(modes)):
         mix = {mode: present.get(mode, 0) + by for mode, by in zip(modes, delta, strict=True)}
         total, moved = sum(mix.values()), sum(abs(by) for by in delta)
         if min(mix.values()) < 0 or not size - _AROUND <= total < size:
             continue
         kept = {mode: count for mode, count in mix.items() if count}
-        if total >= max(1, scene.floor, least) and valid_mix(kept):
-            found.append((moved, total, kept))
+        if total >= max(1, scene.floor, least) and serves(kept):
+            (found if valid_mix(kept) else idle).append((moved, total, kept))
+    if not found and not valid_mix(present):
+        found = idle
     return [mix for _, _, mix in sorted(found, key=lambda one: (*one[:2], sorted(one[2].items())))][
         :_TRIES
     ]

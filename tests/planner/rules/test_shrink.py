@@ -57,6 +57,17 @@ def test_the_last_prefill_and_the_last_decode_worker_become_one():
     assert stopped == {"begin stop w1"}
 
 
+def test_decode_workers_beside_aggregated_ones_may_go_although_nobody_computes_for_them():
+    """They came in the wrong mode, or their prefill workers have died; the mix is none to begin
+    with, and was taken for one of which no worker can be spared."""
+    bench = Bench(config(pool(modes=("aggregated",), max=8)))
+    bench.see(mine(1), *crowd(3, "decode", 10))
+    bench.load(0.1)
+    bench.until(65)
+    assert actions(bench.last)
+    assert all(line.startswith("begin stop") for line in actions(bench.last))
+
+
 def test_a_pool_in_which_some_have_nothing_to_do_shrinks_to_those_that_have():
     bench = Bench(config(pool(modes=("aggregated", "prefill", "decode"), max=8)))
     bench.see(mine(1), mine(2), mine(10, "decode"))
