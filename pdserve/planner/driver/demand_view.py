@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from pdserve.planner.demand_series import believed_speed
 from pdserve.planner.outlook import DemandView
 from pdserve.planner.steady_load import Stretch, mean_work, running, steady
-from pdserve.planner.what_if.newest_mix import newest_mix
+from pdserve.planner.what_if.newest_mix import newest_arrivals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -124,11 +124,9 @@ def _usual(buckets: Sequence[DemandBucket]) -> _Mix:
 
 def _newest(series: DemandSeries, usual: _Mix) -> _Mix:
     """The requests since lengths last shifted; else the usual ones. What requests were like before
-    would hide for minutes how much work they are now. Of silent routers there are no arrivals, so
-    their silence would look like a shift."""
-    newest = newest_mix(series.arrivals)
-    estimated = any(one.estimated for one in series.buckets[-_RANGE:])
-    if len(newest) == len(series.arrivals) or estimated or series.health.silent:
+    would hide for minutes how much work they are now."""
+    newest = newest_arrivals(series)
+    if len(newest) == len(series.arrivals):
         return usual
     number = sum(one.weight for one in newest) + _DOUBT
     work = sum(one.weight * one.work for one in newest) + _DOUBT * usual.work

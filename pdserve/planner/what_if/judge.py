@@ -19,7 +19,7 @@ from pdserve.planner.outlook import PoolOutcome
 from pdserve.planner.what_if.evaluate import WhatIf
 from pdserve.planner.what_if.even_load import even_load
 from pdserve.planner.what_if.load import MOST_REQUESTS
-from pdserve.planner.what_if.newest_mix import newest_mix
+from pdserve.planner.what_if.newest_mix import newest_arrivals
 from pdserve.planner.what_if.records import (
     MODES,
     CandidatePool,
@@ -85,7 +85,7 @@ class WhatIfJudge:
         """
         if not isinstance(traffic, DemandSeries):
             raise TypeError(f"a what-if replays a DemandSeries, not a {type(traffic).__name__}")
-        arrivals = _newest(traffic.arrivals)
+        arrivals = _newest(traffic)
         factor, mean = _scaled(arrivals, load)
         if factor <= 0:
             return [PoolOutcome(miss=0.0) for _ in candidates]
@@ -138,12 +138,12 @@ def _handoffs(candidates: Sequence[PoolCandidate]) -> Handoffs:
     return replace(known, disagg=disagg, token=median(tokens) if tokens else known.token)
 
 
-def _newest(arrivals: Sequence[RecentArrival]) -> list[RecentArrival]:
+def _newest(series: DemandSeries) -> list[RecentArrival]:
     """The arrivals since lengths last shifted, at the newest ones' rate. Where that was a short
     time ago they are repeated: queues and streams grow for longer than some seconds."""
-    newest = newest_mix(arrivals)
+    newest = newest_arrivals(series)
     even = even_load(newest)
-    if len(newest) == len(arrivals) or len(even) <= 1:
+    if len(newest) == len(series.arrivals) or len(even) <= 1:
         return even
     span = even[-1].at - even[0].at
     period = span * len(even) / (len(even) - 1)

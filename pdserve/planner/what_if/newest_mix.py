@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.ids import Seconds
+    from pdserve.planner.demand_series import DemandSeries
     from pdserve.planner.recent_arrivals import RecentArrival
 
-__all__ = ["newest_mix"]
+__all__ = ["newest_arrivals", "newest_mix"]
 
 _FEWEST: Final = 12
 """Arrivals on each side of a cut."""
@@ -56,6 +57,15 @@ class _Moments(NamedTuple):
     @property
     def variance(self) -> float:
         return max(0.0, self.squares / self.weight - self.mean**2)
+
+
+def newest_arrivals(series: DemandSeries) -> Sequence[RecentArrival]:
+    """The arrivals since lengths last shifted. Of silent routers there are none, so their silence
+    would look like a shift: while part of the demand is estimated, all arrivals."""
+    arrivals = series.arrivals
+    first = arrivals[0].at if arrivals else 0.0
+    estimated = any(one.estimated for one in series.buckets if one.at + one.seconds > first)
+    return arrivals if estimated or series.health.silent else newest_mix(arrivals)
 
 
 def newest_mix(arrivals: Sequence[RecentArrival]) -> Sequence[RecentArrival]:

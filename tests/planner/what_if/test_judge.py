@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
 
+from pdserve.ids import NodeId
 from pdserve.messages.demand import FinishedRequest
 from pdserve.perf_model.latency_model import LatencyModel
 from pdserve.planner.demand_series import DemandHealth, DemandSeries
@@ -201,6 +203,18 @@ def test_a_new_mix_is_replayed_for_longer_than_it_has_lasted():
     )
     assert 0.3 < soon < later
     assert later == pytest.approx(whole, abs=0.1)
+
+
+def test_while_a_router_is_silent_all_arrivals_are_replayed():
+    """Of it there are none, and what the others bring alone is no new mix."""
+    pool = slots("aggregated", 4, max_sequences=8)
+    load, known = Load(4 * MODEL.prefill(6000)), lengthened(20.0)
+    silent = replace(known, health=DemandHealth(9.0, silent=(NodeId("r"),)))
+    (new,), (all_,) = (WhatIfJudge().judge(one, LIMITS, load, [pool]) for one in (known, silent))
+    assert all_.causes != new.causes
+    assert all_.miss == pytest.approx(
+        WhatIfJudge().judge(lengthened(0.0), LIMITS, load, [pool])[0].miss, abs=0.1
+    )
 
 
 def test_a_worker_with_streams_has_room_for_more():
