@@ -59,7 +59,7 @@ class DriverMemory:
             try:
                 self.bytes = bytes_at(self.address, size, device)
                 self.bytes.zero_()
-            except Exception:
+            except BaseException:  # an interrupt, too, leaves nobody who would free it
                 self.close()
                 raise
 
