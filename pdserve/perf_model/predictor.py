@@ -29,11 +29,12 @@ from pdserve.perf_model.regression import (
     RegressionRow,
     StratifiedWindow,
     fit_nonnegative,
+    scale_of,
 )
 from pdserve.perf_model.remote_prefill import RemotePrefillModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pdserve.ids import NodeId, NodeLife, Seconds
     from pdserve.messages.handoff import QueueState
@@ -55,7 +56,8 @@ class PredictorConfig:
     """Relative error below which fits are four times as rare: they would change nothing."""
     first_fit: int = 20
     refit_steps: int = 200
-    """Load reports between two fits of the decode step time."""
+    """Load reports between two fits of the decode step time; the first comes after `first_fit`, if
+    that is less."""
     poor_error: float = 0.4
     """Relative error above which a model is poor (`prediction_error.ErrorTracker`)."""
     poor_after: Seconds = 60.0
@@ -164,6 +166,7 @@ class _Model:
         self.new_prompts = 0
         self.new_steps = 0
         """Since the last fit of each."""
+        self.step_fits = 0
         self.ratios = RatioWindow(200)
         self.buckets: dict[tuple[int, int], RatioWindow] = {}
         self.error = ErrorTracker(config.poor_error, config.poor_after)
@@ -179,6 +182,22 @@ class _Model:
     @property
     def coefficients(self) -> Coefficients:
         return self.time.base, self.time.per_token, self.time.per_pair
+
+    def set_prompts(self, rows: Sequence[RegressionRow]) -> None:
+        """Fit the prefill time. While no step time was told, steps are taken for as much faster
+        than the defaults as prompts are: the time to read the weights once is that of some 200
+        prompt tokens on most GPUs. Workers that always compute prompts, too, tell none."""
+        base, per_token, per_pair = fit_nonnegative(rows, _PRIOR_PREFILL)
+        self.time = replace(self.time, base=base, per_token=per_token, per_pair=per_pair)
+        if not self.step_fits and rows:
+            faster = scale_of(_PRIOR_PREFILL, rows)
+            base, sequence, token = _PRIOR_STEP
+            self.set_steps((base * faster, sequence * faster, token * faster))
+
+    def set_steps(self, steps: Coefficients) -> None:
+        """Take these for the time of a decode step."""
+        base, sequence, token = steps
+        self.time = replace(self.time, step_base=base, step_sequence=sequence, step_token=token)
 
     def judge(self) -> None:
         """Update whether the learnt coefficients may be used."""
@@ -337,12 +356,12 @@ class Predictor:
         depth = load.kv_tokens // load.running
         found.steps.add((load.running.bit_length(), depth.bit_length() // 2), row)
         found.new_steps += 1
-        if found.new_steps >= self._config.refit_steps:
+        config = self._config
+        first = min(config.first_fit, config.refit_steps)
+        if found.new_steps >= (config.refit_steps if found.step_fits else first):
             found.new_steps = 0
-            base, sequence, token = fit_nonnegative(found.steps.rows(), _PRIOR_STEP)
-            found.time = replace(
-                found.time, step_base=base, step_sequence=sequence, step_token=token
-            )
+            found.step_fits += 1
+            found.set_steps(fit_nonnegative(found.steps.rows(), _PRIOR_STEP))
 
     def worker_gone(self, worker: NodeLife) -> None:
         """Drop a worker that is gone. What its model has learnt from it stays."""
@@ -401,10 +420,7 @@ class Predictor:
     def _refit(self, name: str, model: _Model) -> None:
         model.new_prompts = 0
         model.fits += 1
-        base, per_token, per_pair = fit_nonnegative(
-            model.prompts.rows_with(model.prompts_elsewhere, _FEW), _PRIOR_PREFILL
-        )
-        model.time = replace(model.time, base=base, per_token=per_token, per_pair=per_pair)
+        model.set_prompts(model.prompts.rows_with(model.prompts_elsewhere, _FEW))
         speeds = []
         for worker in self._workers.values():
             if worker.model == name:

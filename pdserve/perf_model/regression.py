@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["Coefficients", "RegressionRow", "StratifiedWindow", "fit_nonnegative"]
+__all__ = ["Coefficients", "RegressionRow", "StratifiedWindow", "fit_nonnegative", "scale_of"]
 
 Coefficients = tuple[float, float, float]
 
@@ -89,7 +89,8 @@ def fit_nonnegative(
 ) -> Coefficients:
     """Fit the coefficients to `rows`; returns `prior` if there are none. Each pass weights the rows
     by the predictions of the pass before."""
-    by = _scaled(prior, rows)
+    scale = scale_of(prior, rows)
+    by = prior[0] * scale, prior[1] * scale, prior[2] * scale
     shape = by
     for _ in range(passes):
         sums = _Sums.of(rows, by)
@@ -99,12 +100,12 @@ def fit_nonnegative(
     return by
 
 
-def _scaled(prior: Coefficients, rows: Iterable[RegressionRow]) -> Coefficients:
-    """The prior, times what fits best: relative errors of both directions count alike."""
+def scale_of(prior: Coefficients, rows: Iterable[RegressionRow]) -> float:
+    """The factor on the prior that fits the rows best: relative errors of both directions count
+    alike. 1: there are no rows."""
     p0, p1, p2 = prior
     ratios = sorted([y / (p0 + p1 * x1 + p2 * x2) for x1, x2, y in rows])
-    scale = ratios[len(ratios) // 2] if ratios else 1.0
-    return prior[0] * scale, prior[1] * scale, prior[2] * scale
+    return ratios[len(ratios) // 2] if ratios else 1.0
 
 
 class _Sums(NamedTuple):

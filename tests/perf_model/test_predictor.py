@@ -239,6 +239,27 @@ def test_steps_are_learnt_from_reports():
         assert found.step(running, kv) == pytest.approx(truth.step(running, kv), rel=0.15)
 
 
+def test_steps_that_nobody_tells_are_as_much_faster_as_prompts():
+    """Workers that always compute prompts tell no step time, and the default is a slow GPU's."""
+    predictor = Predictor()
+    for second in range(60):
+        length = 200 + 50 * second
+        work = LatencyModel().prefill(length) / 4
+        predictor.observe(second, seen(FAST[0], length, work_seconds=work))
+    busy = WorkerLoad(running=100, kv_tokens=90_000, itl=0.1, uncomputed_tokens=4000)
+    predictor.report(60.0, "m", FAST[0], busy)
+    for sequences, kv in ((1, 1000), (100, 90_000)):
+        expected = LatencyModel().step(sequences, kv) / 4
+        assert predictor.model("m").step(sequences, kv) == pytest.approx(expected, rel=0.05)
+    truth = LatencyModel(step_base=0.03)
+    for number in range(20):
+        load = WorkerLoad(running=1 + number, kv_tokens=0, itl=truth.step(1 + number, 0))
+        predictor.report(100.0, "m", FAST[1], load)
+    assert predictor.model("m").step(10, 0) == pytest.approx(truth.step(10, 0), rel=0.05)
+    predictor.observe(101.0, seen(FAST[0], 300))
+    assert predictor.model("m").step(10, 0) == pytest.approx(truth.step(10, 0), rel=0.05)
+
+
 def test_a_prefill_shows_in_no_step_time():
     """A worker tells a mean of its last steps, which a prefill makes longer for a while."""
     predictor = Predictor(PredictorConfig(refit_steps=50))
