@@ -62,7 +62,8 @@ _SHARE: Final = 0.5
 """Share of a step for other workers' prompts where the core names none."""
 _STALE: Final = "stale"
 _MOST: Final = 64
-"""Most orders on their way; the core repeats those that have to wait."""
+"""Most orders on their way to workers, and as many to actuators; the core repeats those that have
+to wait, and they go before those that have been tried."""
 _MOST_TOLD: Final = 1024
 """Most refusals that are not logged again when they are repeated."""
 
@@ -80,7 +81,10 @@ class Orders:
         self._node = node
         self._watches = tuple(watches)
         self._on_done = on_done
-        self._running: set[tuple[str, str]] = set()
+        self._running: dict[tuple[str, str], bool] = {}
+        """Orders on their way, by verb and change; True: to a worker."""
+        self._tries: dict[tuple[str, str], int] = {}
+        """How often each order of the last round was sent."""
         self._refusals: dict[str, Refusal] = {}
         self._told: dict[tuple[str, str], str] = {}
         """By verb and change: the refusal that was logged last."""
@@ -91,18 +95,23 @@ class Orders:
         return found
 
     def carry_out(self, orders: Iterable[Order]) -> None:
-        """Begins those that are not on their way."""
-        for order in orders:
-            key = (order.verb, order.change.id)
-            if key in self._running or len(self._running) >= _MOST:
+        """Begins those that are not on their way, the least tried first: one that nobody answers
+        is on its way for seconds at each try, and many of them would hold up all others."""
+        waiting = {_key(order): order for order in orders}
+        self._tries = {key: self._tries.get(key, 0) for key in waiting}
+        for key in sorted(waiting, key=self._tries.__getitem__):
+            order, to_worker = waiting[key], _is_for_worker(waiting[key])
+            on_their_way = sum(one is to_worker for one in self._running.values())
+            if key in self._running or on_their_way >= _MOST:
                 continue
-            self._running.add(key)
+            self._running[key] = to_worker
+            self._tries[key] += 1
             name = f"{order.verb} {order.change.action} {order.change.id}"
             task = self._node.tasks.spawn(self._do(order), name)
             task.add_done_callback(partial(self._ended, key))
 
     def _ended(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
-        self._running.discard(key)
+        del self._running[key]
 
     async def _do(self, order: Order) -> None:
         try:
@@ -125,7 +134,7 @@ class Orders:
 
     def _tell(self, order: Order, action: str, reason: str) -> None:
         """Logs why an order is not obeyed, once: the core repeats the order at each tick."""
-        key = (order.verb, order.change.id)
+        key = _key(order)
         if reason and self._told.get(key) != reason:
             _log.info("%s of %s: %s", action, _what(order), reason)
         self._told.pop(key, None)
@@ -223,6 +232,14 @@ def _by_actuator(error: ActuatorError) -> Refusal:
     if isinstance(error, ActuatorExhausted):
         return Refusal("exhausted", error.message, error.retry_after)
     return Refusal("transient", error.message)
+
+
+def _key(order: Order) -> tuple[str, str]:
+    return order.verb, order.change.id
+
+
+def _is_for_worker(order: Order) -> bool:
+    return order.verb == "begin" and order.change.action != "start"
 
 
 def _what(order: Order) -> str:
