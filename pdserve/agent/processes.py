@@ -49,7 +49,7 @@ class Processes(Protocol):
 
     def status(self, process: Started) -> int | None:
         """Exit status of a process that this agent started and that has ended, negative for a
-        signal; None: not known, also of one that an earlier agent started."""
+        signal; told once. None: not known, also of one that an earlier agent started."""
         ...
 
     def terminate(self, process: Started) -> None:
@@ -116,7 +116,10 @@ class SystemProcesses:
 
     def status(self, process: Started) -> int | None:
         own = self._own.get(process.pid)
-        return None if own is None else own.poll()
+        status = None if own is None else own.poll()
+        if status is not None:
+            del self._own[process.pid]
+        return status
 
     def terminate(self, process: Started) -> None:
         if self.runs(process):

@@ -26,7 +26,7 @@ from pdserve.agent.logs import last_line, rotate
 from pdserve.agent.measures import OTHER_KIND, AgentMeasures
 from pdserve.agent.processes import Started
 from pdserve.agent.records import WorkerRecord
-from pdserve.errors import ActuatorDenied, ActuatorExhausted, ActuatorTransient
+from pdserve.errors import ActuatorDenied, ActuatorExhausted
 from pdserve.ids import NodeId
 from pdserve.messages.agent import AgentReport
 from pdserve.messages.planner import START_MODES, Instance, Kind
@@ -145,7 +145,7 @@ class Workers:
 
     def start(self, order: StartWorker, now: Seconds) -> Instance:
         """Starts a worker, unless its change is known. Errors: `ActuatorDenied`,
-        `ActuatorExhausted`, `ActuatorTransient` if the order cannot be written down."""
+        `ActuatorExhausted`, also if the order cannot be written down."""
         known = self._records.get(order.change)
         if known is not None:
             return self._instance(known)
@@ -162,7 +162,8 @@ class Workers:
             self._store.save(record)
         except OSError as error:
             self._measures.asked(order.kind, "failed")
-            raise ActuatorTransient(
+            # Nothing was started, so another agent may be asked at once.
+            raise ActuatorExhausted(
                 f"{self._store.directory} cannot be written: {error.strerror}"
             ) from None
         self._records[record.change] = record

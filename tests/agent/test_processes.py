@@ -60,6 +60,8 @@ def test_its_output_is_appended(processes: SystemProcesses, tmp_path: Path) -> N
     started = processes.launch(words, {}, log)
     until(lambda: not processes.runs(started))
     assert processes.status(started) == 3
+    assert processes.status(started) is None, "told once: nothing is kept of what has ended"
+    assert not processes.runs(started)
     assert log.read_text() == "before\nout\n"
 
 

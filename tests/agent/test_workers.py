@@ -10,7 +10,7 @@ import pytest
 from pdserve.agent.logs import rotate
 from pdserve.agent.records import RecordStore
 from pdserve.agent.workers import SeenWorker, Workers
-from pdserve.errors import ActuatorDenied, ActuatorExhausted, ActuatorTransient
+from pdserve.errors import ActuatorDenied, ActuatorExhausted
 from pdserve.ids import NodeId
 from pdserve.messages.agent import StartWorker
 from tests.agent.support import FakeProcesses, command
@@ -177,7 +177,7 @@ def test_an_order_that_cannot_be_written_down_is_not_carried_out(
     tmp_path: Path, processes: FakeProcesses
 ) -> None:
     workers = make(tmp_path / "gone", processes)
-    with pytest.raises(ActuatorTransient, match="cannot be written: No such file"):
+    with pytest.raises(ActuatorExhausted, match="cannot be written: No such file"):
         workers.start(order("a"), 0.0)
     assert not processes.words
     assert not workers.knows("a")

@@ -31,7 +31,7 @@ from pdserve.runtime.rpc_methods import AGENT_REPORT, START_WORKER, STOP_WORKER
 from pdserve.toml import read_table
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from pdserve.ids import NodeId, Seconds
     from pdserve.messages.planner import Instance
@@ -96,7 +96,7 @@ class AgentsActuator:
         order = StartWorker(change=change, kind=kind, mode=mode)
         async with within(self._deadline, f"to start {change}"):
             reports = await self._reports()
-            refused: set[NodeId] = set()
+            refused: dict[NodeId, str] = {}
             while True:
                 holder = self._holder(change, reports)
                 if holder is None:
@@ -105,21 +105,22 @@ class AgentsActuator:
                 else:
                     agent = holder
                 found = await self._try(agent, order, again=holder is not None)
-                if found is not None:
+                if not isinstance(found, str):
                     self._note(agent, found)
                     return _named(found, agent)
-                refused.add(agent)
+                refused[agent] = found
 
-    async def _try(self, agent: NodeId, order: StartWorker, *, again: bool) -> Instance | None:
-        """Asks one agent; None: it started nothing, and another one may be asked. `again`: it has
-        the change or was asked for it before, so that only itself can say that it did not start."""
+    async def _try(self, agent: NodeId, order: StartWorker, *, again: bool) -> Instance | str:
+        """Asks one agent; returns why it started nothing where another one may be asked. `again`:
+        it has the change or was asked for it before, so that only itself can say that it did not
+        start."""
         try:
             return await self._node.ref(agent).ask(START_WORKER, order, timeout=self._deadline)
-        except ActuatorExhausted:
+        except ActuatorExhausted as error:
             self._take_back(order.change)
             if again:
                 raise
-            return None
+            return error.message
         except ActuatorDenied:
             self._take_back(order.change)
             raise
@@ -129,7 +130,7 @@ class AgentsActuator:
             unsent = isinstance(error, LinkError) and not error.sent
             if not again and (unsent or isinstance(error, NotReady)):
                 self._take_back(order.change)
-                return None
+                return error.message
             raise ActuatorTransient(f"agent {agent}: {error.message}") from None
 
     async def stop(self, change: str, grace: Seconds) -> None:
@@ -243,13 +244,14 @@ def choose_agent(
     kind: str,
     reports: Mapping[NodeId, AgentReport],
     under_way: Sequence[NodeId],
-    refused: Collection[NodeId],
+    refused: Mapping[NodeId, str],
 ) -> NodeId:
     """The agent with most free slots for a kind, the first by name among equals: spread workers
-    lose least with a host.
+    lose least with a host. Agents where workers of the kind have failed in the last minutes come
+    last: a broken host is always the emptiest.
 
-    Args: `under_way` has an agent for each order that its report does not count yet; `refused` are
-    agents that have said no. Errors: `ActuatorDenied` if no agent has the kind,
+    Args: `under_way` has an agent for each order that its report does not count yet; `refused` says
+    why agents have said no. Errors: `ActuatorDenied` if no agent has the kind,
     `ActuatorExhausted` if no slot is free.
     """
     kinds = sorted({one.name for report in reports.values() for one in report.kinds})
@@ -261,10 +263,17 @@ def choose_agent(
         for agent, report in reports.items()
         if agent not in refused
     }
-    agent = min(free, key=lambda one: (-free[one], one), default=None)
-    if agent is None or free[agent] <= 0:
-        raise ActuatorExhausted(f"no slot {kind!r} is free on any of {len(reports)} agents")
+    found = [agent for agent, slots in free.items() if slots > 0]
+    agent = min(found, key=lambda one: (_failed(kind, reports[one]), -free[one], one), default=None)
+    if agent is None:
+        why = "".join(f"; {agent}: {refused[agent]}" for agent in sorted(refused)[:1])
+        raise ActuatorExhausted(f"no slot {kind!r} is free on any of {len(reports)} agents{why}")
     return agent
+
+
+def _failed(kind: str, report: AgentReport) -> int:
+    """Number of workers of a kind that have failed there of late."""
+    return sum(one.kind == kind and one.state == "failed" for one in report.instances)
 
 
 def merge_kinds(reports: Mapping[NodeId, AgentReport]) -> list[Kind]:

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
 
 from pdserve.errors import ActuatorDenied, ActuatorExhausted, ActuatorTransient
 from pdserve.ids import NodeId
@@ -31,22 +32,32 @@ def report(free: int, slots: int = 4, *changes: str) -> AgentReport:
 
 
 def test_the_emptiest_agent_is_chosen() -> None:
-    assert choose_agent("gpu", {A: report(1), B: report(2)}, [], set()) == B
-    assert choose_agent("gpu", {B: report(2), A: report(2)}, [], set()) == A
-    assert choose_agent("gpu", {A: report(1), B: report(2)}, [B, B], set()) == A
-    assert choose_agent("gpu", {A: report(1), B: report(2)}, [], {B}) == A
+    assert choose_agent("gpu", {A: report(1), B: report(2)}, [], {}) == B
+    assert choose_agent("gpu", {B: report(2), A: report(2)}, [], {}) == A
+    assert choose_agent("gpu", {A: report(1), B: report(2)}, [B, B], {}) == A
+    assert choose_agent("gpu", {A: report(1), B: report(2)}, [], {B: "it drains"}) == A
+
+
+def test_a_host_where_workers_fail_is_chosen_last() -> None:
+    """It is always the emptiest one, and three failures in a row would disable the kind."""
+    failed = Instance(change="c", kind="gpu", state="failed")
+    broken = replace(report(4), instances=(failed,))
+    assert choose_agent("gpu", {A: broken, B: report(1)}, [], {}) == B
+    assert choose_agent("gpu", {A: broken, B: report(0)}, [], {}) == A
+    other = replace(report(4), instances=(replace(failed, kind="cpu"),))
+    assert choose_agent("gpu", {A: other, B: report(1)}, [], {}) == A
 
 
 def test_no_room_and_no_kind_are_told_apart() -> None:
     reports = {A: report(0), B: report(1)}
     with pytest.raises(ActuatorExhausted, match="on any of 2 agents"):
-        choose_agent("gpu", reports, [B], set())
-    with pytest.raises(ActuatorExhausted):
-        choose_agent("gpu", reports, [], {B})
+        choose_agent("gpu", reports, [B], {})
+    with pytest.raises(ActuatorExhausted, match="of 2 agents; b: its disk is full"):
+        choose_agent("gpu", reports, [], {B: "its disk is full"})
     with pytest.raises(ActuatorDenied, match="they have gpu"):
-        choose_agent("cpu", reports, [], set())
+        choose_agent("cpu", reports, [], {})
     with pytest.raises(ActuatorDenied, match="there are none"):
-        choose_agent("cpu", {}, [], set())
+        choose_agent("cpu", {}, [], {})
 
 
 def test_kinds_of_all_hosts_count_together() -> None:
