@@ -274,6 +274,8 @@ class PlannerConfig:
                 return f"{name.replace('_', '-')} must be at least 0, and less than 1"
         if self.tick < _SHORTEST_TICK:
             return f"tick must be at least {_SHORTEST_TICK:g} s: each looks at the whole cluster"
+        if self.stable > _LONGEST_STABLE:
+            return f"stable must be at most {_LONGEST_STABLE:g} s: each tick looks at all of it"
         if self.slow_tick < self.tick:
             return "slow-tick must not be shorter than tick"
         if not 0 <= self.budget < _FOREVER:
@@ -317,6 +319,7 @@ class PlannerConfig:
 
 _FOREVER: Final = 1e9
 _SHORTEST_TICK: Final[Seconds] = 0.05
+_LONGEST_STABLE: Final[Seconds] = 6 * 3600.0
 _SHARES: Final = ("reversal_gain", "donor_headroom")
 _POSITIVE: Final = (
     *("tick", "slow_tick", "stable", "dwell", "switches_per_hour", "reversal_ticks", "hold"),

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["demand_view"]
 
 _RECENT: Final[Seconds] = 300.0
-_MOST: Final = 120
-"""Buckets that are looked at."""
 _RANGE: Final = 60
 """Buckets of a level at most."""
 _EVERY: Final = 3
@@ -53,7 +51,8 @@ def demand_view(
     buckets = series.buckets
     width = buckets[-1].seconds if buckets else _RECENT
     recent = buckets[-max(1, ceil(stable / width)) :]
-    stretches = [Stretch(one.seconds, one.arrivals, one.work) for one in buckets[-_MOST:]]
+    looked = buckets[-(len(recent) + _RANGE) :]
+    stretches = [Stretch(one.seconds, one.arrivals, one.work) for one in looked]
     usual = _usual(buckets[-_RANGE:])
     mix = _newest(series, usual)
     levels = _levels(stretches, len(recent), usual)

@@ -35,6 +35,13 @@ def test_rates_are_of_the_last_bucket_since_the_last_change_and_the_highest() ->
     assert later.peak_300 == pytest.approx(1.0, rel=0.1)
 
 
+def test_peaks_are_looked_for_as_long_as_capacity_is_kept() -> None:
+    """Of a load that ended 40 minutes ago, too."""
+    works = [9.0] * 60 + [1.0] * 480
+    assert demand_view(series(*works), stable=3600.0).peak(3600.0) == pytest.approx(9.0, rel=0.1)
+    assert demand_view(series(*works), stable=1200.0).peak(1200.0) == pytest.approx(1.0, rel=0.1)
+
+
 def test_the_newest_buckets_and_the_usual_request_are_seen() -> None:
     seen = demand_view(series(*[1.0] * 20))
     assert len(seen.recent) == 12
