@@ -118,9 +118,10 @@ class PlannerCore:
         """One round of decisions. `now`: monotonic seconds."""
         log: list[str] = []
         self._ended = []
-        ours = {one.step.life for one in self._book if one.action is Action.SWITCH}
-        self._tenure.see(now, seen.workers, (life for life in ours if life is not None))
         owned = [one for one in self._config.pools if self._owns(one.model, seen)]
+        kept = {one.model for one in owned if one.model in self._models}
+        others = {one.life for one in seen.workers if one.model not in kept}
+        self._tenure.see(now, seen.workers, self._book.switching(now) | others)
         self._begin_term(now, {one.model for one in owned}, seen)
         self._drop({one.model for one in owned})
         degraded: dict[str, str] = {}

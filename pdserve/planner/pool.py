@@ -242,7 +242,7 @@ def _going(worker: Worker, given_up: Collection[str]) -> Worker:
     """A worker that loads although it is given up is as good as gone; one that serves after all
     serves."""
     if worker.state == "loading" and worker.change in given_up:
-        return replace(worker, state="draining")
+        return replace(worker, state="draining", ordered=True)
     return worker
 
 

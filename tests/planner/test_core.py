@@ -521,10 +521,17 @@ def test_nothing_is_removed_while_something_is_coming():
 
 def test_one_removal_at_a_time_also_beside_an_operators():
     bench = calm(4, 0.5)
-    bench.see(*crowd(4), replace(worker(9), state="draining"))
+    bench.see(*crowd(4), replace(worker(9), state="draining", running=3))
     bench.until(120)
     assert actions(bench.last) == []
     assert binding(bench.last) == "waits for end of w9"
+
+
+def test_what_an_operator_has_drained_holds_nothing_up():
+    """`pdserve drain --stay`: the worker may stay so for hours."""
+    bench = calm(4, 0.5)
+    bench.see(*crowd(4), replace(worker(9), state="draining"))
+    assert any(output.orders for output in bench.until(130))
 
 
 def test_a_worker_that_is_told_to_drain_is_no_capacity_any_more():
@@ -1096,6 +1103,24 @@ def test_a_mode_that_was_set_by_hand_stays():
     bench.load(3.0)
     bench.until(1000)
     assert "w2" not in " ".join(actions(bench.last))
+
+
+def test_what_another_planner_switched_was_not_set_by_hand():
+    """The one that owned the model before this one, or while this one did not."""
+    other = next(
+        NodeId(f"p{n}")
+        for n in range(99)
+        if owner_of(MODEL, [ME, NodeId(f"p{n}")], budget=0.0) != ME
+    )
+    both, alone, switched = (ME, other), (ME,), mine(10, "prefill")
+    for before, then in ((both, alone), (alone, both)):
+        bench = Bench(config(pool(modes=("prefill", "decode"), max=4)))
+        bench.see(mine(1, "prefill"), *crowd(3, "decode", 10))
+        bench.load(2.0)
+        bench.tick(planners=before)
+        bench.see(mine(1, "prefill"), switched, *crowd(2, "decode", 11))
+        bench.tick(planners=then)
+        assert bench.core._tenure.may_switch(bench.now, switched) == ""
 
 
 def test_a_pinned_worker_is_not_removed():

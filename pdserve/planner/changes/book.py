@@ -48,6 +48,8 @@ _SEEN_INSTANCE: Final[Mapping[str, ChangeEvent]] = {
     "failed": E.FAILED,
     "ended": E.FAILED,
 }
+_WAITS: Final = (None, E.PENDING, E.BOOTING, E.LOADING)
+"""Events of a start that is still waited for."""
 _FIRST: Final = {Action.START: S.ASKED}
 
 
@@ -230,6 +232,17 @@ class ChangeBook:
         spent = now - one.booted if one is not None and one.booted is not None else 0.0
         return max(0.0, self._times.p90("boot", kind) - spent)
 
+    def switching(self, now: Seconds) -> set[NodeLife]:
+        """Workers whose mode may change by an order of this planner: a switch that was given up of
+        late may happen all the same."""
+        ordered = {one.step.life for one in self if one.action is Action.SWITCH and one.step.life}
+        late = {
+            life
+            for (life, action), until in self._refused_until.items()
+            if action is Action.SWITCH and until > now
+        }
+        return ordered | late
+
     def may_order(self, now: Seconds, action: Action, life: NodeLife) -> bool:
         """False for a while after a switch or a stop of the worker that did not happen."""
         return now >= self._refused_until.get((life, action), 0.0)
@@ -318,7 +331,9 @@ class ChangeBook:
             one.alone = now
         silent = instance is not None and instance.state == "unknown"
         one.lost = (now if one.lost is None else one.lost) if silent else None
-        if event in (None, E.PENDING, E.BOOTING, E.LOADING) and (late := self._late(now, one)):
+        # What no list has ever shown is not gone: its order may have been refused each time.
+        waits = one.state is S.ASKED if event is E.GONE else event in _WAITS
+        if waits and (late := self._late(now, one)):
             one.failure = late
             return E.LATE
         return event
@@ -337,7 +352,7 @@ class ChangeBook:
         """Why a start has waited for too long; empty: it has not."""
         kind, config = one.step.kind, self._config
         if one.lost is not None:  # which says nothing against the kind
-            lasts = now - one.lost
+            lasts = now - max(one.lost, one.alone)
             late = lasts >= self._ready_limit(kind)
             return f"its host has not answered for {lasts:.0f} s" if late else ""
         if one.state in (S.ASKED, S.PENDING) and now - one.began >= config.pending_timeout:

@@ -363,8 +363,9 @@ class ModelPlanner:
         if busy is not None:
             what = busy.step.life.node if busy.step.life else busy.step.kind
             return Binding("changing", {"action": busy.action.value, "what": what})
-        # Those that drain, and those whose start is given up.
-        going = scene.pool.in_state("draining")
+        # What an operator has drained may stay so for hours.
+        draining = scene.pool.in_state("draining")
+        going = [one for one in draining if one.ordered or one.running]
         if going:
             return Binding("changing", {"action": "end", "what": going[0].node})
         return None

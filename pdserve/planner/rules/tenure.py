@@ -41,7 +41,8 @@ class Tenure:
         self._seen: dict[NodeLife, _Seen] = {}
 
     def see(self, now: Seconds, workers: Iterable[Worker], ours: Iterable[NodeLife]) -> None:
-        """All workers as they are now. `ours`: those whose mode this planner is changing."""
+        """All workers as they are now. `ours`: those whose mode a planner may have changed, this
+        one or the model's owner before it."""
         mine = {*ours}
         present: dict[NodeLife, _Seen] = {}
         for worker in workers:

@@ -108,6 +108,32 @@ def test_a_start_that_nobody_runs_is_given_up_and_its_kind_left_alone(books):
     assert ended.state is S.GIVEN_UP
 
 
+def test_a_start_that_no_list_ever_shows_is_given_up(books):
+    """Its order is refused each time, by an actuator that answers."""
+    one, refusals = books.start(), {NAME: Refusal("transient", "its disk is full")}
+    books.see(refusals=refusals)
+    books.see(refusals=refusals)
+    books.see(refusals=refusals, seconds=580.0)
+    assert state_of(one) is S.ASKED
+    books.see(refusals=refusals, seconds=10.0)
+    assert state_of(one) is S.ENDING
+    assert books.health.blocked("gpu", books.now)
+    (ended,) = books.see()
+    assert ended.state is S.GIVEN_UP
+
+
+def test_a_start_is_not_lost_while_nothing_of_the_cluster_is_seen(books):
+    """It is this planner that is alone, and not the host."""
+    one = books.start()
+    books.see(worker(9), instances=running("booting"))
+    for _ in range(5):
+        books.see(instances=running("unknown"), seconds=300.0)
+    books.see(worker(9), instances=running("unknown"), seconds=300.0)
+    assert state_of(one) is S.BOOTING
+    books.see(worker(9), instances=running("unknown"), seconds=400.0)
+    assert state_of(one) is S.ENDING
+
+
 def test_a_worker_that_never_becomes_ready_is_ended_and_counts_as_a_failure(books):
     for _ in range(20):
         books.times.add("boot", "gpu", 30.0)
@@ -141,13 +167,13 @@ def test_a_start_on_a_host_that_is_silent_is_given_up_and_its_kind_not_blamed(bo
     for _ in range(20):
         books.times.add("boot", "gpu", 10.0)
     one = books.start()
-    books.see(instances=running(state))
-    books.see(instances=running("unknown"))
-    books.see(instances=running("unknown"), seconds=25.0)
-    books.see(instances=running(state))
+    books.see(worker(9), instances=running(state))
+    books.see(worker(9), instances=running("unknown"))
+    books.see(worker(9), instances=running("unknown"), seconds=10.0)
+    books.see(worker(9), instances=running(state))
     assert state_of(one) is not S.ENDING, "it has answered meanwhile"
-    books.see(instances=running("unknown"), seconds=1.0)
-    books.see(instances=running("unknown"), seconds=31.0)
+    books.see(worker(9), instances=running("unknown"), seconds=1.0)
+    books.see(worker(9), instances=running("unknown"), seconds=31.0)
     assert state_of(one) is S.ENDING
     assert "its host has not answered for 31 s" in one.failure
     assert not books.health.blocked("gpu", books.now)
@@ -367,6 +393,15 @@ def test_a_switch_that_did_not_happen_is_not_tried_again_at_once(books):
     assert not books.book.may_order(books.now + 299, Action.SWITCH, life(1))
     assert books.book.may_order(books.now + 300, Action.SWITCH, life(1))
     assert books.book.may_order(books.now, Action.SWITCH, life(2))
+
+
+def test_a_switch_that_was_given_up_may_still_happen_and_is_nobody_elses(books):
+    books.switch()
+    assert books.book.switching(books.now) == {life(1)}
+    (ended,) = books.see(joined(), seconds=20.0)
+    assert ended.state is S.GIVEN_UP
+    assert books.book.switching(books.now + 299) == {life(1)}
+    assert books.book.switching(books.now + 300) == set()
 
 
 def test_a_switch_has_a_deadline(books):
