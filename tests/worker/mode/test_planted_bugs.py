@@ -57,6 +57,29 @@ def _cache_is_dropped(patch: Patch) -> None:
     patch.setattr(ModeSwitch, "_flip", and_forget)
 
 
+def _quarantine_is_dropped(patch: Patch) -> None:
+    flip = ModeSwitch._flip
+
+    def and_free(self: ModeSwitch, mode: Any, share: float) -> Any:
+        pool = self._service.engine.core.pool  # type: ignore[attr-defined]
+        pool.unquarantine(sorted(pool._quarantined))
+        return flip(self, mode, share)
+
+    patch.setattr(ModeSwitch, "_flip", and_free)
+
+
+def _card_comes_first(patch: Patch) -> None:
+    flip = ModeSwitch._flip
+
+    def told_before(self: ModeSwitch, mode: Any, share: float) -> Any:
+        former, self._service.mode = self._service.mode, mode
+        self._parts.tell()
+        self._service.mode = former
+        return flip(self, mode, share)
+
+    patch.setattr(ModeSwitch, "_flip", told_before)
+
+
 def _requests_are_taken_meanwhile(patch: Patch) -> None:
     patch.setattr(WorkerService, "check_accepts", lambda self: None)
 
@@ -112,6 +135,14 @@ BUGS: dict[str, tuple[Callable[[Patch], None], Callable[[], None]]] = {
     "the cache is dropped": (
         _cache_is_dropped,
         scenarios.test_the_prefix_cache_stays_and_its_blocks_are_used_in_the_new_mode,
+    ),
+    "a quarantine is dropped": (
+        _quarantine_is_dropped,
+        scenarios.test_blocks_in_quarantine_stay_there,
+    ),
+    "a card is told before its parts are attached": (
+        _card_comes_first,
+        scenarios.test_queue_clients_that_cannot_be_made_are_no_end,
     ),
     "requests are taken meanwhile": (
         _requests_are_taken_meanwhile,

@@ -131,6 +131,20 @@ async def test_the_prefix_cache_stays_and_its_blocks_are_used_in_the_new_mode() 
         assert again.started[0].cached_tokens == 72
 
 
+@virtually
+async def test_blocks_in_quarantine_stay_there() -> None:
+    """A peer may still write to them, whatever the worker's mode is."""
+    async with site("p", "q") as made:
+        core = made.workers["p"].service.engine.core  # type: ignore[attr-defined]
+        blocks = core.pool.reserve(2)
+        core.pool.quarantine(blocks)
+        for mode in ("decode", "both", "prefill"):
+            await made.change("p", mode)
+            assert core.pool.counts().quarantined == 2
+        core.pool.unquarantine(blocks)
+        core.pool.check()
+
+
 def _names(worker: Worker, ids: list[int]) -> bytes:
     card = worker.service.cards()["m"]
     return NAMING.of_one(card, "", token_ids(ids)).hashes
@@ -328,8 +342,9 @@ async def test_queue_clients_that_cannot_be_made_are_no_end() -> None:
             use_queues(mode, generation, share)
 
         def note() -> None:
-            told.append(agent.mode.report().state)
             tell()
+            told.append(agent.mode.report().state)
+            assert made.card("p").mode == "prefill", "a card names no mode before its parts work"
 
         agent.use_queues, agent.tell = cannot, note  # type: ignore[method-assign]
         report = await made.change("p", "decode")

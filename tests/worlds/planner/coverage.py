@@ -1,4 +1,5 @@
-"""Counts which cells of the planner's tables of changes a run visits (`planner.changes.table`).
+"""Counts which cells of the planner's tables of changes a run visits (`planner.changes.table`), and
+which of the table of a worker's mode (`worker.mode.state_table`).
 
 Part of `oracle.coverage`. A table has a row for each event, and a kind of change meets only some of
 them. Each cell stands here once: worlds must visit it, or they visit it rarely or never, for a
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.planner.changes.book import ChangeBook
 from pdserve.planner.changes.table import TABLES, Action
+from pdserve.worker.mode.switch import ModeSwitch
 from tests.worlds.planner.bindings import Bindings
 
 if TYPE_CHECKING:
@@ -20,11 +22,13 @@ if TYPE_CHECKING:
     from pdserve.planner.changes.book import Underway
     from pdserve.planner.changes.table import ChangeEvent
     from pdserve.planner.explain import Binding
+    from pdserve.worker.mode.state_table import ModeEvent
     from tests.worlds.oracle.coverage import Cells
 
 __all__ = [
     "ALL_CHANGE_CELLS",
     "CHANGE_CELLS",
+    "MODE_CELLS",
     "NEVER",
     "NEVER_CELLS",
     "PROBES",
@@ -38,12 +42,17 @@ def _moved(cells: Cells, book: ChangeBook, now: Seconds, one: Underway, event: C
     cells[f"change {one.action.value} {one.state.value}", event.value] += 1
 
 
+def _fed(cells: Cells, switch: ModeSwitch, event: ModeEvent) -> None:
+    cells[f"mode {switch._state.value}", event.value] += 1
+
+
 def _bound(cells: Cells, bindings: Bindings, past: object, binding: Binding) -> None:
     cells["limit", binding.name] += 1
 
 
 PROBES: Final[tuple[tuple[type, str, Callable[..., None]], ...]] = (
     (ChangeBook, "_move", _moved),
+    (ModeSwitch, "_feed", _fed),
     (Bindings, "_untrue", _bound),
 )
 """Methods that are looked at before each call."""
@@ -157,6 +166,15 @@ def _all_cells(by_reason: dict[str, _Cells]) -> frozenset[tuple[str, str]]:
     return frozenset().union(*(_cells(rows) for rows in by_reason.values()))
 
 
+MODE_CELLS: Final = frozenset(
+    {
+        ("mode serving", "ordered"),
+        ("mode leaving", "empty"),
+        ("mode flipping", "flipped"),
+        ("mode proving", "proved"),
+    }
+)
+"""What happens to a mode in worlds with planners; tests/worker/mode visits all cells."""
 CHANGE_CELLS: Final = _cells(_VISITED)
 """What worlds with planners must visit."""
 RARE_CELLS: Final = _all_cells(RARE)

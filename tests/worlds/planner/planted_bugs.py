@@ -1,6 +1,7 @@
 """Bugs planted into planners and what obeys them, each with the world that reveals it.
 
-Those of `UNSEEN` are shown by no world, each for a reason.
+Those of `UNSEEN` are shown by no world, each for a reason. Planners tune no knobs of workers that
+serve, so there is no bug of a knob that does not expire.
 """
 
 from __future__ import annotations
@@ -230,32 +231,43 @@ PLANNER_BUGS: Final[dict[str, PlannerBug]] = {
 }
 
 _IN_MODES: Final = "worker/mode/test_planted_bugs.py"
-UNSEEN: Final[dict[str, tuple[str, str]]] = {
+UNSEEN: Final[dict[str, tuple[str, str, str]]] = {
     "a change id is not checked at the start": (
-        "planner/actuators/test_agents.py",
+        "agent/test_workers.py",
+        "def test_a_repeat_starts_nothing_whatever_became_of_it(",
         "a planner lists before it repeats an order, so an agent is not asked twice",
     ),
     "a stale term is obeyed": (
         "runtime/orders/test_order_fence.py",
+        "def test_only_orders_as_late_as_the_last_one_are_obeyed(",
         "a planner that is silent for long enough to lose its models begins a new life and term",
     ),
     "dwell is ignored": (
         "planner/rules/test_switches.py",
+        "def test_a_worker_keeps_its_mode_for_dwell(",
         "prompts of prefill workers teach routers no times here, so a planner knows the demand "
         "late, when all modes are older than dwell",
     ),
     "samples of a cold start are learnt": (
         "perf_model/test_predictor.py",
+        "def test_a_workers_first_requests_do_not_count(",
         "engines of a world are as fast at their first prompts as later",
     ),
-    "a switch keeps claims of the former generation": (_IN_MODES, "of the worker, not of planners"),
+    "a switch keeps claims of the former generation": (
+        _IN_MODES,
+        '"a stale claim is obeyed": (',
+        "of the worker, not of planners",
+    ),
     "a card is told before its parts are attached": (
-        "worker/mode/test_switch.py",
+        _IN_MODES,
+        '"a card is told before its parts are attached": (',
         "a worker's parts and its card change in one turn of its loop: no moment lies in between",
     ),
     "a quarantine is dropped at the flip": (
-        "engine_core/kv_transfer/test_random_handoffs.py",
-        "quarantined blocks are in the books of the engine core, which no change of a mode reaches",
+        _IN_MODES,
+        '"a quarantine is dropped": (',
+        "no transfer of these worlds is given up while a worker changes its mode",
     ),
 }
-"""Bugs that worlds of planners do not show: the tests that do, and why worlds do not."""
+"""Bugs that worlds of planners do not show: file and name of the test that does, and why worlds do
+not."""
