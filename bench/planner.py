@@ -7,10 +7,12 @@ Each arm decides how many aggregated workers there are, over the same virtual ac
 takes as long for each, a worker that leaves drains by the production order, and what was booked is
 paid from the boot to the end. pdserve's arm is the production planner. Kubernetes' HPA, KEDA,
 AIBrix's KPA and APA, llm-d's saturation rule and Dynamo's load-based rule are small functions
-written from their documentation and from notes; their own code did not run. *Clairvoyant* knows the
-trace and has what a what-if of the next requests asks for. *pdserve 90%* is the same planner with a
-looser objective: rules that know none miss more requests, and so cost less. *Static* arms have one
-size; the best by hindsight is the smallest within half a point of any larger one.
+written from their documentation and from notes; their own code did not run, nor was Dynamo's wheel
+tried. Dynamo's rule adds a worker if any one is over, which is sooner than its target `sla` does.
+*Clairvoyant* knows the trace and has what a what-if of the next requests asks for. *pdserve 90%* is
+the same planner with a looser objective: rules that know none miss more requests, and so cost less.
+*Static* arms have one size; the best by hindsight is the smallest within half a point of any larger
+one.
 
 Made loads mix chats of 300 tokens with a share of prompts of 12,000 (bench/disagg.py). A request is
 good if its first token and its mean time between tokens kept the objective. Under *mode shift* the

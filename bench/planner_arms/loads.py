@@ -139,6 +139,8 @@ _TO_LONG: Final[Seconds] = 240.0
 _TO_CHAT: Final[Seconds] = 600.0
 
 
+_ALL_SIZES: Final = (2, 3, 4, 5, 6, 7, 8)
+"""Sizes for traces that more workers than the scaling arms may have would serve better."""
 LOADS: Final[dict[str, Load]] = {
     "step": Load(
         seconds=1260,
@@ -169,6 +171,7 @@ LOADS: Final[dict[str, Load]] = {
         about="1.6, four tenths long; from 480 s on nothing of them is cached",
         step=_LEAD,
         initial=2,
+        sizes=(2, 3, 4, 5, 6),
     ),
     "day": Load(
         seconds=7200,
@@ -181,10 +184,12 @@ LOADS: Final[dict[str, Load]] = {
         about="its first 1,500 requests, jittered by up to 3 s: its times are multiples of 3 s",
         part=Part(name="conversation", limit=1500, jitter=3.0),
         initial=2,
+        sizes=_ALL_SIZES,
     ),
     "Azure code": Load(
         about="its first 3,000 requests at three times its speed",
         part=Part(name="code", limit=3000, speed=3.0),
+        sizes=_ALL_SIZES,
     ),
 }
 
