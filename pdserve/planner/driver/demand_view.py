@@ -27,6 +27,8 @@ _FEW: Final = 6
 """Buckets that tell a level of the past."""
 _NEWEST: Final[Seconds] = 60.0
 """Time whose buckets decisions see one by one."""
+_JUDGED: Final = 50
+"""Requests that must be judged before the share of those that missed says anything."""
 _DOUBT: Final = 20.0
 """Requests of a new mix after which their own mean work counts as much as the usual one: until then
 they may be a burst of one client."""
@@ -79,6 +81,7 @@ def demand_view(
         queued_work=queued_tokens * series.times.per_token,
         missed=_missed(recent),
         kept=round(sum(one.kept.get("both", 0) for one in recent)),
+        missing=_missing(buckets[-max(1, round(_NEWEST / width)) :]),
         traffic=series,
     )
 
@@ -160,6 +163,13 @@ def _levels(stretches: Sequence[Stretch], recent: int, mix: _Mix) -> list[tuple[
         level = mean_work(steady(sums, max(0, end - _RANGE), end, mix.spread), mix.work)
         found.append(((sums[last] - sums[end]).seconds, level))
     return found
+
+
+def _missing(buckets: Sequence[DemandBucket]) -> float | None:
+    """Share of the requests that missed the objective; None: too few were judged to tell."""
+    missed = sum(one.missed_for("both") for one in buckets)
+    judged = missed + sum(one.kept.get("both", 0) for one in buckets)
+    return missed / judged if judged >= _JUDGED else None
 
 
 def _missed(buckets: Sequence[DemandBucket]) -> dict[str, int]:

@@ -54,6 +54,8 @@ _SETTLE: Final[Seconds] = 5.0
 _FALLEN: Final = 0.8
 """Fewer workers than had to be started again are tried once the load is below this part of the one
 that they were needed for."""
+_WELL: Final = 0.5
+"""A pool does well if at most this part of the misses that are allowed was observed."""
 _GRID: Final[Seconds] = 60.0
 """Distance of the moments at which a forecast is read when its highest value is looked for."""
 
@@ -240,7 +242,7 @@ class ModelPlanner:
         decision = self._up(scene, demand, load, expected, stay)
         if self._slow_due(scene.now) and (decision is None or not decision.steps):
             borne = load if decision is None else expected
-            slow = self._slower(scene, sight, demand, borne, shrinks=decision is None)
+            slow = self._slower(scene, sight, demand, borne, stay, shrinks=decision is None)
             decision = slow or decision
         if decision is None:
             decision = Decision((), self._calm(scene, stay))
@@ -277,7 +279,8 @@ class ModelPlanner:
         if not (agreed or self._sure(scene, demand, stay)):
             return Decision((), Binding("waiting", {"value": stay.miss}))
         self._votes.clear()  # what is ordered now must have been taken in before more is
-        horizon, judged = scene.start_p90 + _SETTLE, not self._futile.hold(scene, load)
+        well = self._does_well(scene, demand, stay) and not scene.startable()
+        horizon, judged = scene.start_p90 + _SETTLE, not (well or self._futile.hold(scene, load))
         raised = raise_capacity(scene, load, expected, stay, horizon, switches_too=judged)
         # While one change is under way no other begins, which does not make switches futile.
         if judged and not (raised.enough or raised.steps or scene.removing):
@@ -286,6 +289,15 @@ class ModelPlanner:
             figures = {"value": raised.after.miss, "limit": scene.most_misses}
             return Decision(raised.steps, Binding("enough", figures), after=raised.after)
         return Decision(raised.steps, why_not_more(scene, raised.after), after=raised.after)
+
+    def _does_well(self, scene: Scene, demand: DemandView, stay: PoolOutcome) -> bool:
+        """True if requests keep the objective with room to spare, whatever a replay says of the
+        next ones. Where it foretells a few points of misses its error is as large, and a pool
+        would be switched to and fro."""
+        if demand.missing is None or self._surge.active(scene.now):
+            return False
+        well = demand.missing <= _WELL * scene.target.allowed_miss
+        return well and stay.miss <= self._config.fast_up
 
     def _sure(self, scene: Scene, demand: DemandView, stay: PoolOutcome) -> bool:
         """True if no second opinion is needed."""
@@ -314,14 +326,22 @@ class ModelPlanner:
         return True
 
     def _slower(
-        self, scene: Scene, sight: Sight, demand: DemandView, load: Load, *, shrinks: bool
+        self,
+        scene: Scene,
+        sight: Sight,
+        demand: DemandView,
+        load: Load,
+        stay: PoolOutcome,
+        *,
+        shrinks: bool,
     ) -> Decision | None:
         """A better ratio or, if the pool may shrink, fewer workers; None: neither."""
         self._slow = self._held(scene, sight)
         if self._slow is not None:
             calm = shrinks and not sight.doubt and not self._surge.active(scene.now)
             return self._unwanted(scene, demand) if calm else None
-        found = rebalance(scene, load, back=True)
+        well = self._does_well(scene, demand, stay)
+        found = None if well else rebalance(scene, load, back=True)
         if self._last_switch.allows(scene.now, found) and found is not None:
             return self._decided(scene, (found.step,), found.after)
         return self._smaller(scene, demand) if shrinks else None

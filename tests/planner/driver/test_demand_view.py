@@ -35,6 +35,18 @@ def test_rates_are_of_the_last_bucket_since_the_last_change_and_the_highest() ->
     assert later.peak_300 == pytest.approx(1.0, rel=0.1)
 
 
+def test_of_a_few_requests_the_share_that_missed_is_not_told() -> None:
+    def judged(kept: float, missed: float) -> float | None:
+        buckets = tuple(
+            DemandBucket(*(5.0 * at, 5.0), kept={"both": kept}, missed={"both": {"queue": missed}})
+            for at in range(40)
+        )
+        return demand_view(replace(series(), buckets=buckets)).missing
+
+    assert judged(9.0, 1.0) == pytest.approx(0.1)
+    assert judged(4.0, 0.0) is None
+
+
 def test_peaks_are_looked_for_as_long_as_capacity_is_kept() -> None:
     """Of a load that ended 40 minutes ago, too."""
     works = [9.0] * 60 + [1.0] * 480
