@@ -140,7 +140,7 @@ _TO_CHAT: Final[Seconds] = 600.0
 
 
 _ALL_SIZES: Final = (2, 3, 4, 5, 6, 7, 8)
-"""Sizes for traces that more workers than the scaling arms may have would serve better."""
+"""Up to as many workers as arms that scale may have: the traces need that many."""
 LOADS: Final[dict[str, Load]] = {
     "step": Load(
         seconds=1260,

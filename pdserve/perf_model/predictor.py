@@ -184,9 +184,10 @@ class _Model:
         return self.time.base, self.time.per_token, self.time.per_pair
 
     def set_prompts(self, rows: Sequence[RegressionRow]) -> None:
-        """Fit the prefill time. While no step time was told, steps are taken for as much faster
-        than the defaults as prompts are: the time to read the weights once is that of some 200
-        prompt tokens on most GPUs. Workers that always compute prompts, too, tell none."""
+        """Fit the prefill time. Until workers have reported step times, the defaults for steps are
+        scaled by the same factor as those for prompts: on most GPUs, reading the weights once takes
+        as long as computing some 200 prompt tokens. A worker reports no step time while it computes
+        prompts."""
         base, per_token, per_pair = fit_nonnegative(rows, _PRIOR_PREFILL)
         self.time = replace(self.time, base=base, per_token=per_token, per_pair=per_pair)
         if not self.step_fits and rows:

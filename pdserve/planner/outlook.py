@@ -78,7 +78,7 @@ class DemandView:
     """Requests of the last 300 s that missed the objective, by cause (`observe.slo.CAUSES`)."""
     kept: int = 0
     """Those that kept it."""
-    missing: float | None = None
+    miss_share: float | None = None
     """Share that missed it of those judged in the last minute; None: too few were."""
     traffic: object = None
     """What the `Judge` replays: recent arrivals, lengths and learnt times. Decisions do not look

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from tests.e2e.readme import Places, blocks, free_port, section
+from tests.e2e.readme import Places, blocks, free_port, need_shell, section
 from tests.e2e.server import PATIENCE
 
 if TYPE_CHECKING:
@@ -29,9 +28,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(sys.platform != "linux", reason="an agent reads /proc"),
-    pytest.mark.skipif(
-        not (shutil.which("curl") and shutil.which("bash")), reason="README has both"
-    ),
 ]
 (PASTED,) = blocks(section("A cluster that grows and shrinks"))
 
@@ -112,6 +108,7 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    need_shell()
     made = Site(tmp_path_factory.mktemp("home"))
     shell = made.paste()
     try:

@@ -1036,15 +1036,15 @@ def test_a_worker_keeps_its_mode_for_a_while():
 
 
 @pytest.mark.parametrize(
-    ("missing", "work", "switched"),
+    ("miss_share", "work", "switched"),
     [(None, 4.0, True), (0.04, 4.0, True), (0.02, 4.0, False), (0.02, 5.0, True)],
 )
-def test_modes_stay_where_the_objective_is_kept_with_room_to_spare(missing, work, switched):
+def test_modes_stay_where_the_objective_is_kept_with_room_to_spare(miss_share, work, switched):
     """Unless a fifth of the next requests will miss: what was observed is of the past."""
     bench = Bench(config(pool(modes=("prefill", "decode"), max=4)))
     bench.judge.decode_weight = 0.3
     disagg(bench)
-    bench.load(work, missing=missing)
+    bench.load(work, miss_share=miss_share)
     orders = [action for _ in range(40) for action in actions(bench.tick())]
     assert any("mode" in one for one in orders) is switched
 

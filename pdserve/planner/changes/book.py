@@ -233,8 +233,8 @@ class ChangeBook:
         return max(0.0, self._times.p90("boot", kind) - spent)
 
     def switching(self, now: Seconds) -> set[NodeLife]:
-        """Workers whose mode may change by an order of this planner: a switch that was given up of
-        late may happen all the same."""
+        """Workers whose mode may change by an order of this planner. A switch that it gave up some
+        minutes ago may still happen."""
         ordered = {one.step.life for one in self if one.action is Action.SWITCH and one.step.life}
         late = {
             life

@@ -81,7 +81,7 @@ def demand_view(
         queued_work=queued_tokens * series.times.per_token,
         missed=_missed(recent),
         kept=round(sum(one.kept.get("both", 0) for one in recent)),
-        missing=_missing(buckets[-max(1, round(_NEWEST / width)) :]),
+        miss_share=_miss_share(buckets[-max(1, round(_NEWEST / width)) :]),
         traffic=series,
     )
 
@@ -165,7 +165,7 @@ def _levels(stretches: Sequence[Stretch], recent: int, mix: _Mix) -> list[tuple[
     return found
 
 
-def _missing(buckets: Sequence[DemandBucket]) -> float | None:
+def _miss_share(buckets: Sequence[DemandBucket]) -> float | None:
     """Share of the requests that missed the objective; None: too few were judged to tell."""
     missed = sum(one.missed_for("both") for one in buckets)
     judged = missed + sum(one.kept.get("both", 0) for one in buckets)

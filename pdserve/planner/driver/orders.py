@@ -95,8 +95,9 @@ class Orders:
         return found
 
     def carry_out(self, orders: Iterable[Order]) -> None:
-        """Begins those that are not on their way, the least tried first: one that nobody answers
-        is on its way for seconds at each try, and many of them would hold up all others."""
+        """Sends each order that is not on its way. Orders that were sent least often go first: an
+        order without an answer takes a place for seconds each time, and many such orders would
+        keep all others waiting."""
         waiting = {_key(order): order for order in orders}
         self._tries = {key: self._tries.get(key, 0) for key in waiting}
         for key in sorted(waiting, key=self._tries.__getitem__):

@@ -294,9 +294,9 @@ class ModelPlanner:
         """True if requests keep the objective with room to spare, whatever a replay says of the
         next ones. Where it foretells a few points of misses its error is as large, and a pool
         would be switched to and fro."""
-        if demand.missing is None or self._surge.active(scene.now):
+        if demand.miss_share is None or self._surge.active(scene.now):
             return False
-        well = demand.missing <= _WELL * scene.target.allowed_miss
+        well = demand.miss_share <= _WELL * scene.target.allowed_miss
         return well and stay.miss <= self._config.fast_up
 
     def _sure(self, scene: Scene, demand: DemandView, stay: PoolOutcome) -> bool:

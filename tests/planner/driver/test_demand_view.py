@@ -41,7 +41,7 @@ def test_of_a_few_requests_the_share_that_missed_is_not_told() -> None:
             DemandBucket(*(5.0 * at, 5.0), kept={"both": kept}, missed={"both": {"queue": missed}})
             for at in range(40)
         )
-        return demand_view(replace(series(), buckets=buckets)).missing
+        return demand_view(replace(series(), buckets=buckets)).miss_share
 
     assert judged(9.0, 1.0) == pytest.approx(0.1)
     assert judged(4.0, 0.0) is None
